@@ -1,0 +1,77 @@
+"""``import ditorch`` makes PyTorch code written for CUDA run on the accelerator of this machine."""
+
+from __future__ import annotations
+
+import os
+
+from ditorch import backend as _backend_module
+from ditorch.backend import Backend
+from ditorch.discovery import NoBackendError, choose
+from ditorch.patching import Ledger, Patch
+
+__version__ = "0.1.0"
+__all__ = ["Backend", "NoBackendError", "Patch", "activate", "backend", "deactivate", "framework", "patches"]
+
+del _backend_module
+backend: Backend
+"""The chosen backend."""
+framework: str
+"""Name and version of the package that drives the device, as in ``torch_npu:2.1.0.post3``."""
+
+_ledger = Ledger()
+
+
+def activate(device: str | None = None) -> Backend:
+    """Choose a backend and let ``cuda`` mean its device; ``import ditorch`` has done this already.
+
+    Example: ``ditorch.deactivate(); ditorch.activate("cpu")``
+    """
+    global backend, framework
+    chosen = choose(device)
+    if _ledger.patches:
+        if chosen is backend:
+            return chosen
+        raise RuntimeError(
+            f"ditorch is active on {backend.name}: call ditorch.deactivate() before activate({chosen.name!r})"
+        )
+    chosen.load()
+    backend, framework = chosen, chosen.framework
+    if not chosen.native and not _flag("DITORCH_DISABLE_MOCK", False):
+        from ditorch import redirect
+
+        try:
+            redirect.install(_ledger, chosen, _flag("DITORCH_SHOW_DEVICE_AS_CUDA", True))
+        except BaseException:
+            _ledger.undo_all()
+            raise
+    return chosen
+
+
+def deactivate() -> None:
+    """Give PyTorch back its original objects; the device stays usable under its own name.
+
+    Example: ``ditorch.deactivate(); assert not ditorch.patches()``
+    """
+    _ledger.undo_all()
+
+
+def patches() -> list[Patch]:
+    """Everything that ditorch changed in PyTorch, in the order in which it was done.
+
+    Example: ``{patch.what for patch in ditorch.patches()}``
+    """
+    return list(_ledger.patches)
+
+
+def _flag(name: str, default: bool) -> bool:
+    text = os.environ.get(name, "").strip().lower()
+    if text == "":
+        return default
+    if text in ("1", "true", "on", "yes"):
+        return True
+    if text in ("0", "false", "off", "no"):
+        return False
+    raise ValueError(f"{name}={text!r}: expected 0 or 1")
+
+
+activate()
