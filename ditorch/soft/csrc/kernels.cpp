@@ -1,0 +1,129 @@
+// The operators that a device must bring itself: memory, views, copies, and the
+// few that choose their path by device type.
+#include "soft.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/native/DispatchStub.h>
+#include <ATen/native/Resize.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/native_dropout_native.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
+#include <ATen/ops/view_native.h>
+#include <torch/library.h>
+
+namespace soft {
+namespace {
+
+constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
+
+void check_options(std::optional<c10::Layout> layout, std::optional<bool> pin_memory) {
+  TORCH_CHECK(!pin_memory.value_or(false), "Only dense CPU tensors can be pinned");
+  TORCH_CHECK_NOT_IMPLEMENTED(layout.value_or(c10::kStrided) == c10::kStrided,
+                              "soft: only strided tensors are supported, got layout ", *layout);
+}
+
+at::Tensor empty_memory_format(at::IntArrayRef size, std::optional<at::ScalarType> dtype,
+                               std::optional<c10::Layout> layout, std::optional<c10::Device> device,
+                               std::optional<bool> pin_memory, std::optional<at::MemoryFormat> memory_format) {
+  check_options(layout, pin_memory);
+  const c10::DeviceGuard guard(checked_device(device));
+  return at::detail::empty_generic(size, allocator(), kKeys, c10::dtype_or_default(dtype), memory_format);
+}
+
+at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+                         std::optional<c10::Layout> layout, std::optional<c10::Device> device,
+                         std::optional<bool> pin_memory) {
+  check_options(layout, pin_memory);
+  const c10::DeviceGuard guard(checked_device(device));
+  return at::detail::empty_strided_generic(size, stride, allocator(), kKeys, c10::dtype_or_default(dtype));
+}
+
+// Zeros that own no memory, which forward-mode differentiation uses.
+at::Tensor efficient_zeros(at::IntArrayRef size, std::optional<at::ScalarType> dtype,
+                           std::optional<c10::Layout> layout, std::optional<c10::Device> device,
+                           std::optional<bool> pin_memory) {
+  check_options(layout, pin_memory);
+  struct Nothing final : public c10::Allocator {
+    c10::DataPtr allocate(size_t /*bytes*/) override {
+      return {nullptr, c10::Device(kSoft, current_device())};
+    }
+    c10::DeleterFnPtr raw_deleter() const override {
+      return nullptr;
+    }
+    void copy_data(void* /*to*/, const void* /*from*/, std::size_t /*count*/) const final {}
+  };
+  static Nothing nothing;
+  const c10::DeviceGuard guard(checked_device(device));
+  return at::detail::empty_generic(size, &nothing, kKeys | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor),
+                                   c10::dtype_or_default(dtype), std::nullopt);
+}
+
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& target, bool non_blocking) {
+  const_cast<at::Tensor&>(target).copy_(self, non_blocking);
+  return target;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& target) {
+  at::native::resize_output(target, self.sizes());
+  const_cast<at::Tensor&>(target).copy_(self);
+  return target;
+}
+
+at::Tensor& set_empty(at::Tensor& self) {
+  const c10::DeviceGuard guard(self.device());
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), 0, allocator(), /*resizable=*/true);
+  return at::native::set_storage_cpu_(self, storage, 0, {0}, {});
+}
+
+void record_stream(at::Tensor& /*self*/, c10::Stream /*stream*/) {} // work never outlives the call that issues it
+
+// Attention takes the path that the CPU takes for the same tensors.
+int64_t sdp_choice(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                   const std::optional<at::Tensor>& mask, double dropout, bool causal, std::optional<double> scale,
+                   bool enable_gqa) {
+  auto host = [](const at::Tensor& tensor) {
+    return host_alias(tensor).requires_grad_(tensor.requires_grad());
+  };
+  std::optional<at::Tensor> host_mask;
+  if (mask.has_value() && mask->defined()) {
+    host_mask = host(*mask);
+  }
+  return at::_fused_sdp_choice(host(query), host(key), host(value), host_mask, dropout, causal, scale, enable_gqa);
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", &empty_memory_format);
+  m.impl("empty_strided", &empty_strided);
+  m.impl("_efficientzerotensor", &efficient_zeros);
+  m.impl("as_strided", &at::native::as_strided_tensorimpl);
+  m.impl("view", static_cast<at::Tensor (*)(const at::Tensor&, at::IntArrayRef)>(&at::native::view));
+  m.impl("_reshape_alias", &at::native::_reshape_alias);
+  m.impl("unfold", &at::native::unfold);
+  m.impl("view_as_real", &at::native::view_as_real);
+  m.impl("view_as_complex", &at::native::view_as_complex);
+  m.impl("resize_", static_cast<const at::Tensor& (*)(const at::Tensor&, at::IntArrayRef,
+                                                       std::optional<at::MemoryFormat>)>(&at::native::resize_));
+  m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
+  m.impl("set_.source_Storage", static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(&at::native::set_));
+  m.impl("set_.source_Tensor", &at::native::set_tensor_);
+  m.impl("set_", &set_empty);
+  m.impl("_copy_from", &copy_from);
+  m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("record_stream", &record_stream);
+  // Made of other operators on the CPU too; run here, it draws from the device's generator.
+  m.impl("native_dropout", &at::native::native_dropout_cpu);
+}
+
+} // namespace
+} // namespace soft
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &soft::sdp_choice)
+} // namespace at::native

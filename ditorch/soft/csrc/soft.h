@@ -1,0 +1,79 @@
+// Shared declarations of the software accelerator.
+//
+// A soft tensor lives in host memory but carries the PrivateUse1 key, so to
+// PyTorch it is a device tensor. Kernels are the CPU's: a call is made on
+// aliases (CPU tensors over the same memory), and results are wrapped back
+// without a copy.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Storage.h>
+#include <torch/version.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#define SOFT_TORCH_AT_LEAST(major, minor) \
+  (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
+
+namespace soft {
+
+constexpr c10::DeviceType kSoft = c10::DeviceType::PrivateUse1;
+constexpr c10::DeviceIndex kMaxDevices = 64;
+
+// --- runtime.cpp: devices, streams, events ---------------------------------
+c10::DeviceIndex device_count() noexcept;
+void set_device_count(int64_t count);
+c10::DeviceIndex current_device() noexcept;
+void set_device(c10::DeviceIndex index);
+c10::DeviceIndex exchange_device(c10::DeviceIndex index);
+// Turns -1 into the current device; throws for an index that does not exist.
+c10::DeviceIndex checked_index(c10::DeviceIndex index);
+c10::Device checked_device(std::optional<c10::Device> device);
+int64_t now_ns() noexcept;
+
+// --- memory.cpp: allocator and statistics ----------------------------------
+struct MemoryStats {
+  int64_t allocated, peak, total_allocated, total_freed;
+  int64_t blocks, peak_blocks, total_blocks, freed_blocks;
+  int64_t ooms, limit;
+};
+c10::Allocator* allocator();
+// A soft DataPtr that keeps `host` alive and accounts for its bytes.
+c10::DataPtr adopt(c10::Storage host, c10::DeviceIndex device);
+MemoryStats memory_stats(c10::DeviceIndex device);
+void reset_peak(c10::DeviceIndex device);
+void reset_accumulated(c10::DeviceIndex device);
+void set_memory_limit(c10::DeviceIndex device, int64_t bytes);
+std::pair<int64_t, int64_t> memory_info(c10::DeviceIndex device); // free, total
+c10::Allocator* pinned_allocator();
+bool is_pinned(const void* ptr);
+
+// --- generator.cpp ----------------------------------------------------------
+const at::Generator& default_generator(c10::DeviceIndex index);
+at::Generator new_generator(c10::DeviceIndex index);
+// The CPU generator that a soft generator draws from.
+at::Generator host_generator(const at::Generator& generator);
+
+// --- fallback.cpp: running an operator on aliases ----------------------------
+// A CPU tensor over the memory of `tensor`: same sizes, strides, offset and bits.
+at::Tensor host_alias(const at::Tensor& tensor);
+
+// --- faults: a Python callback around chosen operators ------------------------
+struct FaultHook {
+  virtual ~FaultHook() = default;
+  // `stack` holds the arguments as CPU aliases; a non-null token asks for after().
+  virtual void* before(const c10::OperatorHandle& op, c10::DeviceIndex device, const torch::jit::Stack& stack) = 0;
+  virtual void after(void* token, const torch::jit::Stack& outputs) = 0;
+};
+void set_fault_hook(FaultHook* hook, std::unordered_set<std::string> operators, bool all);
+
+} // namespace soft

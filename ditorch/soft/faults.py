@@ -1,0 +1,1 @@
+def from_environment(): pass
