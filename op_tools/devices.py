@@ -1,0 +1,116 @@
+"""The few things the tools ask of a device, the same way for every accelerator."""
+
+from __future__ import annotations
+
+import functools
+from types import TracebackType
+from typing import Any
+
+import torch
+
+_QUIET = torch._C.DisableTorchFunction
+
+
+class quiet:
+    """Run the tool's own tensor work unseen: no gradients, no function or dispatch modes.
+
+    >>> with quiet():
+    ...     torch.ones(2, requires_grad=True).mul(2).requires_grad
+    False
+    """
+
+    __slots__ = ("_functions", "_grad", "_modes")
+
+    def __enter__(self) -> None:
+        self._functions = _QUIET()
+        self._functions.__enter__()
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        self._modes = None
+        if torch._C._len_torch_dispatch_stack():
+            from torch.utils._python_dispatch import _disable_current_modes
+
+            self._modes = _disable_current_modes()
+            self._modes.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._modes is not None:
+            self._modes.__exit__(kind, error, trace)
+        torch._C._set_grad_enabled(self._grad)
+        self._functions.__exit__(kind, error, trace)
+
+
+@functools.lru_cache(maxsize=None)
+def module_of(device_type: str) -> Any:
+    """The `torch.<device>` module of a device type, or None for the CPU (`module_of("cuda").Event`)."""
+    if device_type in ("cpu", "meta"):
+        return None
+    return torch.get_device_module(device_type)
+
+
+def accelerator_type() -> str:
+    """Device type of this process's accelerator, `cpu` where there is none (`accelerator_type() == "cuda"`)."""
+    try:
+        found = torch.accelerator.current_accelerator()
+        if found is not None and torch.accelerator.is_available():
+            return found.type
+    except (AttributeError, RuntimeError):
+        if torch.cuda.is_available():
+            return "cuda"
+    return "cpu"
+
+
+def synchronize(device_type: str) -> None:
+    """Wait until the device has done all its work; nothing to do on the CPU (`synchronize("cuda")`)."""
+    module = module_of(device_type)
+    if module is not None and hasattr(module, "synchronize"):
+        module.synchronize()
+
+
+@functools.lru_cache(maxsize=None)
+def event_class(device_type: str) -> Any:
+    """A class of timing events, or None where the device has none and the host clock must do."""
+    module = module_of(device_type)
+    if module is None:
+        return None
+    event = getattr(module, "Event", None)
+    try:
+        start, end = event(enable_timing=True), event(enable_timing=True)
+        start.record()
+        end.record()
+        end.synchronize()
+        start.elapsed_time(end)
+    except Exception:
+        return None
+    return event
+
+
+def get_rng_state(device: torch.device) -> torch.Tensor | None:
+    """State of the device's default generator, or None where it has none (`get_rng_state(x.device)`)."""
+    try:
+        if device.type == "cpu":
+            return torch.get_rng_state()
+        return module_of(device.type).get_rng_state(device)
+    except Exception:
+        return None
+
+
+def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
+    """Put a state from `get_rng_state` back (`set_rng_state(x.device, state)`)."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        module_of(device.type).set_rng_state(state, device)
+
+
+@functools.lru_cache(maxsize=None)
+def can_pin(device_type: str) -> bool:
+    """Whether copies to pinned host memory are worth it for this device."""
+    if device_type == "cpu":
+        return False
+    try:
+        return torch.empty(8, dtype=torch.uint8, pin_memory=True).is_pinned()
+    except Exception:
+        return False

@@ -1,0 +1,308 @@
+"""Plain, frozen descriptions of operator calls: what flows from the interceptor to the store."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, Union
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class TensorMeta(NamedTuple):
+    """What a tensor looks like, without its data or its address.
+
+    >>> TensorMeta.of(torch.zeros(2, 3)).shape
+    torch.Size([2, 3])
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    layout: torch.layout
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorMeta:
+        """Describe one tensor (`TensorMeta.of(x).dtype`)."""
+        return _tensor_meta(tensor, [])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as JSON-able values (`TensorMeta.of(x).as_dict()["dtype"] == "float32"`)."""
+        return {
+            "shape": list(self.shape),
+            "stride": None if self.stride is None else list(self.stride),
+            "numel": self.numel,
+            "dtype": short(self.dtype),
+            "device": str(self.device),
+            "requires_grad": self.requires_grad,
+            "layout": str(self.layout),
+        }
+
+
+class Group(NamedTuple):
+    """A container among the arguments: its parts in order, with names where they have any."""
+
+    keys: tuple[str, ...] | None
+    items: tuple[Part, ...]
+
+
+# A described argument: a tensor, the text of any other value, or a container of these.
+Part = Union[TensorMeta, str, Group]
+
+
+class Described(NamedTuple):
+    """All arguments of a call: a hashable signature, and the addresses that vary from call to call."""
+
+    args: tuple[Part, ...]
+    kwargs: Group | None
+    data_ptrs: tuple[int, ...]
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Equal for calls that look the same (`a.signature == b.signature`)."""
+        return (self.args, self.kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something worth telling the user, found by a tool or about a tool.
+
+    >>> Finding("OpCapture", "torch.add", "tool-failure", "disk full").kind
+    'tool-failure'
+    """
+
+    tool: str
+    op: str
+    kind: str
+    message: str
+    call_id: int = 0
+    location: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class OpCall:
+    """One recorded operator call, forward or backward, as `tool.records()` returns it.
+
+    >>> OpCall(1, "torch.add", "forward", "train.py:3 f: x + y", (), (), 0).op
+    'torch.add'
+    """
+
+    id: int
+    op: str
+    phase: str
+    location: str
+    inputs: tuple[tuple[str, TensorMeta | str], ...]
+    outputs: tuple[tuple[str, TensorMeta | str], ...]
+    step: int
+
+
+_SHORT: dict[Any, str] = {}
+
+
+def short(thing: Any) -> str:
+    """Text of a dtype without its `torch.` prefix (`short(torch.float32) == "float32"`)."""
+    text = _SHORT.get(thing)
+    if text is None:
+        text = _SHORT[thing] = str(thing).removeprefix("torch.")
+    return text
+
+
+_LONGEST_VALUE = 120
+_WHOLE = frozenset(
+    {
+        int,
+        float,
+        bool,
+        complex,
+        type(None),
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+        torch.Size,
+        type(Ellipsis),
+    }
+)
+_SEQUENCES = frozenset({tuple, list})
+_new_meta = tuple.__new__
+
+
+def _tensor_meta(tensor: Tensor, ptrs: list[int]) -> TensorMeta:
+    try:
+        ptrs.append(tensor.data_ptr())
+        return _new_meta(
+            TensorMeta,
+            (
+                tensor.shape,
+                tensor.stride(),
+                tensor.numel(),
+                tensor.dtype,
+                tensor.device,
+                tensor.requires_grad,
+                tensor.layout,
+            ),
+        )
+    except Exception:  # sparse, nested, fake and functorch tensors lack some of these
+        if not ptrs or ptrs[-1] != 0:
+            ptrs.append(0)
+        shape = tuple(int(n) for n in tensor.size()) if not tensor.is_nested else ()
+        return TensorMeta(
+            shape, None, tensor.numel(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout
+        )
+
+
+def _describe_part(value: Any, ptrs: list[int]) -> Part:
+    kind = type(value)
+    if kind in _WHOLE:
+        return str(value)
+    if isinstance(value, Tensor):
+        return _tensor_meta(value, ptrs)
+    if kind is str:
+        return value if len(value) <= _LONGEST_VALUE else value[:_LONGEST_VALUE] + "…"
+    if kind in _SEQUENCES:
+        return Group(None, tuple([_describe_part(v, ptrs) for v in value]))
+    parts = children(value)
+    if parts is not None:
+        keys, values = parts
+        return Group(keys, tuple([_describe_part(v, ptrs) for v in values]))
+    try:
+        text = str(value)
+    except Exception:
+        text = f"<{kind.__name__}>"
+    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "…"
+
+
+def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Described:
+    """Describe arguments or results.
+
+    >>> describe((torch.ones(2), 1), {"alpha": 2}).kwargs.keys
+    ('alpha',)
+    """
+    ptrs: list[int] = []
+    parts = tuple([_describe_part(a, ptrs) for a in args])
+    named = Group(tuple(kwargs), tuple([_describe_part(v, ptrs) for v in kwargs.values()])) if kwargs else None
+    return Described(parts, named, tuple(ptrs))
+
+
+def children(value: Any) -> tuple[tuple[str, ...] | None, list[Any]] | None:
+    """Names (if any) and members of a container, or None when `value` is a leaf.
+
+    >>> children({"a": 1})
+    (('a',), [1])
+    """
+    kind = type(value)
+    if kind is torch.Size:
+        return None
+    if isinstance(value, (list, tuple)):
+        fields = getattr(kind, "_fields", None)
+        return (tuple(fields) if fields else None), list(value)
+    if isinstance(value, dict):
+        return tuple(str(k) for k in value), list(value.values())
+    if isinstance(value, (set, frozenset)):
+        return None, list(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = tuple(f.name for f in dataclasses.fields(value))
+        return names, [getattr(value, n) for n in names]
+    return None
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested containers, in order (`list(tensors_in(([x], {"y": y})))`)."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if type(value) in _WHOLE or isinstance(value, str):
+        return
+    parts = children(value)
+    if parts is not None:
+        for member in parts[1]:
+            yield from tensors_in(member)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """A copy of `value` with every tensor replaced by `change(tensor)`; containers keep their types.
+
+    >>> map_tensors([torch.ones(1)], lambda t: t + 1)
+    [tensor([2.])]
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    kind = type(value)
+    if kind in _WHOLE or kind is str:
+        return value
+    if kind is list:
+        return [map_tensors(v, change) for v in value]
+    if kind is tuple:
+        return tuple([map_tensors(v, change) for v in value])
+    parts = children(value)
+    if parts is None:
+        if kind is slice:
+            return slice(*(map_tensors(v, change) for v in (value.start, value.stop, value.step)))
+        return value
+    if not any(True for _ in tensors_in(value)):
+        return value
+    members = [map_tensors(v, change) for v in parts[1]]
+    return _rebuild(value, kind, members)
+
+
+def _rebuild(value: Any, kind: type, members: list[Any]) -> Any:
+    if isinstance(value, dict):
+        if kind is dict:
+            return dict(zip(value, members))
+        copy = kind() if not hasattr(value, "default_factory") else kind(value.default_factory)
+        copy.update(zip(value, members))
+        return copy
+    if isinstance(value, tuple):
+        # torch.return_types.* take one sequence, named tuples take their fields
+        return kind(*members) if hasattr(kind, "_fields") else kind(members)
+    if dataclasses.is_dataclass(value):
+        names = [f.name for f in dataclasses.fields(value)]
+        copy = object.__new__(kind)
+        for name, member in zip(names, members):
+            object.__setattr__(copy, name, member)
+        return copy
+    return kind(members)
+
+
+def labelled(
+    described: Described, what: str, style: str = "inputs"
+) -> list[tuple[str, TensorMeta | str]]:
+    """Rows of a table: a lone argument is `inputs`, several are `inputs[i]`, nested ones `inputs [i][j]`.
+
+    >>> [label for label, _ in labelled(describe((1, [2])), "inputs")]
+    ['inputs[0]', 'inputs [1][0]']
+    """
+    rows: list[tuple[str, TensorMeta | str]] = []
+    args = described.args
+    nested_always = style == "gradients"
+    for i, part in enumerate(args):
+        if isinstance(part, Group):
+            _label_group(part, f"{what} [{i}]", rows)
+        elif nested_always:
+            rows.append((f"{what} [0][{i}]", part))
+        elif len(args) == 1:
+            rows.append((what, part))
+        else:
+            rows.append((f"{what}[{i}]", part))
+    if described.kwargs is not None:
+        assert described.kwargs.keys is not None
+        for key, part in zip(described.kwargs.keys, described.kwargs.items):
+            if isinstance(part, Group):
+                _label_group(part, f"{what} {key}", rows)
+            else:
+                rows.append((f"{what} {key}", part))
+    return rows
+
+
+def _label_group(group: Group, prefix: str, rows: list[tuple[str, TensorMeta | str]]) -> None:
+    for i, part in enumerate(group.items):
+        label = f"{prefix}[{i}]" if group.keys is None else f"{prefix}[{group.keys[i]}]"
+        if isinstance(part, Group):
+            _label_group(part, label, rows)
+        else:
+            rows.append((label, part))
