@@ -33,7 +33,8 @@ def native() -> ModuleType:
     """The compiled extension; an error tells how to load it if it is not there yet."""
     if _native is None:
         raise RuntimeError(
-            "the software accelerator is not loaded: `import ditorch` (with DITORCH_DEVICE=soft), or ditorch.soft.load()"
+            "the software accelerator is not loaded: `import ditorch` (with DITORCH_DEVICE=soft), "
+            "or ditorch.soft.load()"
         )
     return _native
 

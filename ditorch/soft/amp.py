@@ -12,16 +12,14 @@ __all__ = ["GradScaler", "autocast", "custom_bwd", "custom_fwd"]
 SUPPORTED_DTYPES = [torch.bfloat16, torch.float16]
 
 
-class autocast(torch.autocast):  # noqa: N801 - the name that torch gives it
+class autocast(torch.autocast):
     """``torch.autocast("soft", ...)``.
 
     >>> with torch.soft.amp.autocast(dtype=torch.bfloat16):  # doctest: +SKIP
     ...     y = layer(x)
     """
 
-    def __init__(
-        self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True
-    ) -> None:
+    def __init__(self, enabled: bool = True, dtype: torch.dtype = torch.float16, cache_enabled: bool = True) -> None:
         super().__init__("soft", enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
 
 

@@ -123,7 +123,10 @@ def _flags() -> list[str]:
     ]
     flags = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-w"]
     flags += [f"-isystem{path}" for path in includes]
-    flags += [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", f"-DTORCH_EXTENSION_NAME={MODULE}"]
+    flags += [
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+        f"-DTORCH_EXTENSION_NAME={MODULE}",
+    ]
     # Older releases of torch fix the pybind11 ABI by these names; types are shared only if they agree.
     for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI"):
         value = getattr(torch._C, f"_PYBIND11_{name}", None)
@@ -163,7 +166,9 @@ def _build(compiler: str, built: Path) -> None:
         pool = ThreadPoolExecutor(max_workers=jobs)
         try:
             # The slowest unit first, so that the others fill the second core meanwhile.
-            objects = list(pool.map(lambda unit: _compile(compiler, unit, folder, running), ("python", "autocast", "core")))
+            objects = list(
+                pool.map(lambda unit: _compile(compiler, unit, folder, running), ("python", "autocast", "core"))
+            )
             target = folder / built.name
             _link(compiler, objects, target, running)
             os.replace(target, built)

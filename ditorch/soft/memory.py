@@ -172,5 +172,8 @@ def memory_summary(device: Device = None, abbreviated: bool = False) -> str:
     ]
     lines = [f"soft:{index} memory", *(f"  {name:<22}{value / 2**20:>14,.2f} MiB" for name, value in rows)]
     if not abbreviated:
-        lines += [f"  {'live allocations':<22}{raw['blocks']:>14,}", f"  {'out of memory errors':<22}{raw['ooms']:>14,}"]
+        lines += [
+            f"  {'live allocations':<22}{raw['blocks']:>14,}",
+            f"  {'out of memory errors':<22}{raw['ooms']:>14,}",
+        ]
     return "\n".join(lines)

@@ -125,7 +125,7 @@ def set_device(device: Device) -> None:
     native().set_device(device_index(device))
 
 
-class device:  # noqa: N801 - the name that torch gives it
+class device:
     """Context manager that changes the current device.
 
     >>> with torch.soft.device(1):  # doctest: +SKIP
@@ -144,7 +144,7 @@ class device:  # noqa: N801 - the name that torch gives it
         native().set_device(self.prev_idx)
 
 
-class device_of(device):  # noqa: N801
+class device_of(device):
     """Context manager that makes the device of a tensor current; does nothing for other tensors."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -162,7 +162,7 @@ class DeviceProperties:
     multi_processor_count: int = 1
 
     @property
-    def gcnArchName(self) -> str:  # noqa: N802 - asked for by name in torch
+    def gcnArchName(self) -> str:
         return self.name
 
 
@@ -272,7 +272,8 @@ class _OnSoft(type):
     kind: type
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, cls.kind) and instance.device is not None and instance.device.type == "soft"
+        on = getattr(instance, "device", None)
+        return isinstance(instance, cls.kind) and on is not None and on.type == "soft"
 
 
 class Stream(metaclass=_OnSoft):
@@ -292,11 +293,17 @@ class Event(metaclass=_OnSoft):
     kind = torch.Event
 
     def __new__(
-        cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
+        cls,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
     ) -> Any:
         if interprocess:
             raise RuntimeError("soft: events cannot be shared between processes; use interprocess=False")
-        return torch.Event(device=torch.device("soft", current_device()), enable_timing=enable_timing, blocking=blocking)
+        return torch.Event(
+            device=torch.device("soft", current_device()), enable_timing=enable_timing, blocking=blocking
+        )
 
 
 def current_stream(device: Device = None) -> torch.Stream:
@@ -351,4 +358,3 @@ def stream(stream: torch.Stream | None) -> StreamContext:
 def get_amp_supported_dtype() -> list[torch.dtype]:
     """Types that autocast may use on this device."""
     return amp.SUPPORTED_DTYPES
-

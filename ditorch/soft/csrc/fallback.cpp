@@ -103,7 +103,6 @@ Plan make_plan(const c10::OperatorHandle& op) {
 std::atomic<FaultHook*> g_hook{nullptr};
 std::shared_mutex& g_hook_mutex = *new std::shared_mutex();
 std::unordered_set<std::string>& g_hooked = *new std::unordered_set<std::string>();
-bool g_hook_all = false;
 
 FaultHook* hook_for(const Plan& plan) {
   auto* hook = g_hook.load(std::memory_order_acquire);
@@ -111,8 +110,10 @@ FaultHook* hook_for(const Plan& plan) {
     return nullptr;
   }
   const std::shared_lock lock(g_hook_mutex);
-  return g_hook_all || g_hooked.count(plan.name) ? hook : nullptr;
+  return g_hooked.count(plan.name) ? hook : nullptr;
 }
+
+std::unordered_set<std::string>& g_planned = *new std::unordered_set<std::string>(); // filled at load, then read only
 
 // ---------------------------------------------------------------------------
 // Aliases.
@@ -570,6 +571,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     }
     auto plan = make_plan(*op);
     const auto registered = plan.name;
+    g_planned.insert(registered);
     m.impl(registered.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(std::move(plan))));
   }
 }
@@ -583,10 +585,13 @@ at::Tensor host_alias(const at::Tensor& tensor) {
   return like(tensor, host_storage(tensor.storage().unsafeGetStorageImpl()), c10::DispatchKey::CPU);
 }
 
-void set_fault_hook(FaultHook* hook, std::unordered_set<std::string> operators, bool all) {
+const std::unordered_set<std::string>& planned_operators() {
+  return g_planned;
+}
+
+void set_fault_hook(FaultHook* hook, std::unordered_set<std::string> operators) {
   const std::unique_lock lock(g_hook_mutex);
   g_hooked = std::move(operators);
-  g_hook_all = all;
   g_hook.store(hook, std::memory_order_release);
 }
 

@@ -93,10 +93,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_accumulated", [index](int64_t device) { reset_accumulated(index(device)); });
   m.def("set_memory_limit", [index](int64_t device, int64_t bytes) { set_memory_limit(index(device), bytes); });
   m.def("host_alias", &host_alias);
-  m.def("set_fault_hook", [](py::object before, py::object after, std::unordered_set<std::string> operators, bool all) {
+  m.def("planned_operators", &planned_operators);
+  m.def("set_fault_hook", [](py::object before, py::object after,
+                            std::unordered_set<std::string> operators) {
     // Earlier hooks are kept: another thread may be inside one.
     auto* hook = before.is_none() ? nullptr : new PythonHook(std::move(before), std::move(after));
-    set_fault_hook(hook, std::move(operators), all);
+    set_fault_hook(hook, std::move(operators));
   });
   bind_collectives(m);
   register_profiler();

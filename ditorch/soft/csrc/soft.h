@@ -66,6 +66,8 @@ at::Generator host_generator(const at::Generator& generator);
 // --- fallback.cpp: running an operator on aliases ----------------------------
 // A CPU tensor over the memory of `tensor`: same sizes, strides, offset and bits.
 at::Tensor host_alias(const at::Tensor& tensor);
+// Names of the operators that run through the boxed kernel, as in "aten::add.Tensor".
+const std::unordered_set<std::string>& planned_operators();
 
 // --- faults: a Python callback around chosen operators ------------------------
 struct FaultHook {
@@ -74,6 +76,6 @@ struct FaultHook {
   virtual void* before(const c10::OperatorHandle& op, c10::DeviceIndex device, const torch::jit::Stack& stack) = 0;
   virtual void after(void* token, const torch::jit::Stack& outputs) = 0;
 };
-void set_fault_hook(FaultHook* hook, std::unordered_set<std::string> operators, bool all);
+void set_fault_hook(FaultHook* hook, std::unordered_set<std::string> operators);
 
 } // namespace soft
