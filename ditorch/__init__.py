@@ -7,10 +7,21 @@ import os
 from ditorch import backend as _backend_module
 from ditorch.backend import Backend
 from ditorch.discovery import NoBackendError, choose
+from ditorch.errors import UnsupportedError
 from ditorch.patching import Ledger, Patch
 
 __version__ = "0.1.0"
-__all__ = ["Backend", "NoBackendError", "Patch", "activate", "backend", "deactivate", "framework", "patches"]
+__all__ = [
+    "Backend",
+    "NoBackendError",
+    "Patch",
+    "UnsupportedError",
+    "activate",
+    "backend",
+    "deactivate",
+    "framework",
+    "patches",
+]
 
 del _backend_module
 backend: Backend

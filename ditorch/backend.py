@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-NO_GAPS: Mapping[str, str] = {}
-
 
 @dataclass(frozen=True)
 class Backend:
@@ -21,7 +19,7 @@ class Backend:
 
     Example::
 
-        Backend(name="ascend", vendor="Huawei Ascend", device_type="npu", package="torch_npu", collective="hccl")
+        Backend("ascend", "Huawei Ascend", "npu", package="torch_npu", collective="hccl")
     """
 
     name: str
@@ -37,6 +35,8 @@ class Backend:
     """Name of its collective backend in ``torch.distributed``: what ``nccl`` turns into."""
     visible_devices: str | None = None
     """The environment variable that plays the part of ``CUDA_VISIBLE_DEVICES``."""
+    visible_devices_value: Callable[[str], str] | None = None
+    """Turns the value of ``CUDA_VISIBLE_DEVICES`` into that variable's; by default it is the same."""
     capability: tuple[int, int] | None = None
     """Answer of ``torch.cuda.get_device_capability`` when the vendor's module has none."""
     native: bool = False
@@ -173,6 +173,6 @@ def package_version(package: str) -> str:
     except Exception:
         pass
     try:
-        return importlib.metadata.version(package)
+        return importlib.metadata.version(package.partition(".")[0])
     except importlib.metadata.PackageNotFoundError:
         return "unknown"

@@ -88,9 +88,7 @@ def _choose_named(request: str) -> Backend:
     if exact:
         matches = exact
     if not matches:
-        raise NoBackendError(
-            f"{DEVICE_VARIABLE}={request}: no such backend. Known: {', '.join(sorted(backends))}"
-        )
+        raise NoBackendError(f"{DEVICE_VARIABLE}={request}: no such backend. Known: {', '.join(sorted(backends))}")
     outcomes = [_look_at(backend) for backend in matches]
     usable = [outcome for outcome in outcomes if outcome.usable]
     if len(usable) == 1:
@@ -127,7 +125,5 @@ def _choose_only() -> Backend:
 
 def _explain(title: str, outcomes: list[Candidate]) -> str:
     width = max((len(outcome.backend.name) for outcome in outcomes), default=0)
-    lines = [
-        f"  {o.backend.name:<{width}}  {'usable' if o.usable else 'not chosen'}: {o.reason}" for o in outcomes
-    ]
+    lines = [f"  {o.backend.name:<{width}}  {'usable' if o.usable else 'not chosen'}: {o.reason}" for o in outcomes]
     return "\n".join([f"ditorch: {title}", *lines])

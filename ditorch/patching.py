@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
@@ -89,7 +90,7 @@ class Ledger:
 
     def redirect(
         self,
-        function: types.FunctionType,
+        function: Any,
         make: Callable[[Callable[..., Any]], Callable[..., Any]],
         why: str,
         kind: str = "mapped",
@@ -103,13 +104,19 @@ class Ledger:
         Example: ``ledger.redirect(torch.cuda.is_available, lambda original: lambda: True, "...")``
         """
         saved = (function.__code__, function.__defaults__, function.__kwdefaults__)
+        attributes = dict(function.__dict__)
         original = copy_function(function)
+        # Others read the signature (TorchDynamo binds arguments to that of `autocast`), so it stays.
+        signature = inspect.signature(function)
         function.__code__ = _trampoline(function)
         function.__defaults__ = None
         function.__kwdefaults__ = {_TARGET: make(original)}
+        function.__signature__ = signature  # type: ignore[attr-defined]
 
         def undo() -> None:
             function.__code__, function.__defaults__, function.__kwdefaults__ = saved
+            function.__dict__.clear()
+            function.__dict__.update(attributes)
 
         self.record(Patch(what or full_name(function), why, kind, "redirected", original, undo))
 

@@ -131,7 +131,7 @@ class Module:
         pass
 
     @classmethod
-    def current_stream(cls, device: Any = None) -> Stream:
+    def current_stream(cls, device: Any = None) -> Any:
         return cls._stream
 
     default_stream = current_stream

@@ -1,14 +1,11 @@
 """The software accelerator that ditorch brings along: host memory behind a real device type."""
 
 import importlib
-import importlib.util
 
 from ditorch.backend import Backend
 
 
 def _probe() -> tuple[bool, str]:
-    if importlib.util.find_spec("ditorch.soft") is None:
-        return False, "ditorch.soft is not part of this installation"
     try:
         _load()
     except Exception as error:
@@ -24,6 +21,11 @@ BACKEND = Backend(
     name="soft",
     vendor="software accelerator",
     device_type="soft",
+    package="ditorch.soft",
+    module_path="torch.soft",
+    visible_devices="DITORCH_SOFT_DEVICES",
+    visible_devices_value=lambda text: str(len(text.split(","))),
+    profiler_activity="PrivateUse1",
     collective="softccl",
     fallback=True,
     probe=_probe,

@@ -8,16 +8,17 @@ see the real device in both cases, so that everything they do for that device ty
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ditorch.backend import Backend
+from ditorch.patching import Ledger
 
 _MAX_DEVICES = 64
-# These print or describe tensors for the user, so they show what the user would see.
-_USER_FACING = ("torch._tensor_str",)
+# These describe tensors for the user or are CUDA code themselves, so they see what the user sees.
+_USER_FACING = ("torch._tensor_str", "torch.cuda", "torch.nn.utils.rnn", "torch.nn.parallel.data_parallel")
 _HOUSE = ("torch", "ditorch", "op_tools")
 
 
@@ -91,7 +92,8 @@ class Devices:
         """
         inside = self._inside.get(module_name)
         if inside is None:
-            inside = bool(module_name) and str(module_name).partition(".")[0] in self._inside_packages
+            name = str(module_name or "")
+            inside = name.partition(".")[0] in self._inside_packages and not name.startswith("torch.cuda.")
             self._inside[module_name] = inside
         return inside
 
@@ -101,6 +103,33 @@ class Devices:
         Example: used by properties that show ``cuda`` to users alone.
         """
         return self.is_inside(sys._getframe(depth + 1).f_globals.get("__name__"))
+
+
+def redirect_parameters(
+    ledger: Ledger,
+    function: Any,
+    translate: Callable[[Any], Any],
+    parameters: Mapping[str, int],
+    why: str,
+    what: str | None = None,
+) -> None:
+    """Redirect a function so that the named parameters (with their positions) are translated.
+
+    Example: ``redirect_parameters(ledger, torch.jit.load, devices.real, {"map_location": 1}, "...")``
+    """
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            for name, position in parameters.items():
+                if name in kwargs:
+                    kwargs[name] = translate(kwargs[name])
+                elif position < len(args):
+                    args = (*args[:position], translate(args[position]), *args[position + 1 :])
+            return original(*args, **kwargs)
+
+        return call
+
+    ledger.redirect(function, make, why, what=what)
 
 
 def translate_call(devices: Devices, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -86,4 +86,4 @@ def install(ledger: Ledger, devices: Devices) -> None:
 
         return set_default_tensor_type
 
-    ledger.redirect(torch.set_default_tensor_type, make_setter, "torch.cuda.*Tensor as the default type")  # type: ignore[arg-type]
+    ledger.redirect(torch.set_default_tensor_type, make_setter, "torch.cuda.*Tensor as the default type")

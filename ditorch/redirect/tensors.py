@@ -13,7 +13,50 @@ from torch.jit import _builtins
 from ditorch.patching import Ledger, Patch
 from ditorch.redirect.devices import Devices
 
-FACTORIES = ["empty", "empty_permuted", "empty_strided", "empty_quantized", "empty_like", "ones", "ones_like", "zeros", "zeros_like", "full", "full_like", "rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "randperm", "arange", "range", "linspace", "logspace", "eye", "normal", "bartlett_window", "blackman_window", "hamming_window", "hann_window", "kaiser_window", "tril_indices", "triu_indices", "tensor", "as_tensor", "asarray", "scalar_tensor", "sparse_coo_tensor", "sparse_compressed_tensor", "sparse_csr_tensor", "sparse_csc_tensor", "sparse_bsr_tensor", "sparse_bsc_tensor", "from_dlpack"]
+FACTORIES = [
+    "empty",
+    "empty_permuted",
+    "empty_strided",
+    "empty_quantized",
+    "empty_like",
+    "ones",
+    "ones_like",
+    "zeros",
+    "zeros_like",
+    "full",
+    "full_like",
+    "rand",
+    "rand_like",
+    "randn",
+    "randn_like",
+    "randint",
+    "randint_like",
+    "randperm",
+    "arange",
+    "range",
+    "linspace",
+    "logspace",
+    "eye",
+    "normal",
+    "bartlett_window",
+    "blackman_window",
+    "hamming_window",
+    "hann_window",
+    "kaiser_window",
+    "tril_indices",
+    "triu_indices",
+    "tensor",
+    "as_tensor",
+    "asarray",
+    "scalar_tensor",
+    "sparse_coo_tensor",
+    "sparse_compressed_tensor",
+    "sparse_csr_tensor",
+    "sparse_csc_tensor",
+    "sparse_bsr_tensor",
+    "sparse_bsc_tensor",
+    "from_dlpack",
+]
 NAMESPACED_FACTORIES = (
     ("fft", "fftfreq"),
     ("fft", "rfftfreq"),
@@ -82,9 +125,7 @@ def _wrap_factory(ledger: Ledger, devices: Devices, owner: Any, name: str) -> No
     table = _builtins._get_builtin_table()
     if id(original) in table:
         what = f"torch.jit builtin {owner.__name__}.{name}"
-        ledger.put(
-            table, id(wrapper), table[id(original)], what, "torch.jit.script knows the wrapped factory"
-        )
+        ledger.put(table, id(wrapper), table[id(original)], what, "torch.jit.script knows the wrapped factory")
 
 
 def _install_methods(ledger: Ledger, devices: Devices) -> None:
@@ -99,7 +140,10 @@ def _install_methods(ledger: Ledger, devices: Devices) -> None:
         ("pin_memory", _make_pin_memory),
         ("is_pinned", _make_pin_memory),
         ("new", _make_new),
+        ("record_stream", _make_record_stream),
     ):
+        if name == "record_stream" and devices.type != "cpu":
+            continue
         original = getattr(torch.Tensor, name)
         wrapper = named_like(original, make(devices, original), f"Tensor.{name}")
         ledger.replace(torch.Tensor, name, wrapper, 'a device argument "cuda" means the accelerator')
@@ -135,22 +179,28 @@ def _make_cuda(devices: Devices, original: Callable[..., Any]) -> Callable[..., 
         non_blocking: bool = False,
         memory_format: Any = torch.preserve_format,
     ) -> torch.Tensor:
-        if device is not None and not isinstance(device, int) and torch.device(device).type != "cuda":
-            if torch.device(device).type != devices.type:
-                raise RuntimeError(f"Invalid device, must be cuda device: got {device}")
-        return move(self, devices.indexed(device), non_blocking=non_blocking, memory_format=memory_format)
+        target = devices.indexed(device)
+        if target.type != devices.type:
+            raise RuntimeError(f"Invalid device, must be cuda device: got {device}")
+        return move(self, target, non_blocking=non_blocking, memory_format=memory_format)
 
     return cuda
 
 
 def _make_pin_memory(devices: Devices, original: Callable[..., Any]) -> Callable[..., Any]:
     def pin(self: torch.Tensor, device: Any = None) -> Any:
+        if devices.type == "cpu" and original.__name__ == "pin_memory":
+            return self  # host memory, which is where the "device" reads it
         # The argument is deprecated in PyTorch: memory is pinned for the current accelerator.
         if device is None or devices.real(device) != device:
             return original(self)
         return original(self, device)
 
     return pin
+
+
+def _make_record_stream(devices: Devices, original: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, stream: None
 
 
 def _make_new(devices: Devices, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,9 +233,7 @@ def _make_type(devices: Devices, original: Callable[..., Any]) -> Callable[..., 
 def _install_views(ledger: Ledger, devices: Devices) -> None:
     if not devices.show_as_cuda:
         why = "off: DITORCH_SHOW_DEVICE_AS_CUDA=0" if devices.backend.shows_as_cuda else "it is the CPU"
-        ledger.record(
-            Patch("torch.Tensor.device", f"shown as {devices.type}, not as cuda ({why})", "hint", "none")
-        )
+        ledger.record(Patch("torch.Tensor.device", f"shown as {devices.type}, not as cuda ({why})", "hint", "none"))
         return
     why = "user code sees cuda:N; PyTorch itself sees the real device"
     for owner in (torch.Tensor, torch.UntypedStorage, torch.TypedStorage):

@@ -1,0 +1,82 @@
+"""Automatic mixed precision: ``cuda`` as a device type in autocast, GradScaler and their helpers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.amp
+import torch.cuda.amp
+
+from ditorch.patching import Ledger
+from ditorch.redirect.devices import Devices, redirect_parameters
+from ditorch.redirect.tensors import named_like
+
+WHY = "device type cuda means the accelerator"
+
+
+def install(ledger: Ledger, devices: Devices) -> None:
+    """Translate the device type wherever mixed precision takes one.
+
+    Example: ``install(ledger, devices); torch.autocast("cuda", dtype=torch.bfloat16)``
+    """
+    real_type = devices.real_type
+    for function, parameters, what in (
+        (torch.amp.autocast_mode.autocast.__init__, {"device_type": 1}, "torch.autocast"),
+        (
+            torch.amp.autocast_mode.is_autocast_available,
+            {"device_type": 0},
+            "torch.amp.is_autocast_available",
+        ),
+        (torch.amp.autocast_mode.custom_fwd, {"device_type": 9}, "torch.amp.custom_fwd"),
+        (torch.amp.autocast_mode.custom_bwd, {"device_type": 9}, "torch.amp.custom_bwd"),
+    ):
+        redirect_parameters(ledger, function, real_type, parameters, WHY, what)
+    _install_scaler(ledger, devices)
+    _install_state(ledger, devices)
+
+
+def _install_scaler(ledger: Ledger, devices: Devices) -> None:
+    def make(original: Any) -> Any:
+        def init(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
+            original(self, devices.real_type(device), *args, **kwargs)
+
+        return init
+
+    ledger.redirect(torch.amp.grad_scaler.GradScaler.__init__, make, WHY, what="torch.amp.GradScaler")
+
+
+def _install_state(ledger: Ledger, devices: Devices) -> None:
+    device_type = devices.type
+    enabled, set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
+    get_dtype, set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
+
+    def is_autocast_enabled(device: str | None = None) -> bool:
+        return enabled(device_type if device is None or device == "cuda" else device)
+
+    def set_autocast_enabled(*args: Any) -> None:
+        device, value = (device_type, args[0]) if len(args) == 1 else args
+        set_enabled(devices.real_type(device), value)
+
+    def get_autocast_dtype(device: str) -> torch.dtype:
+        return get_dtype(devices.real_type(device))
+
+    def set_autocast_dtype(device: str, dtype: torch.dtype) -> None:
+        set_dtype(devices.real_type(device), dtype)
+
+    def get_autocast_gpu_dtype() -> torch.dtype:
+        return get_dtype(device_type)
+
+    def set_autocast_gpu_dtype(dtype: torch.dtype) -> None:
+        set_dtype(device_type, dtype)
+
+    for replacement in (
+        is_autocast_enabled,
+        set_autocast_enabled,
+        get_autocast_dtype,
+        set_autocast_dtype,
+        get_autocast_gpu_dtype,
+        set_autocast_gpu_dtype,
+    ):
+        name = replacement.__name__
+        ledger.replace(torch, name, named_like(getattr(torch, name), replacement), WHY)

@@ -1,0 +1,109 @@
+"""Keeps ``torch.jit.script`` and ``torch.compile`` working on code that says ``cuda``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.jit
+
+from ditorch.patching import Ledger
+from ditorch.redirect.devices import Devices, redirect_parameters
+
+
+def install(ledger: Ledger, devices: Devices) -> None:
+    """Redirect the two compilers' entry points.
+
+    Example: ``install(ledger, devices); torch.jit.script(lambda_with_cuda)``
+    """
+    _install_script(ledger, devices)
+    _install_compile(ledger, devices)
+
+
+def _install_script(ledger: Ledger, devices: Devices) -> None:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def script(*args: Any, **kwargs: Any) -> Any:
+            compiled = original(*args, **kwargs)
+            _translate_script(devices, compiled)
+            return compiled
+
+        return script
+
+    ledger.redirect(torch.jit.script, make, "device constants in the script mean the accelerator")
+    redirect_parameters(
+        ledger, torch.jit.load, devices.real, {"map_location": 1}, "map_location='cuda' means the accelerator"
+    )
+
+
+def _translate_script(devices: Devices, compiled: Any) -> None:
+    if isinstance(compiled, torch.jit.ScriptFunction):
+        _translate_block(devices, compiled.graph)
+    elif isinstance(compiled, torch.jit.ScriptModule):
+        modules: Any = compiled.modules()
+        for module in modules:
+            for method in module._c._get_methods():
+                _translate_block(devices, method.graph)
+
+
+def _translate_block(devices: Devices, block: Any) -> None:
+    for node in block.nodes():
+        for inner in node.blocks():
+            _translate_block(devices, inner)
+        if node.kind() == "prim::Constant" and str(node.output().type()) == "Device":
+            real = devices.inwards.get(node.s("value"))
+            if real is not None:
+                node.s_("value", str(real))
+
+
+def _install_compile(ledger: Ledger, devices: Devices) -> None:
+    prepared: list[bool] = []
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def compile(*args: Any, **kwargs: Any) -> Any:
+            if not prepared:
+                _prepare_dynamo(ledger, devices)
+                prepared.append(True)
+            if kwargs.get("backend", "inductor") == "inductor" and not _inductor_knows(devices):
+                kwargs["backend"] = "aot_eager"
+                kwargs.pop("mode", None)
+                kwargs.pop("options", None)
+            return original(*args, **kwargs)
+
+        return compile
+
+    why = "inductor where it can generate code for the device, else aot_eager: captured, not fused"
+    ledger.redirect(torch.compile, make, why, "emulated")
+
+
+def _inductor_knows(devices: Devices) -> bool:
+    from torch._inductor.codegen import common
+
+    register: Callable[[], None] | None = getattr(common, "init_backend_registration", None)
+    if register is not None:
+        register()
+    return common.get_scheduling_for_device(devices.type) is not None
+
+
+def _prepare_dynamo(ledger: Ledger, devices: Devices) -> None:
+    """Wrapped factories go into the graph as they are; a tensor's device is cuda in compiled code too."""
+    import torch._dynamo
+    from torch._dynamo import variables
+
+    for patch in list(ledger.patches):
+        name = patch.what.removeprefix("torch.")
+        wrapper = getattr(torch, name, None)
+        if getattr(wrapper, "__wrapped__", None) is not None and patch.how == "replaced":
+            torch._dynamo.allow_in_graph(wrapper)
+    if not devices.show_as_cuda:
+        return
+    cls = variables.TensorVariable
+    attribute: Any = cls.method_attr_device
+
+    def method_attr_device(self: Any, tx: Any) -> Any:
+        found = attribute(self, tx)
+        if found is None or not found.is_python_constant():
+            return found
+        return variables.ConstantVariable.create(devices.shown(found.as_python_constant()))
+
+    ledger.replace(cls, "method_attr_device", method_attr_device, "compiled user code sees cuda:N")

@@ -1,0 +1,214 @@
+"""Fills ``torch.cuda`` in place: it stays the same module, and so do its functions."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.cuda.comm
+import torch.cuda.nccl
+import torch.cuda.nvtx
+import torch.cuda.profiler
+
+from ditorch import surface
+from ditorch.errors import UnsupportedError
+from ditorch.patching import Ledger, Patch
+from ditorch.redirect.devices import Devices, translate_call
+from ditorch.redirect.emulation import CUDA_LEVEL, Emulation
+
+SUBMODULES = ("", "memory", "random", "nvtx", "nccl", "profiler", "jiterator", "tunable", "gds", "graphs")
+PRIVATE = (
+    "_exchange_device",
+    "_maybe_exchange_device",
+    "_get_device_index",
+    "_lazy_init",
+    "_lazy_call",
+    "_is_in_bad_fork",
+    "_get_generator",
+    "_sleep",
+    "memory._snapshot",
+    "memory._dump_snapshot",
+    "memory._record_memory_history",
+    "jiterator._create_jit_fn",
+    "jiterator._create_multi_output_jit_fn",
+)
+CLASSES = ("Stream", "Event", "ExternalStream", "StreamContext", "MemPool", "CUDAPluggableAllocator")
+STATS = {
+    "memory_allocated": "allocated_bytes.all.current",
+    "max_memory_allocated": "allocated_bytes.all.peak",
+    "memory_reserved": "reserved_bytes.all.current",
+    "max_memory_reserved": "reserved_bytes.all.peak",
+}
+
+
+def install(ledger: Ledger, devices: Devices) -> None:
+    """Redirect every function and class of ``torch.cuda``.
+
+    Example: ``install(ledger, devices); torch.cuda.synchronize()``
+    """
+    module = devices.backend.module
+    emulation = Emulation(devices, module)
+    for name, function in functions():
+        _install_function(ledger, devices, module, emulation, name, function)
+    for name in CLASSES:
+        _install_class(ledger, devices, module, name)
+    generators = getattr(module, "default_generators", None)
+    if generators is not None:
+        ledger.replace(torch.cuda, "default_generators", generators, f"{devices.backend.where_module()}'s generators")
+    ledger.replace(torch.version, "cuda", CUDA_LEVEL, "code parses it to choose features", "emulated")
+    ledger.redirect(
+        torch.backends.cuda.is_built,
+        lambda original: lambda: True,
+        "cuda means the accelerator, which is there",
+        "emulated",
+    )
+    for what, why in surface.LIBRARY_HINTS.items():
+        ledger.record(Patch(what, why, "hint", "none"))
+
+
+def functions() -> Iterator[tuple[str, types.FunctionType]]:
+    """Every Python function of ``torch.cuda`` with its dotted name below it, each object once.
+
+    Example: ``dict(functions())["synchronize"] is torch.cuda.synchronize``
+    """
+    seen: set[int] = set()
+    for name in [*_public_names(), *PRIVATE]:
+        found: Any = surface.find(torch.cuda, name)
+        ours = isinstance(found, types.FunctionType) and (found.__module__ or "").startswith("torch.")
+        if ours and id(found) not in seen:
+            seen.add(id(found))
+            yield name, found
+
+
+def _public_names() -> Iterator[str]:
+    for submodule in SUBMODULES:
+        owner = surface.find(torch.cuda, submodule) if submodule else torch.cuda
+        if owner is None:
+            continue
+        prefix = f"{submodule}." if submodule else ""
+        for name, value in vars(owner).items():
+            if not name.startswith("_") and isinstance(value, types.FunctionType):
+                yield prefix + name
+
+
+def _install_function(
+    ledger: Ledger,
+    devices: Devices,
+    module: Any,
+    emulation: Emulation,
+    name: str,
+    function: types.FunctionType,
+) -> None:
+    kind, why = surface.classify(devices.backend, module, emulation, name)
+    if name in surface.COMPOSED and surface.find(module, name) is None:
+        return
+    call: Callable[..., Any]
+    if kind == "emulated":
+        call = getattr(emulation, name.replace(".", "_"))
+    elif kind == "hint":
+        call = _do_nothing
+    elif kind == "unsupported" and name in STATS and hasattr(module, "memory_stats"):
+        kind, why = "emulated", f"{devices.backend.where_module()}.memory_stats"
+        call = _stat(STATS[name])
+    elif kind == "unsupported":
+        call = _refuse(devices, f"torch.cuda.{name}", why)
+    else:
+        vendor = surface.find(module, name)
+        if vendor is None:
+            return
+        call = translate_call(devices, vendor)
+    ledger.redirect(function, lambda original: call, why, kind, f"torch.cuda.{name}")
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _stat(key: str) -> Callable[..., int]:
+    return lambda device=None: int(torch.cuda.memory_stats(device).get(key, 0))
+
+
+def _refuse(devices: Devices, call: str, instead: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedError(call, surface.label(devices.backend), instead)
+
+    return refuse
+
+
+class Stand(type):
+    """Metaclass of a class that stands for another: it makes and recognises objects of that one."""
+
+    _make: Callable[..., Any]
+    _real: Any
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return cls._make(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return cls._real is not None and isinstance(instance, cls._real)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return cls._real is not None and issubclass(subclass, cls._real)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__") or cls._real is None:
+            raise AttributeError(name)
+        return getattr(cls._real, name)
+
+
+def stand_in(name: str, module_name: str, make: Callable[..., Any], real: Any, doc: str | None) -> Stand:
+    """A class that makes objects with ``make`` and whose instances are those of ``real``.
+
+    Example: ``stand_in("Stream", "torch.cuda", torch.npu.Stream, torch.npu.Stream, None)``
+    """
+    body = {
+        "__module__": module_name,
+        "__qualname__": name,
+        "__doc__": doc,
+        "_make": staticmethod(make),
+        "_real": real,
+    }
+    return Stand(name, (), body)
+
+
+def _install_class(ledger: Ledger, devices: Devices, module: Any, name: str) -> None:
+    original = getattr(torch.cuda, name, None)
+    if original is None:
+        return
+    kind, why = surface.classify(devices.backend, module, None, name)
+    real: Any = None
+    if kind == "mapped":
+        real = getattr(module, name)
+        make = translate_call(devices, real)
+    elif kind == "hint":
+        real = make = _Accepted
+    else:
+        make = _refuse(devices, f"torch.cuda.{name}", why)
+    stand = stand_in(name, original.__module__, make, real if isinstance(real, type) else None, original.__doc__)
+    for owner in _owners(original, name):
+        ledger.replace(owner, name, stand, why, kind)
+    # A class that was imported earlier keeps its identity and makes the same objects.
+    ledger.replace(original, "__new__", staticmethod(lambda cls, *a, **k: make(*a, **k)), why, kind)
+
+
+def _owners(original: type, name: str) -> Iterator[types.ModuleType]:
+    yield torch.cuda
+    home = surface.find(torch, original.__module__.removeprefix("torch."))
+    if isinstance(home, types.ModuleType) and home is not torch.cuda and hasattr(home, name):
+        yield home
+
+
+class _Accepted:
+    """Stands for an object that only carries a hint, such as a memory pool."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.id = (0, 0)
+        self.allocator = None
+
+    def use_count(self) -> int:
+        return 1
+
+    def snapshot(self) -> list[Any]:
+        return []
