@@ -99,8 +99,9 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     return device_count();
   }
 
-  c10::Stream getStream(c10::Device device) const override {
-    const auto index = checked_index(device.index());
+  // noexcept, as releases before 2.7 demand: an index that does not exist means the current device.
+  c10::Stream getStream(c10::Device device) const noexcept override {
+    const auto index = existing(device.index());
     return stream(index, t_stream[index]);
   }
   c10::Stream getDefaultStream(c10::Device device) const override {
@@ -113,8 +114,8 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     const auto index = checked_index(device.index());
     return stream(index, ++g_next_stream[index]);
   }
-  c10::Stream exchangeStream(c10::Stream next) const override {
-    const auto index = checked_index(next.device_index());
+  c10::Stream exchangeStream(c10::Stream next) const noexcept override {
+    const auto index = existing(next.device_index());
     const auto previous = t_stream[index];
     t_stream[index] = next.id();
     return stream(index, previous);
@@ -150,6 +151,9 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   }
 
  private:
+  static c10::DeviceIndex existing(c10::DeviceIndex index) noexcept {
+    return index >= 0 && index < device_count() ? index : t_device;
+  }
   static c10::Stream stream(c10::DeviceIndex index, c10::StreamId id) {
     return c10::Stream(c10::Stream::UNSAFE, c10::Device(kSoft, index), id);
   }
