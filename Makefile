@@ -1,0 +1,55 @@
+# Everything from a fresh clone: each target sets up what it needs in $(VENV), once.
+PYTHON ?= python3
+VENV   ?= .venv
+# Development pins this release. TORCH="torch==2.11.0" and the like choose another one.
+TORCH  ?= torch==2.13.0
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip install --quiet --no-compile --disable-pip-version-check
+JOBS   ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint format bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "ditorch needs Python 3.10 or newer, this is " + sys.version.split()[0])'
+	@echo "==> creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.ready-run: pyproject.toml | $(PY)
+	@echo "==> installing ditorch and $(TORCH) into $(VENV) (about a minute)"
+	@$(PIP) "$(TORCH)" -e .
+	@touch $@
+
+$(VENV)/.ready-dev: pyproject.toml | $(PY)
+	@echo "==> installing ditorch, $(TORCH) and the development tools into $(VENV) (about a minute)"
+	@$(PIP) "$(TORCH)" -e '.[dev]'
+	@touch $@ $(VENV)/.ready-run
+
+demo: $(VENV)/.ready-run  ## a CUDA script, unmodified, on this machine's device
+	@$(PY) -m demo
+
+test: $(VENV)/.ready-dev  ## the tests, on this machine's default device
+	@echo "==> running the tests"
+	@$(PY) -m pytest -q -n $(JOBS) -m "not slow" tests
+
+test-all: $(VENV)/.ready-dev  ## the tests and the long sweeps over PyTorch's operator database
+	@$(PY) -m pytest -q -n $(JOBS) tests
+
+lint: $(VENV)/.ready-dev  ## ruff and mypy
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+
+format: $(VENV)/.ready-dev  ## format the code
+	@$(VENV)/bin/ruff check --fix --quiet . || true
+	@$(VENV)/bin/ruff format .
+
+bench: $(VENV)/.ready-dev  ## the benchmarks of docs/benchmarks.md
+	@$(PY) -m benchmarks
+
+clean:  ## remove the virtual environment and what was generated
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info demo_results
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
