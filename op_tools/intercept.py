@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import backward, settings, store
+from . import backward, settings, store, writer
 from .console import View
 from .devices import quiet
 from .location import call_site
@@ -71,13 +71,18 @@ class Call:
 
     @property
     def device(self) -> torch.device:
-        """The device of the call: that of the first tensor that is not on the CPU."""
-        first = None
+        """The device of the call: that of the first tensor that is not on the CPU, or the one it names."""
+        seen = False
         for tensor in itertools.chain(tensors_in(self.args), tensors_in(self.kwargs), tensors_in(self.result)):
-            if tensor.device.type != "cpu":
+            if not tensor.is_cpu:
                 return tensor.device
-            first = first or tensor.device
-        return first or torch.device("cpu")
+            seen = True
+        wanted = self.kwargs.get("device")
+        if wanted is not None and _names_device(wanted):
+            return torch.device(wanted)
+        if not seen and self.traits.factory and wanted is None:
+            return torch.get_default_device()
+        return torch.device("cpu")
 
 
 _NOTHING: Final = Described((), None, ())
@@ -93,7 +98,7 @@ class Plan:
         self.observers = tuple(t for t in tools if not t.transforms)
         self.transforms = tuple(t for t in tools if t.transforms)
         self.gated = any(t.gated for t in tools)
-        self.backward = any(t.wants_backward for t in self.observers)
+        self.backward = any(t.wants_backward for t in tools)
         self.skipped = tuple(skipped)
 
 
@@ -156,16 +161,15 @@ class Interceptor(TorchFunctionMode):
             transforms = tuple([t for t in transforms if t.accepts(call)])
             if not observers and not transforms:
                 return func(*args, **kwargs)
-        edges = None
-        if observers:
-            edges = self._before(call, observers, plan.backward)
-        result = _run(func, call, transforms, 0)
-        if observers:
-            call.result = result
-            self._after(call, observers, edges)
+        tools = observers + transforms
+        edges = self._before(call, tools, observers, plan.backward)
+        call.result = result = _run(func, call, transforms, 0)
+        self._after(call, tools, edges)
         return result
 
-    def _before(self, call: Call, observers: tuple[Tool, ...], wants_backward: bool) -> backward.Edges | None:
+    def _before(
+        self, call: Call, tools: tuple[Tool, ...], observers: tuple[Tool, ...], wants_backward: bool
+    ) -> backward.Edges | None:
         edges = None
         with _no_function():
             try:
@@ -173,7 +177,7 @@ class Interceptor(TorchFunctionMode):
                 if wants_backward and torch.is_grad_enabled():
                     edges = backward.edges_of(call.args, call.kwargs)
             except Exception as error:
-                observers[0].failed(call, error)
+                tools[0].failed(call, error)
             for tool in observers:
                 try:
                     tool.before(call)
@@ -181,19 +185,19 @@ class Interceptor(TorchFunctionMode):
                     tool.failed(call, error)
         return edges
 
-    def _after(self, call: Call, observers: tuple[Tool, ...], edges: backward.Edges | None) -> None:
+    def _after(self, call: Call, tools: tuple[Tool, ...], edges: backward.Edges | None) -> None:
         with _no_function():
             try:
                 call.outputs = describe((call.result,))
             except Exception as error:
-                observers[0].failed(call, error)
-            for tool in reversed(observers):
+                tools[0].failed(call, error)
+            for tool in reversed(tools):
                 try:
                     tool.after(call)
                 except Exception as error:
                     tool.failed(call, error)
             if edges is not None:
-                listeners = tuple([t for t in observers if t.wants_backward])
+                listeners = tuple([t for t in tools if t.wants_backward])
                 try:
                     backward.attach(call, edges, listeners)
                 except Exception as error:
@@ -267,6 +271,7 @@ class Interceptor(TorchFunctionMode):
         self.tools = []
         self._lock = threading.RLock()
         store.forget_in_child()
+        writer.forget_in_child()
 
 
 def _run(func: Callable[..., Any], call: Call, transforms: tuple[Tool, ...], index: int) -> Any:
@@ -278,7 +283,7 @@ def _run(func: Callable[..., Any], call: Call, transforms: tuple[Tool, ...], ind
         if index + 1 == len(transforms):
             return func(*args, **kwargs)
         nested = Call(call.traits, func, args, kwargs)
-        nested.id, nested.location, nested.step = call.id, call.location, call.step
+        nested.id, nested.location, nested.step, nested.notes = call.id, call.location, call.step, call.notes
         return _run(func, nested, transforms, index + 1)
 
     return tool.transform(call, inner)

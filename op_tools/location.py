@@ -18,6 +18,8 @@ _INTERNAL_FILES: Final = frozenset(
     for name in ("contextlib.py", "threading.py", "functools.py", "concurrent/futures/thread.py")
 )
 
+_REPLAY: Final = os.path.join(_HERE, "replay.py")
+
 _is_user_code: dict[CodeType, bool] = {}
 _texts: dict[tuple[CodeType, int], str] = {}
 _DEEPEST: Final = 64
@@ -25,6 +27,8 @@ _DEEPEST: Final = 64
 
 def _belongs_to_user(code: CodeType) -> bool:
     name = code.co_filename
+    if name == _REPLAY:  # a replayed call is made there
+        return True
     return not (
         name.startswith((_TORCH, _HERE, _DITORCH)) or name.startswith("<frozen") or name in _INTERNAL_FILES
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -82,8 +83,10 @@ def name_of(function: Callable[..., Any]) -> str:
         short = getattr(function, "__name__", type(function).__name__)
         module = getattr(function, "__module__", None) or ""
         owner = getattr(function, "__objclass__", None)
-        if owner is not None and issubclass(owner, torch.Tensor):
+        if owner is not None and issubclass(torch.Tensor, owner):
             return f"torch.Tensor.{short}"
+        if "_VariableFunctions" in getattr(function, "__qualname__", ""):
+            return f"torch.{short}"
         if isinstance(function, types.MethodWrapperType):
             owner = function.__self__
             return f"torch.Tensor.{getattr(owner, '__name__', '?')}.{short}"
@@ -121,13 +124,12 @@ def _is_view_overload(overload: Any) -> bool:
     return any(i is not None and not i.is_write for i in infos)
 
 
-def _factories() -> frozenset[Any]:
-    try:
-        from torch.utils._device import _device_constructors
+@functools.lru_cache(maxsize=None)
+def _factories() -> frozenset[str]:
+    """Names of the functions that take their device from the default device."""
+    from torch.utils._device import _device_constructors
 
-        return frozenset(_device_constructors())
-    except ImportError:
-        return frozenset()
+    return frozenset(f"torch.{f.__name__}" for f in _device_constructors())
 
 
 def traits_of(function: Callable[..., Any], name: str | None = None) -> OpTraits:
@@ -157,7 +159,7 @@ def traits_of(function: Callable[..., Any], name: str | None = None) -> OpTraits
         view=bool(functional) and all(_is_view_overload(o) for o in functional),
         mutates=bool(overloads) and last.endswith("_") and not last.endswith("__"),
         random=random,
-        factory=function in _factories(),
+        factory=name in _factories(),
         conversion=name.startswith("torch.Tensor.") and last in _CONVERSIONS,
         transfer=name.startswith("torch.Tensor.") and last in _TRANSFERS,
     )

@@ -1,0 +1,210 @@
+"""OpDtypeCast: computes chosen operators in another dtype; results and gradients keep the original one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+
+from .. import console, settings
+from ..devices import quiet
+from ..intercept import Call
+from ..opcall import Tensor, map_tensors, tensors_in
+from .base import Tool
+
+_DEFAULT: Final = "torch.float16->torch.float32,torch.bfloat16->torch.float32"
+_VARIABLE: Final = "OP_DTYPE_CAST_DICT"
+_FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_MOST_LEARNED: Final = 10_000
+
+
+class OpDtypeCast(Tool):
+    """Compute operators in another dtype, as `OP_DTYPE_CAST_DICT` or `<OP>_OP_DTYPE_CAST_DICT` say.
+
+    >>> os.environ["OP_DTYPE_CAST_DICT"] = "torch.float16->torch.float32"  # doctest: +SKIP
+    >>> with op_tools.OpDtypeCast(ops=["torch.nn.functional.softmax"]):    # doctest: +SKIP
+    ...     model(x)
+    """
+
+    name = "OpDtypeCast"
+    prefix = "OP_DTYPE_CAST"
+    transforms = True
+    announces = True
+    order = 70  # outside OpFallback: what is cast may then run on the CPU
+    columns = {"call_id": "INTEGER", "site": "INTEGER", "target": "TEXT", "action": "TEXT", "config": "TEXT"}
+
+    def prepare(self) -> None:
+        self._texts: dict[str, str] = {}
+        self._maps: dict[str, dict[torch.dtype, torch.dtype]] = {}
+        self._by_op: dict[str, tuple[str, dict[torch.dtype, torch.dtype]]] = {}
+        self._learned: dict[Any, tuple[torch.dtype | None, ...]] = {}
+        for variable, text in os.environ.items():
+            if variable == _VARIABLE or variable.endswith(f"_{_VARIABLE}"):
+                settings.parse_dtype_map(text, variable)  # a mistake is an error now, not at the first call
+
+    def _map_for(self, op: str) -> tuple[str, dict[torch.dtype, torch.dtype]]:
+        if self.only is None and op in self._by_op:
+            return self._by_op[op]
+        variable = f"{settings.op_prefix(op)}_{_VARIABLE}"
+        text = settings.read(variable)
+        if not text:
+            variable, text = _VARIABLE, settings.read(_VARIABLE) or _DEFAULT
+        # A feature is applied before its variable may be set, so its text is looked at again.
+        if self._texts.get(op) != text:
+            self._texts[op] = text
+            self._by_op[op] = (text, settings.parse_dtype_map(text, variable))
+        return self._by_op[op]
+
+    def transform(self, call: Call, run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Any:
+        traits = call.traits
+        if traits.view or traits.conversion or traits.collective or traits.factory:
+            return run(call.args, call.kwargs)
+        config, mapping = self._map_for(call.op)
+        if not any(t.dtype in mapping for t in tensors_in((call.args, call.kwargs))):
+            return run(call.args, call.kwargs)
+        expected = self._expected_dtypes(call)
+        cast: dict[int, Tensor] = {}
+        originals: dict[int, Tensor] = {}
+        actions: list[tuple[str, str]] = []
+
+        def change(tensor: Tensor) -> Tensor:
+            target = mapping.get(tensor.dtype)
+            if target is None:
+                return tensor
+            if id(tensor) not in cast:
+                cast[id(tensor)] = tensor.to(target)
+                originals[id(tensor)] = tensor
+            actions.append((f"input[{index}]", f"{tensor.dtype} -> {target}"))
+            return cast[id(tensor)]
+
+        args, index = [], 0
+        for arg in call.args:
+            args.append(map_tensors(arg, change))
+            index += 1
+        kwargs = {}
+        for key, value in call.kwargs.items():
+            kwargs[key] = map_tensors(value, change)
+            index += 1
+        before = {key: _version(tensor) for key, tensor in cast.items()}
+        with _without_autocast(call):
+            result = run(tuple(args), kwargs)
+        for key, tensor in cast.items():
+            if _version(tensor) != before[key]:  # an in-place operator wrote to the cast copy
+                originals[key].copy_(tensor)
+        result = self._give_back(result, cast, originals, expected, mapping, actions)
+        call.notes[self] = (actions, config)
+        return result
+
+    def _give_back(
+        self,
+        result: Any,
+        cast: dict[int, Tensor],
+        originals: dict[int, Tensor],
+        expected: tuple[torch.dtype | None, ...],
+        mapping: dict[torch.dtype, torch.dtype],
+        actions: list[tuple[str, str]],
+    ) -> Any:
+        back = {id(tensor): originals[key] for key, tensor in cast.items()}
+        number = -1
+
+        def restore(tensor: Tensor) -> Tensor:
+            nonlocal number
+            number += 1
+            if id(tensor) in back:
+                original = back[id(tensor)]
+                actions.append((f"output[{number}]", f"{tensor.dtype} -> {original.dtype}"))
+                return original
+            wanted = expected[number] if number < len(expected) else None
+            if wanted is None or wanted == tensor.dtype:
+                return tensor
+            actions.append((f"output[{number}]", f"{tensor.dtype} -> {wanted}"))
+            return tensor.to(wanted)
+
+        return map_tensors(result, restore)
+
+    def _expected_dtypes(self, call: Call) -> tuple[torch.dtype | None, ...]:
+        """The dtypes that the operator itself would return: seen once per operator and input dtypes."""
+        tensors = list(tensors_in((call.args, call.kwargs)))
+        signature = (
+            call.op,
+            tuple((t.dtype, t.dim() == 0) for t in tensors),
+            str(call.kwargs.get("dtype")),
+            torch.is_autocast_enabled(call.device.type) if tensors else False,
+        )
+        known = self._learned.get(signature)
+        if known is None:
+            if len(self._learned) > _MOST_LEARNED:
+                self._learned.clear()
+            known = self._learned[signature] = _probe(call)
+        return known
+
+    def after(self, call: Call) -> None:
+        noted = call.notes.pop(self, None)
+        if noted is None:
+            return
+        actions, config = noted
+        self.announce(call)
+        site = self.site(call)
+        for target, action in actions:
+            self.record(call.id, site, target, action, config)
+        if self.view.full:
+            rows = [[call.op, target, action, config] for target, action in actions]
+            self.view.block(console.table(console.CAST_COLUMNS, rows))
+
+    def polish(self, row: dict[str, Any]) -> None:
+        row.pop("described", None)
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _probe(call: Call) -> tuple[torch.dtype | None, ...]:
+    """Run the operator as it is on private copies and see what comes out; the run's state is untouched."""
+    state = None
+    device = call.device
+    from ..devices import get_rng_state, set_rng_state
+
+    autocast = _autocast_of(device.type)
+    try:
+        with quiet():
+            cpu_state = torch.get_rng_state()
+            state = get_rng_state(device) if device.type != "cpu" else None
+            copies: dict[int, Tensor] = {}
+
+            def private(tensor: Tensor) -> Tensor:
+                return copies.setdefault(id(tensor), tensor.detach().clone())
+
+            try:
+                with autocast:
+                    result = call.function(
+                        *map_tensors(call.args, private),
+                        **{k: map_tensors(v, private) for k, v in call.kwargs.items()},
+                    )
+            finally:
+                torch.set_rng_state(cpu_state)
+                if state is not None:
+                    set_rng_state(device, state)
+        return tuple(t.dtype if t.dtype in _FLOATING else None for t in tensors_in(result))
+    except Exception:
+        # The device may lack this operator in the original dtype, which is why it is cast.
+        return _promoted(call)
+
+
+def _promoted(call: Call) -> tuple[torch.dtype | None, ...]:
+    dtype: torch.dtype | None = None
+    for tensor in tensors_in((call.args, call.kwargs)):
+        if tensor.dtype in _FLOATING:
+            dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
+    return (dtype,) * 64
+
+
+def _autocast_of(device_type: str) -> torch.autocast:
+    enabled = torch.is_autocast_enabled(device_type)
+    return torch.autocast(device_type, enabled=enabled, dtype=torch.get_autocast_dtype(device_type))
+
+
+def _without_autocast(call: Call) -> torch.autocast:
+    return torch.autocast(call.device.type, enabled=False)

@@ -1,0 +1,535 @@
+"""OpFallback: runs chosen operators on the CPU and brings their results back to the device.
+
+The operator is entered below autograd and autocast: the graph, the dtypes and the aliasing are those of the
+device, and each kernel under it runs on the CPU instead, on copies of the same layout. Its backward kernels
+follow. An operator that a device fuses into a kernel the CPU does not have runs on the CPU as a whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import console
+from ..devices import can_pin, get_rng_state, module_of, set_rng_state
+from ..intercept import Call
+from ..opcall import Tensor, TensorMeta, labelled, map_tensors, tensors_in
+from ..snapshot import span_of
+from .base import Tool
+
+# Kernels without arithmetic: they allocate, move or rename, and stay on the device.
+_STAY: Final = frozenset(
+    """empty empty_strided empty_like new_empty new_empty_strided empty_permuted detach detach_ alias
+    lift_fresh lift set_ resize_ resize_as_ record_stream is_pinned pin_memory _pin_memory set_data
+    _has_compatible_shallow_copy_type view _unsafe_view _reshape_alias is_same_size""".split()
+)
+_HALVES: Final = (torch.float16, torch.bfloat16)
+
+
+class _Kernel(NamedTuple):
+    """What the schema of a kernel says, asked once."""
+
+    stays: bool
+    writes: tuple[int | str, ...]  # positions and names of arguments it writes to
+    returns: tuple[int | str | None, ...]  # which written argument each result is
+    random: bool
+
+
+@functools.lru_cache(maxsize=None)
+def _kernel(func: Any) -> _Kernel:
+    schema = func._schema
+    name = schema.name.split("::")
+    writes: list[int | str] = []
+    by_alias: dict[str, int | str] = {}
+    for position, argument in enumerate(schema.arguments):
+        info = argument.alias_info
+        if info is not None and info.is_write:
+            where: int | str = argument.name if argument.kwarg_only else position
+            writes.append(where)
+            for alias in info.before_set:
+                by_alias[alias] = where
+    returns: list[int | str | None] = []
+    for result in schema.returns:
+        info = result.alias_info
+        returns.append(next((by_alias.get(a) for a in info.before_set), None) if info is not None else None)
+    is_view = bool(getattr(func, "is_view", False)) and not writes
+    stays = is_view or name[-1] in _STAY or name[0] in ("c10d", "_c10d_functional", "prim", "profiler")
+    return _Kernel(stays, tuple(writes), tuple(returns), torch.Tag.nondeterministic_seeded in func.tags)
+
+
+class _NoCpuKernel(Exception):
+    """The CPU cannot run a kernel under this operator; the operator must run there as a whole."""
+
+
+class OpFallback(Tool):
+    """Run operators on the CPU, to see whether the device's kernel is to blame.
+
+    >>> with op_tools.OpFallback(ops=["torch.nn.functional.linear"]):  # doctest: +SKIP
+    ...     loss = model(x)
+    """
+
+    name = "OpFallback"
+    prefix = "OP_FALLBACK"
+    transforms = True
+    order = 80
+    wants_backward = True
+    wants_backward_start = True
+    columns = {"call_id": "INTEGER", "site": "INTEGER", "ran_on": "TEXT", "step": "INTEGER"}
+
+    def prepare(self) -> None:
+        # Copies may be kept only where every operator passes through here, so that every write is seen.
+        keep = self.only is None and not self.filter.include and not self.filter.exclude and not self.gated
+        self._twins = _Twins(keep)
+        self._open: dict[tuple[int, int, int], _OnCpu] = {}
+        self.copied_bytes = 0
+
+    def transform(self, call: Call, run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Any:
+        if call.traits.collective:
+            self.found(call, "refused", "a collective cannot run on the CPU of one process; left alone", once=True)
+            return run(call.args, call.kwargs)
+        if call.traits.transfer:
+            return run(call.args, call.kwargs)
+        self.announce(call)
+        mode = _OnCpu(self._twins)
+        ran_on = "cpu"
+        try:
+            with mode:
+                result = run(call.args, call.kwargs)
+        except _NoCpuKernel as missing:
+            try:
+                result = _run_whole(call)
+            except _CannotRunWhole as reason:
+                self.found(call, "refused", f"{missing}; {reason}; it ran on the device", once=True)
+                result = run(call.args, call.kwargs)
+                ran_on = "device"
+        call.notes[(self, "ran_on")] = ran_on
+        return result
+
+    def after(self, call: Call) -> None:
+        ran_on = call.notes.get((self, "ran_on"))
+        if ran_on is None:
+            return
+        site = self.site(call)
+        self.record(call.id, site, ran_on, call.step)
+        if self.view.full and ran_on == "cpu":
+            self._show(call, site)
+
+    def _show(self, call: Call, site: int) -> None:
+        before, after = call.inputs, call.outputs
+        twins = self._twins
+        inputs = [*tensors_in(call.args), *tensors_in(call.kwargs)]
+        on_cpu = [twins.address(t) for t in inputs]
+        results = [twins.address(t) for t in tensors_in(call.result)]
+        pointers = (*before.data_ptrs, *on_cpu, *after.data_ptrs, *results)
+
+        def rows() -> list[tuple[str, TensorMeta | str]]:
+            return [
+                *labelled(before, "input(device)"),
+                *_as_cpu(labelled(before, "input(cpu)")),
+                *labelled(after, "output(device)"),
+                *_as_cpu(labelled(after, "output(cpu)")),
+            ]
+
+        self.view.block(
+            f"{call.op}    forward_id: {call.id}",
+            call.location,
+            self.view.tables.render(site, call.op, rows, pointers, console.DEFAULT_COLUMNS),
+        )
+
+    def before_node(self, call: Call, node: int) -> None:
+        if call.notes.get((self, "ran_on")) == "cpu":
+            mode = _OnCpu(self._twins)
+            mode.__enter__()
+            self._open[(call.id, node, threading.get_ident())] = mode
+
+    def after_node(self, call: Call, node: int) -> None:
+        mode = self._open.pop((call.id, node, threading.get_ident()), None)
+        if mode is not None:
+            mode.__exit__(None, None, None)
+
+    def finish(self) -> None:
+        self.copied_bytes = self._twins.copied_bytes
+        self._twins.clear()
+        self._open.clear()
+
+    def summary(self) -> list[str]:
+        return [f"{self.copied_bytes / 1e6:.1f} MB copied between device and host"]
+
+    def polish(self, row: dict[str, Any]) -> None:
+        row.pop("described", None)
+
+
+class _Twins:
+    """CPU copies of device tensors, kept while the tensor lives unchanged."""
+
+    def __init__(self, keep: bool) -> None:
+        self._keep = keep
+        self._kept: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        self._addresses: dict[int, int] = {}
+        self.copied_bytes = 0
+
+    def get(self, tensor: Tensor) -> Tensor | None:
+        kept = self._kept.get(id(tensor))
+        if kept is not None and kept[0]() is tensor and kept[1] == _version(tensor):
+            return kept[2]
+        return None
+
+    def put(self, tensor: Tensor, twin: Tensor) -> None:
+        self._addresses[id(tensor)] = twin.data_ptr()
+        if len(self._addresses) > 10_000:
+            self._addresses.clear()
+        if not self._keep or tensor.is_inference():
+            return
+        key, kept = id(tensor), self._kept
+
+        def forget(_: Any) -> None:
+            kept.pop(key, None)
+
+        kept[key] = (weakref.ref(tensor, forget), _version(tensor), twin)
+
+    def drop_storage(self, tensor: Tensor) -> None:
+        """A storage was written to: whatever was copied from it is stale."""
+        if not self._kept:
+            return
+        storage = tensor.untyped_storage()._cdata
+        for key, (ref, _, _) in list(self._kept.items()):
+            other = ref()
+            if other is None or other.untyped_storage()._cdata == storage:
+                self._kept.pop(key, None)
+
+    def address(self, tensor: Tensor) -> int:
+        return self._addresses.get(id(tensor), 0)
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self._addresses.clear()
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class _OnCpu(TorchDispatchMode):
+    """Every kernel that is called under this mode runs on the CPU."""
+
+    def __init__(self, twins: _Twins) -> None:
+        super().__init__()
+        self._twins = twins
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kernel = _kernel(func)
+        with torch._C.DisableTorchFunction():  # in a backward pass the interceptor is on
+            if kernel.stays:
+                return func(*args, **kwargs)
+            device = _device_of(args, kwargs)
+            if device is None or _moves(func, args, kwargs):
+                if kernel.writes:
+                    for tensor in tensors_in((args, kwargs)):
+                        self._twins.drop_storage(tensor)
+                return func(*args, **kwargs)
+            return self._run(func, kernel, args, kwargs, device)
+
+    def _run(
+        self, func: Any, kernel: _Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+    ) -> Any:
+        written = {id(t) for where in kernel.writes for t in tensors_in(_argument(args, kwargs, where))}
+        copies: dict[int, Tensor] = {}
+        self._fetch(args, kwargs, written, copies, device)
+
+        def swap(tensor: Tensor) -> Tensor:
+            return copies.get(id(tensor), tensor)
+
+        cpu_args = map_tensors(args, swap)
+        cpu_kwargs = {k: _cpu_argument(k, map_tensors(v, swap)) for k, v in kwargs.items()}
+        with _Random(kernel.random, device, kwargs.get("generator")) as random:
+            if random.generator is not None:
+                cpu_kwargs["generator"] = random.generator
+            result = _call_on_cpu(func, cpu_args, cpu_kwargs)
+        for where in kernel.writes:
+            for tensor in tensors_in(_argument(args, kwargs, where)):
+                copy = copies.get(id(tensor))
+                if copy is not None:
+                    self._write_back(tensor, copy)
+        return self._return(result, kernel, args, kwargs, copies, device)
+
+    def _fetch(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: set[int],
+        copies: dict[int, Tensor],
+        device: torch.device,
+    ) -> None:
+        fetched = False
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.device.type == "cpu" or id(tensor) in copies:
+                continue
+            twin = self._twins.get(tensor)
+            if twin is None:
+                twin = _to_host(tensor)
+                fetched = True
+                self._twins.copied_bytes += twin.numel() * twin.element_size()
+                if id(tensor) not in written:
+                    self._twins.put(tensor, twin)
+            elif id(tensor) in written:
+                twin = twin.clone()
+            copies[id(tensor)] = twin
+        if fetched and can_pin(device.type):
+            module_of(device.type).current_stream(device).synchronize()
+
+    def _write_back(self, tensor: Tensor, copy: Tensor) -> None:
+        self._twins.drop_storage(tensor)
+        if tensor.shape != copy.shape:
+            tensor.resize_(copy.shape)
+        tensor.copy_(copy)
+        self._twins.copied_bytes += copy.numel() * copy.element_size()
+
+    def _return(
+        self,
+        result: Any,
+        kernel: _Kernel,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        copies: dict[int, Tensor],
+        device: torch.device,
+    ) -> Any:
+        back = {id(copy): key for key, copy in copies.items()}
+        originals = {id(t): t for t in tensors_in((args, kwargs))}
+        single = len(kernel.returns) == 1
+
+        def place(value: Any) -> Any:
+            def move(tensor: Tensor) -> Tensor:
+                original = back.get(id(tensor))
+                if original is not None:
+                    return originals[original]
+                moved = _to_device(tensor, device)
+                self._twins.copied_bytes += tensor.numel() * tensor.element_size()
+                self._twins.put(moved, tensor)
+                return moved
+
+            return map_tensors(value, move)
+
+        if single and kernel.returns[0] is not None:
+            return _argument(args, kwargs, kernel.returns[0])
+        if not single and isinstance(result, tuple):
+            return tuple(
+                _argument(args, kwargs, where) if where is not None else place(value)
+                for value, where in zip(result, kernel.returns)
+            )
+        return place(result)
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], where: int | str) -> Any:
+    if isinstance(where, int):
+        return args[where] if where < len(args) else None
+    return kwargs.get(where)
+
+
+def _cpu_argument(name: str, value: Any) -> Any:
+    if name == "device" and value is not None:
+        return torch.device("cpu")
+    if name == "pin_memory":
+        return None
+    return value
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
+    for tensor in tensors_in((args, kwargs)):
+        if tensor.device.type not in ("cpu", "meta"):
+            return tensor.device
+    wanted = kwargs.get("device")
+    if wanted is not None and torch.device(wanted).type not in ("cpu", "meta"):
+        device = torch.device(wanted)
+        if device.index is None:
+            device = torch.device(device.type, module_of(device.type).current_device())
+        return device
+    return None
+
+
+def _moves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a kernel carries data between devices, which the CPU alone cannot do."""
+    if func is torch.ops.aten._to_copy.default:
+        wanted = kwargs.get("device")
+        return wanted is not None and torch.device(wanted).type != args[0].device.type
+    if func in (torch.ops.aten.copy_.default, torch.ops.aten._copy_from.default):
+        return args[0].device != args[1].device
+    return False
+
+
+def _call_on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    try:
+        return func(*args, **kwargs)
+    except (NotImplementedError, RuntimeError) as error:
+        text = str(error)
+        if any(t.dtype in _HALVES for t in tensors_in((args, kwargs))) and "not implemented for" in text:
+            return _in_float32(func, args, kwargs)
+        if "Could not run" in text or "not implemented" in text or isinstance(error, NotImplementedError):
+            raise _NoCpuKernel(f"the CPU has no kernel for {func}") from error
+        raise
+
+
+def _in_float32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The CPU lacks this kernel for half types: compute in float32, give back the half type."""
+    half = next(t.dtype for t in tensors_in((args, kwargs)) if t.dtype in _HALVES)
+    raised: dict[int, Tensor] = {}
+
+    def up(tensor: Tensor) -> Tensor:
+        if tensor.dtype not in _HALVES:
+            return tensor
+        return raised.setdefault(id(tensor), tensor.float())
+
+    wide_kwargs = {k: torch.float32 if v in _HALVES and k == "dtype" else map_tensors(v, up) for k, v in kwargs.items()}
+    result = func(*map_tensors(args, up), **wide_kwargs)
+    back = {id(wide): key for key, wide in raised.items()}
+    originals = {id(t): t for t in tensors_in((args, kwargs))}
+    for key, wide in raised.items():
+        if wide._version:  # written to
+            originals[key].copy_(wide)
+
+    def down(tensor: Tensor) -> Tensor:
+        if id(tensor) in back:
+            return originals[back[id(tensor)]]
+        return tensor.to(half) if tensor.dtype == torch.float32 else tensor
+
+    return map_tensors(result, down)
+
+
+class _Random:
+    """Random kernels on the CPU continue the device's stream, and leave the CPU's as it was."""
+
+    def __init__(self, wanted: bool, device: torch.device, generator: torch.Generator | None) -> None:
+        self._wanted, self._device, self._given = wanted, device, generator
+        self.generator: torch.Generator | None = None
+
+    def __enter__(self) -> _Random:
+        if not self._wanted:
+            return self
+        if self._given is not None and self._given.device.type != "cpu":
+            self.generator = torch.Generator("cpu")
+            self._continue(self._given.get_state(), self.generator.set_state, self._given)
+            return self
+        self._before = torch.get_rng_state()
+        state = get_rng_state(self._device)
+        if state is not None:
+            self._continue(state, torch.set_rng_state, None)
+        return self
+
+    def _continue(self, state: Tensor, put: Callable[[Tensor], Any], generator: torch.Generator | None) -> None:
+        self._same_kind = state.numel() == torch.get_rng_state().numel()
+        if self._same_kind:
+            put(state)
+            return
+        # another kind of generator: draw the seed from the device's stream, which advances it
+        seed = torch.empty((), dtype=torch.int64, device=self._device).random_(generator=generator).item()
+        if self.generator is not None:
+            self.generator.manual_seed(int(seed))
+        else:
+            torch.default_generator.manual_seed(int(seed))
+
+    def __exit__(self, *error: Any) -> None:
+        if not self._wanted:
+            return
+        if self.generator is not None:
+            if self._same_kind and self._given is not None:
+                self._given.set_state(self.generator.get_state())
+            return
+        if getattr(self, "_same_kind", False):
+            set_rng_state(self._device, torch.get_rng_state())
+        torch.set_rng_state(self._before)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A CPU copy of the same layout; on devices with pinned memory it is complete after a sync."""
+    data = tensor.detach()
+    conjugated, negated = data.is_conj(), data.is_neg()
+    if data.layout != torch.strided:
+        return data.cpu()
+    first, last = span_of(data)
+    size = data.element_size()
+    flat = torch.empty(0, dtype=torch.uint8, device=data.device)
+    flat.set_(data.untyped_storage(), first * size, ((last - first) * size,), (1,))
+    pin = can_pin(data.device.type)
+    host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=pin)
+    host.copy_(flat, non_blocking=pin)
+    copy = torch.empty(0, dtype=data.dtype)
+    copy.set_(host.untyped_storage(), 0, data.shape, data.stride())
+    if conjugated:
+        copy = torch._conj(copy)
+    return torch._neg_view(copy) if negated else copy
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    if tensor.layout != torch.strided or not can_pin(device.type) or tensor.numel() == 0:
+        return tensor.to(device)
+    pinned = torch.empty_like(tensor, pin_memory=True)
+    pinned.copy_(tensor)
+    return pinned.to(device, non_blocking=True)
+
+
+class _CannotRunWhole(Exception):
+    """The operator writes to its arguments or returns views of them: it cannot run as a whole on copies."""
+
+
+class _ToHost(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.device = tensor.device
+        return tensor.cpu()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.to(ctx.device)
+
+
+class _ToDevice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, device: torch.device) -> Tensor:
+        return tensor.to(device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad.cpu(), None
+
+
+def _run_whole(call: Call) -> Any:
+    """Run the operator on CPU copies of its arguments, differentiably."""
+    if call.traits.mutates or call.traits.view or "out" in call.kwargs:
+        raise _CannotRunWhole("it writes to its arguments")
+    device = call.device
+    copies: dict[int, Tensor] = {}
+
+    def fetch(tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu":
+            return tensor
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _ToHost.apply(tensor)
+        return copies[id(tensor)]
+
+    args = map_tensors(call.args, fetch)
+    kwargs = {k: _cpu_argument(k, map_tensors(v, fetch)) for k, v in call.kwargs.items()}
+    before = [(c, c._version) for c in copies.values()]
+    with _Random(call.traits.random is not False, device, call.kwargs.get("generator")), _same_autocast(device.type):
+        result = call.function(*args, **kwargs)
+    if any(copy._version != version for copy, version in before):
+        raise _CannotRunWhole("it writes to its arguments")
+    return map_tensors(result, lambda t: _ToDevice.apply(t, device))
+
+
+def _same_autocast(device_type: str) -> torch.autocast:
+    enabled = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if enabled else torch.bfloat16
+    return torch.autocast("cpu", dtype=dtype, enabled=enabled)
+
+
+def _as_cpu(rows: list[tuple[str, TensorMeta | str]]) -> list[tuple[str, TensorMeta | str]]:
+    cpu = torch.device("cpu")
+    return [(label, part._replace(device=cpu) if isinstance(part, TensorMeta) else part) for label, part in rows]

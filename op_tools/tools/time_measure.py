@@ -1,0 +1,328 @@
+"""OpTimeMeasure: time of every operator, forward and backward, from device events and without a sync per op."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from array import array
+from collections import deque
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from .. import console, settings, store
+from ..devices import event_class
+from ..intercept import Call
+from ..opcall import Tensor, describe, labelled
+from .base import Tool
+
+_READ_AT: Final = 1_024  # timings are read back when this many wait
+_MOST_WAITING: Final = 8_192
+_MOST_SAMPLES: Final = 4_096
+
+
+class _Timing(NamedTuple):
+    """A measured stretch whose length is known once the device has passed its last event."""
+
+    call: Call
+    phase: str
+    spans: list[tuple[Any, Any]]
+    host_start: int
+    device_type: str
+    thread: int
+    described: Any
+
+
+class _Samples:
+    """Times of one operator and phase: exact sums, and a bounded sample for the percentiles."""
+
+    def __init__(self) -> None:
+        self.count, self.total = 0, 0.0
+        self.values = array("d")
+        self._stride = 1
+
+    def add(self, value: float) -> None:
+        if self.count % self._stride == 0:
+            self.values.append(value)
+            if len(self.values) >= _MOST_SAMPLES:
+                del self.values[::2]
+                self._stride *= 2
+        self.count += 1
+        self.total += value
+
+    def percentile(self, q: float) -> float:
+        ordered = sorted(self.values)
+        return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0
+
+
+class OpTimeMeasure(Tool):
+    """Time every operator of a run.
+
+    >>> with op_tools.OpTimeMeasure() as timing:  # doctest: +SKIP
+    ...     train_step()
+    >>> timing.by_op()[0]                         # doctest: +SKIP
+    {'name': 'torch.nn.functional.linear', 'phase': 'forward', 'calls': 17, 'total_ms': 1.9, ...}
+    """
+
+    name = "OpTimeMeasure"
+    prefix = "OP_TIME_MEASURE"
+    order = 90  # closest to the kernel: the work of other tools is not measured
+    wants_backward = True
+    wants_backward_start = True
+    columns = {
+        "call_id": "INTEGER",
+        "site": "INTEGER",
+        "phase": "TEXT",
+        "elapsed_ms": "REAL",
+        "start_us": "REAL",
+        "thread": "INTEGER",
+        "step": "INTEGER",
+    }
+
+    def prepare(self) -> None:
+        self._waiting: deque[_Timing] = deque()
+        self._free: dict[str, list[Any]] = {}
+        self._samples: dict[tuple[str, str], _Samples] = {}
+        self._open: dict[tuple[int, int, int], tuple[Any, str]] = {}
+        self._reading = threading.Lock()
+        self._began = time.perf_counter_ns()
+        self._device_types: set[str] = set()
+        self.csv_path: Path | None = None
+        self.trace_path: Path | None = None
+
+    # -- measuring ------------------------------------------------------------------------------------
+
+    def _mark(self, device_type: str) -> Any:
+        kind = event_class(device_type)
+        if kind is None:
+            return time.perf_counter_ns()
+        free = self._free.get(device_type)
+        event = free.pop() if free else kind(enable_timing=True)
+        event.record()
+        return event
+
+    def before(self, call: Call) -> None:
+        device_type = call.device.type
+        self._device_types.add(device_type)
+        call.notes[self] = (device_type, time.perf_counter_ns(), self._mark(device_type))
+
+    def after(self, call: Call) -> None:
+        started = call.notes.get(self)
+        if started is None:
+            return
+        device_type, host_start, first = started
+        last = self._mark(device_type)
+        self.announce(call)
+        self._wait_for(_Timing(call, "forward", [(first, last)], host_start, device_type, _thread(), None))
+
+    def before_node(self, call: Call, node: int) -> None:
+        device_type = call.notes[self][0]
+        host = time.perf_counter_ns()
+        self._open[(call.id, node, _thread())] = (self._mark(device_type), device_type)
+        call.notes.setdefault((self, "host"), host)
+
+    def after_node(self, call: Call, node: int) -> None:
+        opened = self._open.pop((call.id, node, _thread()), None)
+        if opened is not None:
+            first, device_type = opened
+            call.notes.setdefault((self, "spans"), []).append((first, self._mark(device_type)))
+
+    def after_backward(
+        self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]
+    ) -> None:
+        spans = call.notes.pop((self, "spans"), [])
+        host = call.notes.pop((self, "host"), 0)
+        if not spans:
+            return
+        described = None
+        if self.view.full:
+            described = (describe(tuple(grad_outputs)), describe(_given(grad_inputs)))
+        self._wait_for(_Timing(call, "backward", spans, host, call.notes[self][0], _thread(), described))
+
+    # -- reading back ---------------------------------------------------------------------------------
+
+    def _wait_for(self, timing: _Timing) -> None:
+        self._waiting.append(timing)
+        at_once = self.only is not None  # a feature on one operator shows at once
+        if (at_once or len(self._waiting) >= _READ_AT) and self._reading.acquire(blocking=False):
+            try:
+                self._read(wait=at_once or len(self._waiting) >= _MOST_WAITING)
+            finally:
+                self._reading.release()
+
+    def _read(self, wait: bool) -> None:
+        waiting = self._waiting
+        while waiting:
+            timing = waiting[0]
+            if not wait and not all(_passed(last) for _, last in timing.spans):
+                return
+            waiting.popleft()
+            elapsed = 0.0
+            for first, last in timing.spans:
+                if isinstance(first, int):
+                    elapsed += (last - first) / 1e6
+                else:
+                    last.synchronize()
+                    elapsed += first.elapsed_time(last)
+                    free = self._free.setdefault(timing.device_type, [])
+                    free += (first, last)
+            self._keep(timing, elapsed)
+
+    def _keep(self, timing: _Timing, elapsed: float) -> None:
+        call = timing.call
+        samples = self._samples.get((call.op, timing.phase))
+        if samples is None:
+            samples = self._samples[(call.op, timing.phase)] = _Samples()
+        samples.add(elapsed)
+        site = self.site(call)
+        start = (timing.host_start - self._began) / 1e3
+        self.record(call.id, site, timing.phase, elapsed, start, timing.thread, call.step)
+        if self.view.full:
+            self._show(timing, site, elapsed)
+
+    def _show(self, timing: _Timing, site: int, elapsed: float) -> None:
+        call = timing.call
+        if timing.phase == "forward":
+            pointers = call.inputs.data_ptrs + call.outputs.data_ptrs
+            shown = self.view.tables.render(
+                site, call.op, lambda: console.call_rows(call.inputs, call.outputs), pointers
+            )
+            lines = [call.location, shown]
+        else:
+            outputs, inputs = timing.described
+            lines = [
+                self.view.tables.render(
+                    (call.op, outputs.args, inputs.args),
+                    call.op,
+                    lambda: labelled(outputs, "grad_outputs", "gradients")
+                    + labelled(inputs, "grad_inputs", "gradients"),
+                    outputs.data_ptrs + inputs.data_ptrs,
+                )
+            ]
+        times = console.table(
+            ["name", "forward_id", f"{timing.phase}_elasped", "unit"],
+            [[call.op, str(call.id), f"{elapsed:.8f}", "ms"]],
+        )
+        self.view.block(*lines, times)
+
+    # -- results --------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        with self._reading:
+            self._read(wait=True)
+        self._open.clear()
+        rows = self._pairs()
+        if self.view.full and rows:
+            header = ["name", "forward_id", "forward_elasped", "backward_elasped", "unit"]
+            self.view.block(console.table(header, [[str(c) for c in row] for row in rows]))
+        label = f"pid{settings.process_label()}_{store.time_label()}"
+        folder = settings.results_dir() / "op_time_measure_result"
+        self.csv_path = _unused(folder / f"op_elasped_info_{label}.csv")
+        store.write_csv(
+            self.csv_path,
+            ["name", "forward_id", "forward_elasped", "backward_elasped", "unit"],
+            rows,
+        )
+        self.trace_path = self.csv_path.with_name(self.csv_path.name.replace("info", "trace")).with_suffix(".json")
+        self.export_trace(self.trace_path)
+        self.view.say(f"op elasped info saved to {self.csv_path}")
+
+    def _pairs(self) -> list[list[Any]]:
+        assert self._store is not None
+        rows: dict[int, list[Any]] = {}
+        query = (
+            "SELECT r.call_id, s.op, r.phase, r.elapsed_ms FROM op_time_measure r "
+            "JOIN sites s ON s.site = r.site WHERE r.run = ? ORDER BY r.call_id"
+        )
+        for row in self._store.rows(query, (self._run_key,)):
+            pair = rows.setdefault(row["call_id"], [row["op"], row["call_id"], "", "", "ms"])
+            pair[2 if row["phase"] == "forward" else 3] = f"{row['elapsed_ms']:.8f}"
+        return list(rows.values())
+
+    def by_op(self) -> list[dict[str, Any]]:
+        """Calls, total, mean, p50, p99 and share by operator and phase, the costliest first.
+
+        >>> timing.by_op()[0]["share"]  # doctest: +SKIP
+        0.31
+        """
+        everything = sum(s.total for s in self._samples.values()) or 1.0
+        rows = [
+            {
+                "name": op,
+                "phase": phase,
+                "calls": s.count,
+                "total_ms": s.total,
+                "mean_ms": s.total / s.count,
+                "p50_ms": s.percentile(0.5),
+                "p99_ms": s.percentile(0.99),
+                "share": s.total / everything,
+            }
+            for (op, phase), s in self._samples.items()
+        ]
+        return sorted(rows, key=lambda row: -row["total_ms"])
+
+    def summary(self) -> list[str]:
+        rows = self.by_op()
+        if not rows:
+            return []
+        header = ["name", "phase", "calls", "total_ms", "mean_ms", "p50_ms", "p99_ms", "share"]
+        body = [
+            [row["name"], row["phase"], str(row["calls"])]
+            + [f"{row[key]:.4f}" for key in header[3:7]]
+            + [f"{row['share']:.1%}"]
+            for row in rows[:30]
+        ]
+        facts = console.table(header, body).splitlines()
+        if len(rows) > 30:
+            facts.append(f"and {len(rows) - 30} more rows: by_op() has them all")
+        if None in {event_class(d) for d in self._device_types}:
+            facts.append("times of the host clock (the device has no timing events)")
+        return [*facts, f"times in {self.csv_path}", f"trace for Perfetto or chrome://tracing in {self.trace_path}"]
+
+    def export_trace(self, path: str | os.PathLike[str]) -> Path:
+        """Write the calls as a Chrome trace: launch times of the host, lengths of the device.
+
+        >>> timing.export_trace("trace.json")  # doctest: +SKIP
+        """
+        events = [
+            {
+                "name": row["op"],
+                "cat": row["phase"],
+                "ph": "X",
+                "ts": row["start_us"],
+                "dur": row["elapsed_ms"] * 1e3,
+                "pid": os.getpid(),
+                "tid": row["thread"],
+                "args": {"forward_id": row["call_id"], "step": row["step"], "location": row["location"]},
+            }
+            for row in self.records()
+        ]
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        return target
+
+    def polish(self, row: dict[str, Any]) -> None:
+        row.pop("described", None)
+
+
+def _thread() -> int:
+    return threading.get_native_id()
+
+
+def _given(grads: list[Tensor | None]) -> tuple[Tensor, ...]:
+    return tuple(g for g in grads if g is not None)
+
+
+def _passed(mark: Any) -> bool:
+    return isinstance(mark, int) or mark.query()
+
+
+def _unused(path: Path) -> Path:
+    number = 1
+    candidate = path
+    while candidate.exists():
+        candidate = path.with_name(f"{path.stem}_{number}{path.suffix}")
+        number += 1
+    return candidate
