@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import os
+import sys
+from functools import partial
 
 from ditorch import backend as _backend_module
 from ditorch.backend import Backend
-from ditorch.discovery import NoBackendError, choose
+from ditorch.discovery import CUDA_VARIABLE, MAPPED, NoBackendError, choose
+from ditorch.doctor import Diagnosis, diagnose
 from ditorch.errors import UnsupportedError
 from ditorch.patching import Ledger, Patch
 
 __version__ = "0.1.0"
 __all__ = [
     "Backend",
+    "Diagnosis",
     "NoBackendError",
     "Patch",
     "UnsupportedError",
     "activate",
     "backend",
     "deactivate",
+    "doctor",
     "framework",
     "patches",
 ]
@@ -50,7 +55,12 @@ def activate(device: str | None = None) -> Backend:
     if not chosen.native and not _flag("DITORCH_DISABLE_MOCK", False):
         from ditorch import redirect
 
+        variable = MAPPED.pop(chosen.name, None)
         try:
+            if variable is not None:
+                why = f"means {variable}={os.environ[variable]}"
+                undo = partial(os.environ.__delitem__, variable)
+                _ledger.record(Patch(CUDA_VARIABLE, why, "mapped", "registered", None, undo))
             redirect.install(_ledger, chosen, _flag("DITORCH_SHOW_DEVICE_AS_CUDA", True))
         except BaseException:
             _ledger.undo_all()
@@ -74,6 +84,20 @@ def patches() -> list[Patch]:
     return list(_ledger.patches)
 
 
+def doctor() -> Diagnosis:
+    """Versions, devices, memory, collectives, what is patched and what is missing.
+
+    Example: ``print(ditorch.doctor())``
+    """
+    return diagnose(backend, patches())
+
+
+def _is_command() -> bool:
+    """Whether this process is the ``ditorch`` command, which chooses the device itself."""
+    started = sys.orig_argv[1:3] if sys.orig_argv[1:2] == ["-m"] else []
+    return started == ["-m", "ditorch"] or os.path.basename(sys.argv[0] if sys.argv else "") == "ditorch"
+
+
 def _flag(name: str, default: bool) -> bool:
     text = os.environ.get(name, "").strip().lower()
     if text == "":
@@ -85,4 +109,5 @@ def _flag(name: str, default: bool) -> bool:
     raise ValueError(f"{name}={text!r}: expected 0 or 1")
 
 
-activate()
+if not _is_command():
+    activate()

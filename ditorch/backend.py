@@ -38,7 +38,8 @@ class Backend:
     visible_devices_value: Callable[[str], str] | None = None
     """Turns the value of ``CUDA_VISIBLE_DEVICES`` into that variable's; by default it is the same."""
     capability: tuple[int, int] | None = None
-    """Answer of ``torch.cuda.get_device_capability`` when the vendor's module has none."""
+    """Answer of ``torch.cuda.get_device_capability``, which CUDA code compares with NVIDIA's numbers: the
+    generation whose abilities the device has. Without it the vendor's module is asked."""
     native: bool = False
     """True where ``cuda`` already means this device, so that nothing is patched."""
     fallback: bool = False
@@ -48,7 +49,7 @@ class Backend:
     gaps: Mapping[str, str] = field(default_factory=dict)
     """CUDA name -> what to do instead, for calls that this backend cannot do."""
     collective_gaps: frozenset[str] = frozenset()
-    """What its collectives lack: any of ``avg``, ``premul_sum``, ``reduce``, ``gather``, ``scatter``."""
+    """What its collectives lack; ``avg`` (ReduceOp.AVG) is filled by ditorch."""
     profiler_activity: str | None = None
     """Name of the ``ProfilerActivity`` that stands for the device; ``None``: host activity only."""
     probe: Callable[[], tuple[bool, str]] | None = None

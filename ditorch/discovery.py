@@ -11,6 +11,9 @@ from ditorch.backends import BUILTIN
 
 ENTRY_POINT_GROUP = "ditorch.backends"
 DEVICE_VARIABLE = "DITORCH_DEVICE"
+CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
+MAPPED: dict[str, str] = {}
+"""Backend name -> the variable that was set for it from ``CUDA_VISIBLE_DEVICES``."""
 
 
 class NoBackendError(RuntimeError):
@@ -56,12 +59,17 @@ def known_backends() -> dict[str, Backend]:
     return found
 
 
-def candidates() -> list[Candidate]:
+def candidates(skip_building: bool = False) -> list[Candidate]:
     """Look at every known backend; vendor packages that are not installed are not imported.
 
     Example: ``[c.backend.name for c in candidates() if c.usable]``
     """
-    return [_look_at(backend) for backend in known_backends().values()]
+    return [
+        Candidate(backend, False, "not looked at: it would be built")
+        if skip_building and backend.name == "soft"
+        else _look_at(backend)
+        for backend in known_backends().values()
+    ]
 
 
 def choose(request: str | None = None) -> Backend:
@@ -73,7 +81,35 @@ def choose(request: str | None = None) -> Backend:
     return _choose_named(request) if request else _choose_only()
 
 
+def map_visible_devices(backend: Backend) -> str | None:
+    """Let the backend see the devices that ``CUDA_VISIBLE_DEVICES`` names; returns the variable it set.
+
+    Example: ``CUDA_VISIBLE_DEVICES=0,1`` sets ``ASCEND_RT_VISIBLE_DEVICES=0,1``
+    """
+    wanted = os.environ.get(CUDA_VARIABLE)
+    variable = backend.visible_devices
+    if wanted is None or backend.native or variable is None or variable in os.environ:
+        return None
+    value = backend.visible_devices_value(wanted) if backend.visible_devices_value else wanted
+    if not value:
+        return None
+    os.environ[variable] = value
+    return variable
+
+
 def _look_at(backend: Backend) -> Candidate:
+    # Vendors read their variable when their package is imported, so it has to be there before.
+    variable = map_visible_devices(backend) if backend.installed() else None
+    outcome = _ask(backend)
+    if variable is not None:
+        if outcome.usable:
+            MAPPED[backend.name] = variable
+        else:
+            del os.environ[variable]
+    return outcome
+
+
+def _ask(backend: Backend) -> Candidate:
     try:
         usable, reason = backend.usable()
     except Exception as error:

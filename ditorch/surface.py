@@ -160,6 +160,8 @@ def classify(backend: Backend, module: Any, emulated: Any, name: str) -> tuple[s
     if f"torch.cuda.{name}" in backend.gaps:
         return "unsupported", instead(backend, name)
     if name in getattr(emulated, "ALWAYS", ()):
+        if find(module, name) is not None:
+            return "mapped", f"{backend.where_module()}.{name}, completed by ditorch"
         return "emulated", "answered by ditorch"
     if name in COMPOSED:
         return "mapped", "PyTorch's own code over redirected calls"

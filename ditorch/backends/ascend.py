@@ -10,7 +10,7 @@ BACKEND = Backend(
     collective="hccl",
     visible_devices="ASCEND_RT_VISIBLE_DEVICES",
     capability=(8, 0),
-    collective_gaps=frozenset({"avg", "premul_sum"}),
+    collective_gaps=frozenset({"avg"}),
     gaps={
         "torch.cuda.CUDAGraph": "torch.npu.NPUGraph of a recent torch_npu, or run without graph capture",
     },

@@ -10,7 +10,7 @@ BACKEND_BR = Backend(
     collective="sccl",
     visible_devices="SUPA_VISIBLE_DEVICES",
     capability=(8, 0),
-    collective_gaps=frozenset({"avg", "premul_sum"}),
+    collective_gaps=frozenset({"avg"}),
 )
 BACKEND_SUPA = Backend(
     name="biren_supa",
@@ -20,5 +20,5 @@ BACKEND_SUPA = Backend(
     collective="sccl",
     visible_devices="SUPA_VISIBLE_DEVICES",
     capability=(8, 0),
-    collective_gaps=frozenset({"avg", "premul_sum"}),
+    collective_gaps=frozenset({"avg"}),
 )

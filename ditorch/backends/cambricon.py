@@ -10,5 +10,5 @@ BACKEND = Backend(
     collective="cncl",
     visible_devices="MLU_VISIBLE_DEVICES",
     capability=(8, 0),
-    collective_gaps=frozenset({"avg", "premul_sum"}),
+    collective_gaps=frozenset({"avg"}),
 )

@@ -6,11 +6,12 @@ from ditorch.backend import Backend
 
 
 def _probe() -> tuple[bool, str]:
-    if torch.version.cuda is None and getattr(torch.version, "hip", None) is None:
+    # torch.cuda itself may answer for another device already, so the build is asked.
+    count = getattr(torch._C, "_cuda_getDeviceCount", None)
+    if count is None:
         return False, "PyTorch was built without CUDA or ROCm"
-    if not torch.cuda.is_available():
-        return False, "torch.cuda.is_available() is False"
-    return True, f"{torch.cuda.device_count()} device(s)"
+    found = count()
+    return found > 0, f"{found} device(s)"
 
 
 BACKEND = Backend(

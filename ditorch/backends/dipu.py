@@ -10,5 +10,5 @@ BACKEND = Backend(
     module_path="torch_dipu.dipu",
     collective="dicl",
     capability=(8, 0),
-    collective_gaps=frozenset({"avg", "premul_sum"}),
+    collective_gaps=frozenset({"avg"}),
 )

@@ -18,6 +18,6 @@ BACKEND = Backend(
     collective="hccl",
     visible_devices="HABANA_VISIBLE_MODULES",
     capability=(8, 0),
-    collective_gaps=frozenset({"avg", "premul_sum"}),
+    collective_gaps=frozenset({"avg"}),
     loader=_load,
 )

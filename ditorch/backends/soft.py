@@ -17,6 +17,12 @@ def _load() -> None:
     importlib.import_module("ditorch.soft").load()
 
 
+def _count(visible: str) -> str:
+    """The devices are all alike, so how many are visible is all that matters; it cannot be none."""
+    named = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
+    return str(len(named)) if named else ""
+
+
 BACKEND = Backend(
     name="soft",
     vendor="software accelerator",
@@ -24,9 +30,11 @@ BACKEND = Backend(
     package="ditorch.soft",
     module_path="torch.soft",
     visible_devices="DITORCH_SOFT_DEVICES",
-    visible_devices_value=lambda text: str(len(text.split(","))),
+    visible_devices_value=_count,
     profiler_activity="PrivateUse1",
     collective="softccl",
+    collective_gaps=frozenset({"avg"}),
+    capability=(8, 0),
     fallback=True,
     probe=_probe,
     loader=_load,

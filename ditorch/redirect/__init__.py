@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ditorch import distributed
 from ditorch.backend import Backend
 from ditorch.patching import Ledger
 from ditorch.redirect import amp, comm, compiler, cuda_module, graphs, runtime, tensor_types, tensors
@@ -16,6 +17,6 @@ def install(ledger: Ledger, backend: Backend, show_as_cuda: bool) -> Devices:
     Example: ``install(Ledger(), backend, show_as_cuda=True)``
     """
     devices = Devices(backend, show_as_cuda)
-    for part in (tensors, tensor_types, cuda_module, graphs, amp, comm, runtime, compiler):
+    for part in (tensors, tensor_types, cuda_module, graphs, amp, comm, runtime, compiler, distributed):
         part.install(ledger, devices)
     return devices

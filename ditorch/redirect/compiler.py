@@ -42,8 +42,8 @@ def _translate_script(devices: Devices, compiled: Any) -> None:
     elif isinstance(compiled, torch.jit.ScriptModule):
         modules: Any = compiled.modules()
         for module in modules:
-            for method in module._c._get_methods():
-                _translate_block(devices, method.graph)
+            for name in module._c._method_names():
+                _translate_block(devices, module._c._get_method(name).graph)
 
 
 def _translate_block(devices: Devices, block: Any) -> None:

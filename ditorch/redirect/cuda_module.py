@@ -105,7 +105,7 @@ def _install_function(
     if name in surface.COMPOSED and surface.find(module, name) is None:
         return
     call: Callable[..., Any]
-    if kind == "emulated":
+    if kind == "emulated" or (kind == "mapped" and name in Emulation.ALWAYS):
         call = getattr(emulation, name.replace(".", "_"))
     elif kind == "hint":
         call = _do_nothing

@@ -43,7 +43,7 @@ class Properties:
         if name.startswith("__"):
             raise AttributeError(name)
         vendor = self.__dict__["_vendor"]
-        if hasattr(vendor, name):
+        if name not in ("major", "minor") and hasattr(vendor, name):
             return getattr(vendor, name)
         try:
             return self.__dict__["_defaults"][name]
@@ -147,11 +147,10 @@ class Emulation:
         return False
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
-        ask = getattr(self._module, "get_device_capability", None)
-        answer = ask(self._devices.indexed(device) if device is not None else None) if ask else None
-        if isinstance(answer, tuple) and len(answer) == 2:
-            return answer
-        return self._devices.backend.capability or (8, 0)
+        if self._devices.backend.capability is not None:
+            return self._devices.backend.capability
+        answer: Any = self._module.get_device_capability(self._get_device_index(device, optional=True))
+        return (int(answer[0]), int(answer[1]))
 
     def get_device_name(self, device: Any = None) -> str:
         return self._devices.backend.vendor

@@ -1,0 +1,146 @@
+"""The ``ditorch`` command: run a script, look at the machine, look at a code base."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ditorch.scan import Scan
+
+PACKAGE = Path(__file__).resolve().parent
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the command.
+
+    Example: ``main(["doctor", "--json"])``
+    """
+    parser = make_parser()
+    options = parser.parse_args(argv)
+    if options.device:
+        os.environ["DITORCH_DEVICE"] = options.device
+    try:
+        if options.command == "run":
+            return run(options)
+        if options.command == "doctor":
+            return doctor(options)
+        return scan(options)
+    except (FileNotFoundError, RuntimeError, ValueError) as error:
+        print(error if str(error).startswith("ditorch") else f"ditorch: {error}", file=sys.stderr)
+        return 2
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line's grammar.
+
+    Example: ``make_parser().parse_args(["run", "train.py", "--lr", "1"]).arguments``
+    """
+    parser = argparse.ArgumentParser("ditorch", description="Run CUDA code on the accelerator of this machine.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    device = argparse.ArgumentParser(add_help=False)
+    device.add_argument("--device", help="backend to use (sets DITORCH_DEVICE)")
+
+    run_parser = commands.add_parser("run", parents=[device], help="run a script or module unmodified")
+    run_parser.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script")
+    run_parser.add_argument("target", help="script, or module with -m")
+    run_parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on as they are")
+
+    doctor_parser = commands.add_parser("doctor", parents=[device], help="versions, devices, patches, gaps")
+    doctor_parser.add_argument("--json", action="store_true")
+
+    scan_parser = commands.add_parser("scan", parents=[device], help="which CUDA calls a code base makes")
+    scan_parser.add_argument("path")
+    scan_parser.add_argument("--json", action="store_true")
+    scan_parser.add_argument("--all", action="store_true", help="list mapped calls one by one too")
+    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    """Replace this process by the script; its children are covered too (torchrun, spawn, workers).
+
+    Example: ``ditorch run --device soft train.py --epochs 1``
+    """
+    if not options.module and not Path(options.target).is_file():
+        raise FileNotFoundError(f"ditorch run: {options.target} is not a file (a module is run with -m)")
+    environment = dict(os.environ)
+    # The package's own folder comes last: it must be importable, but shadow nothing of the script's.
+    paths = [str(PACKAGE / "_inject"), *environment.get("PYTHONPATH", "").split(os.pathsep), str(PACKAGE.parent)]
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    target = ["-m", options.target] if options.module else [options.target]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *target, *options.arguments], environment)
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Print the diagnosis.
+
+    Example: ``ditorch doctor --json``
+    """
+    import ditorch
+
+    ditorch.activate()
+    found = ditorch.doctor()
+    if options.json:
+        print(json.dumps(found.as_dict(), indent=2))
+        return 0
+    console = Console()
+    for title, content in found.as_dict().items():
+        table = Table(title=title, title_justify="left", show_header=isinstance(content, list), box=None)
+        rows = content if isinstance(content, list) else [{"": n, " ": v} for n, v in content.items()]
+        for column in rows[0] if rows else ():
+            table.add_column(column)
+        for row in rows:
+            table.add_row(*(str(value) for value in row.values()))
+        console.print(table if rows else f"{title}: none")
+    return 0
+
+
+def scan(options: argparse.Namespace) -> int:
+    """Print what becomes of the CUDA calls below a path; exit status 1 when some are unsupported.
+
+    Example: ``ditorch scan src --device ascend --json``
+    """
+    from ditorch.discovery import choose, known_backends
+    from ditorch.scan import scan as look
+
+    backends = known_backends()
+    wanted = (
+        next((b for b in backends.values() if options.device in (b.name, b.device_type)), None)
+        if options.device
+        else choose()
+    )
+    if wanted is None:
+        raise ValueError(f"--device {options.device}: no such backend. Known: {', '.join(sorted(backends))}")
+    found = look(options.path, wanted)
+    if options.json:
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        _print_scan(found, options.all)
+    return 1 if found.counts().get("unsupported") else 0
+
+
+def _print_scan(found: Scan, everything: bool) -> None:
+    console = Console()
+    summary = Table(title=f"CUDA calls on {found.backend}", title_justify="left")
+    for column in ("status", "name", "uses", "note"):
+        summary.add_column(column, overflow="fold")
+    groups: dict[tuple[str, str, str], int] = {}
+    for use in found.uses:
+        key = (use.status, use.name, use.note)
+        groups[key] = groups.get(key, 0) + 1
+    for (status, name, note), count in sorted(groups.items()):
+        summary.add_row(status, name, str(count), note)
+    console.print(summary)
+    listed = [use for use in found.uses if everything or use.status not in ("mapped", "emulated", "hint")]
+    for use in listed:
+        console.print(f"{use.file}:{use.line}: {use.status} {use.name} {use.note}", markup=False, soft_wrap=True)
+    counts = ", ".join(f"{count} {status}" for status, count in sorted(found.counts().items()))
+    console.print(counts or "no CUDA calls", markup=False)
