@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from .features import FeatureHandle, apply_feature
+from .opcall import Finding, OpCall, TensorMeta
 from .settings import SettingsError
+from .tools.auto_compare import OpAutoCompare
 from .tools.capture import OpCapture
 from .tools.dtype_cast import OpDtypeCast
 from .tools.fallback import OpFallback
@@ -11,11 +14,17 @@ from .tools.overflow_check import OpOverflowCheck
 from .tools.time_measure import OpTimeMeasure
 
 __all__ = [
+    "OpAutoCompare",
     "OpCapture",
     "OpDtypeCast",
     "OpFallback",
     "OpObserve",
     "OpOverflowCheck",
     "OpTimeMeasure",
+    "apply_feature",
+    "FeatureHandle",
+    "Finding",
+    "OpCall",
     "SettingsError",
+    "TensorMeta",
 ]

@@ -53,7 +53,7 @@ class Call:
     def __init__(
         self, traits: OpTraits, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self.id = next(ids)
+        self.id = 0
         self.traits = traits
         self.op = traits.name
         self.function = function
@@ -161,6 +161,7 @@ class Interceptor(TorchFunctionMode):
             transforms = tuple([t for t in transforms if t.accepts(call)])
             if not observers and not transforms:
                 return func(*args, **kwargs)
+        call.id = next(ids)
         tools = observers + transforms
         edges = self._before(call, tools, observers, plan.backward)
         call.result = result = _run(func, call, transforms, 0)

@@ -125,7 +125,7 @@ def _is_view_overload(overload: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=None)
-def _factories() -> frozenset[str]:
+def factories() -> frozenset[str]:
     """Names of the functions that take their device from the default device."""
     from torch.utils._device import _device_constructors
 
@@ -147,6 +147,8 @@ def traits_of(function: Callable[..., Any], name: str | None = None) -> OpTraits
     if name.startswith("torch.distributed."):
         return OpTraits(name, function, collective=True, mutates=True)
     overloads = list(_overloads(function, name)) if name.startswith("torch.") else []
+    if name == "torch.device" or (name.startswith("torch._C.") and not overloads):
+        return OpTraits(name, function, bookkeeping=True)
     functional = [o for o in overloads if not o._schema.is_mutable]
     random: bool | None
     if last in _RANDOM_COMPOSITIONS or any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads):
@@ -159,7 +161,7 @@ def traits_of(function: Callable[..., Any], name: str | None = None) -> OpTraits
         view=bool(functional) and all(_is_view_overload(o) for o in functional),
         mutates=bool(overloads) and last.endswith("_") and not last.endswith("__"),
         random=random,
-        factory=name in _factories(),
+        factory=name in factories(),
         conversion=name.startswith("torch.Tensor.") and last in _CONVERSIONS,
         transfer=name.startswith("torch.Tensor.") and last in _TRANSFERS,
     )

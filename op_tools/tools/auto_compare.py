@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from .. import archive, console, golden, settings, store
+from .. import archive, console, cpu_check, settings, store
+from ..cpu_check import Comparison, Tolerances, all_right, compare
 from ..devices import quiet
 from ..intercept import Call
 from ..opcall import Described, Tensor, TensorMeta, describe, labelled, map_tensors, tensors_in
 from ..snapshot import Unpacker
-from ..verdict import Comparison, Tolerances, all_right, compare
 from .base import Tool
 
 
@@ -44,7 +44,7 @@ class OpAutoCompare(Tool):
     def prepare(self) -> None:
         self._tolerances = Tolerances()
         self._casts: dict[str, dict[torch.dtype, torch.dtype]] = {}
-        golden.cast_map("torch.add")  # a mistake in the variable is an error now
+        cpu_check.cast_map("torch.add")  # a mistake in the variable is an error now
         self._unpacker = Unpacker()
         self._wrong = 0
         self._compared = 0
@@ -54,14 +54,13 @@ class OpAutoCompare(Tool):
     # -- forward --------------------------------------------------------------------------------------
 
     def before(self, call: Call) -> None:
-        reason = golden.why_not(call.traits, call.kwargs)
+        reason = cpu_check.why_not(call.traits, call.kwargs)
         if reason is not None:
-            self.found(call, "skipped", f"not comparable: {reason}", once=True) if self.only else None
+            self.found(call, "skipped", f"not comparable: {reason}", once=True)
             return
+        grad_enabled = torch.is_grad_enabled()
         with quiet():
-            call.notes[self] = golden.take_inputs(call.args, call.kwargs)._replace(
-                grad_enabled=call.notes.get("grad_enabled", torch.is_grad_enabled())
-            )
+            call.notes[self] = cpu_check.take_inputs(call.args, call.kwargs, grad_enabled)
 
     def after(self, call: Call) -> None:
         inputs = call.notes.pop(self, None)
@@ -69,10 +68,11 @@ class OpAutoCompare(Tool):
             return
         cast = self._casts.get(call.op)
         if cast is None or self.only is not None:
-            cast = self._casts[call.op] = golden.cast_map(call.op)
+            cast = self._casts[call.op] = cpu_check.cast_map(call.op)
+        inputs = inputs.on_host(self._unpacker)
         try:
             reference = self._reference(call, inputs, cast)
-        except golden.NotComparable as reason:
+        except cpu_check.NotComparable as reason:
             self.found(call, "skipped", f"not comparable: {reason}", once=True)
             return
         except Exception as error:
@@ -82,8 +82,8 @@ class OpAutoCompare(Tool):
         with quiet():
             device_args = self._to_host((call.args, call.kwargs))
             result = self._to_host(call.result)
-            rows = compare(call.op, "input", _compared(*device_args), _compared(reference.args, reference.kwargs),
-                           self._tolerances)
+            mine, theirs = _compared(*device_args), _compared(reference.args, reference.kwargs)
+            rows = compare(call.op, "input", mine, theirs, self._tolerances)
             rows += compare(call.op, "output", result, reference.result, self._tolerances)
         call.notes[self] = (reference, inputs)
         self._keep(call, "forward", rows)
@@ -92,12 +92,12 @@ class OpAutoCompare(Tool):
         if not all_right(rows):
             self._save(call, {"device": self._forward_parts(call, inputs, result), "cpu": _golden_parts(reference)})
 
-    def _reference(self, call: Call, inputs: golden.Inputs, cast: dict[torch.dtype, torch.dtype]) -> golden.Golden:
+    def _reference(self, call: Call, inputs: cpu_check.Inputs, cast: dict[torch.dtype, torch.dtype]) -> cpu_check.Golden:
         mutates = call.traits.mutates or "out" in call.kwargs or bool(call.kwargs.get("inplace"))
         state = torch.get_rng_state()
         try:
             with torch._C.DisableTorchFunction(), torch.random.fork_rng(devices=[]):
-                return golden.run(_plain_function(call), inputs, cast, mutates, self._unpacker)
+                return cpu_check.run(_plain_function(call), inputs, cast, mutates)
         finally:
             torch.set_rng_state(state)
 
@@ -151,8 +151,8 @@ class OpAutoCompare(Tool):
                 f"(atol {worst.atol:g}, rtol {worst.rtol:g}) {worst.error_info}".rstrip(),
             )
 
-    def _forward_parts(self, call: Call, inputs: golden.Inputs, result: Any) -> dict[str, dict[str, Any]]:
-        args, kwargs = self._unpacker.unpack(inputs.staged)
+    def _forward_parts(self, call: Call, inputs: cpu_check.Inputs, result: Any) -> dict[str, dict[str, Any]]:
+        args, kwargs = inputs.values()
         facts = {
             "name": call.op,
             "id": call.id,
@@ -184,7 +184,7 @@ class OpAutoCompare(Tool):
         rows = self.records()
         header = ["forward_id", *console.COMPARE_COLUMNS]
         body = [[str(row["call_id"]), *_cells(_comparison(row))] for row in rows]
-        if self.view.full and rows:
+        if self.view.full and rows and self.only is None:
             self.view.block(console.table(header, body))
         folder = settings.results_dir() / "op_autocompare_result"
         self.csv_path = folder / f"op_autocompare_info_pid{settings.process_label()}_{store.time_label()}.csv"
@@ -203,7 +203,7 @@ class OpAutoCompare(Tool):
 
     # -- what is shown --------------------------------------------------------------------------------
 
-    def _show_forward(self, call: Call, reference: golden.Golden, rows: list[Comparison]) -> None:
+    def _show_forward(self, call: Call, reference: cpu_check.Golden, rows: list[Comparison]) -> None:
         cpu_inputs = describe(reference.args, reference.kwargs)
         cpu_outputs = describe((reference.result,))
         shown = [
@@ -220,7 +220,7 @@ class OpAutoCompare(Tool):
     def _show_backward(
         self,
         call: Call,
-        reference: golden.Golden,
+        reference: cpu_check.Golden,
         grad_outputs: list[Tensor | None],
         grad_inputs: list[Tensor | None],
         expected: list[Tensor | None],
@@ -241,7 +241,7 @@ class OpAutoCompare(Tool):
     def _show(
         self,
         call: Call,
-        reference: golden.Golden,
+        reference: cpu_check.Golden,
         shown: list[tuple[str, TensorMeta | str]],
         pointers: tuple[int, ...],
         rows: list[Comparison],
@@ -293,7 +293,7 @@ def _or_zero(grad: Tensor | None, other: Tensor | None) -> Tensor | None:
     return grad
 
 
-def _golden_parts(reference: golden.Golden) -> dict[str, dict[str, Any]]:
+def _golden_parts(reference: cpu_check.Golden) -> dict[str, dict[str, Any]]:
     def plain(value: Any) -> Any:
         return archive.encode(map_tensors(value, lambda t: t.detach()))
 

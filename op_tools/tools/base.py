@@ -145,7 +145,8 @@ class Tool:
                 self._store.flush()
         except Exception as error:
             self._report(Finding(self.name, "(end of run)", "tool-failure", _reason(error)))
-        self._say_summary()
+        if self.only is None:
+            self._say_summary()
 
     end = stop
 
