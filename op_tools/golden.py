@@ -1,134 +1,350 @@
-"""The reference run: the same API call on the CPU, in higher precision, on private copies of its arguments."""
+"""The golden run: the same call on the CPU in double precision, on private copies that keep the layout.
+
+Nothing outside a run changes: no random stream, no default, no flag. Runs may go on in several threads at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import settings
+from . import op_facts
 from .opcall import Tensor, map_tensors, tensors_in
-from .snapshot import Staged, Unpacker, has_opaque, rebuild, stage
-from .traits import OpTraits
+from .traits import OpTraits, traits_of
 
-_UPCAST: Final = {
+Cast = Mapping[torch.dtype, torch.dtype]
+
+DOUBLE: Final[dict[torch.dtype, torch.dtype]] = {
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,
     torch.float32: torch.float64,
+    torch.complex32: torch.complex128,
     torch.complex64: torch.complex128,
 }
-_VARIABLE: Final = "OP_DTYPE_CAST_DICT"
-_UNDEFINED: Final = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted")
+SINGLE: Final[dict[torch.dtype, torch.dtype]] = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+}
+AS_IS: Final[dict[torch.dtype, torch.dtype]] = {}
 
 
-class NotComparable(Exception):
-    """There is no golden result for this call; the message says why."""
+class _DrawsRandomNumbers(Exception):
+    """The call would consume random numbers, so that two runs of it cannot be compared."""
 
 
-class Inputs(NamedTuple):
-    """The arguments of a call as they were before it ran, with the state it ran under."""
+class _NoRandomNumbers(TorchDispatchMode):
+    """Stops a call before it draws from any random stream."""
 
-    staged: Staged
-    grad_enabled: bool
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and op_facts.really_draws(func, args, kwargs):
+            raise _DrawsRandomNumbers(str(func))
+        return func(*args, **kwargs)
 
 
-class Golden(NamedTuple):
-    """A finished reference run."""
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A call as the device saw it: the function and CPU copies of its arguments, in the device's dtypes."""
 
+    function: Callable[..., Any]
+    name: str
+    traits: OpTraits
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    leaves: tuple[Tensor | None, ...]  # of the tensors among the arguments, those that take gradients
-    result: Any
-    cast: dict[torch.dtype, torch.dtype]
-
-    def backward(self, grad_outputs: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the inputs for these gradients of the outputs (`golden.backward([g])`)."""
-        outputs, grads = [], []
-        for tensor, grad in zip(tensors_in(self.result), grad_outputs):
-            if grad is not None and tensor.requires_grad:
-                outputs.append(tensor)
-                grads.append(grad.detach().cpu().to(tensor.dtype))
-        wanted = [leaf for leaf in self.leaves if leaf is not None]
-        if not outputs or not wanted:
-            return [None] * len(self.leaves)
-        found = iter(
-            torch.autograd.grad(outputs, wanted, grads, allow_unused=True, retain_graph=True)
-        )
-        return [next(found) if leaf is not None else None for leaf in self.leaves]
+    grad_outputs: Sequence[Tensor | None] | None = None
 
 
-def cast_map(op: str) -> dict[torch.dtype, torch.dtype]:
-    """Dtypes of the reference run: float64 unless the environment says otherwise (`cast_map("torch.add")`)."""
-    variable = f"{settings.op_prefix(op)}_{_VARIABLE}"
-    text = settings.read(variable)
-    if not text:
-        variable, text = _VARIABLE, settings.read(_VARIABLE)
-    return settings.parse_dtype_map(text, variable) if text else dict(_UPCAST)
+@dataclasses.dataclass
+class Run:
+    """What one execution left behind: results, arguments as they are afterwards, gradients of the arguments."""
+
+    outputs: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    grad_inputs: list[Tensor | None] | None = None
 
 
-def why_not(traits: OpTraits, kwargs: Mapping[str, Any]) -> str | None:
-    """Why a call has no golden result, or None when it has one."""
-    if traits.collective:
-        return "a collective needs all ranks"
-    if traits.name.rsplit(".", 1)[-1] in _UNDEFINED:
-        return "its result is uninitialised memory"
-    if traits.random and not _is_quiet_random(kwargs):
-        return "it draws random numbers"
-    return None
+@dataclasses.dataclass
+class GoldenResult:
+    """The reference for one call, or the reason why there is none.
 
+    >>> result = run(torch.add, (torch.ones(2, dtype=torch.bfloat16), 1))
+    >>> result.comparable, result.outputs
+    (True, tensor([2., 2.], dtype=torch.float64))
+    """
 
-def _is_quiet_random(kwargs: Mapping[str, Any]) -> bool:
-    return kwargs.get("training") is False or kwargs.get("dropout_p") == 0.0 or kwargs.get("p") == 0.0
+    comparable: bool
+    reason: str
+    source: Source
+    cast: Cast = dataclasses.field(default_factory=dict)
+    run: Run | None = None
+    seconds: float = 0.0
+    note: str = ""
 
+    @property
+    def outputs(self) -> Any:
+        """What the call returned, a tree of CPU tensors (`result.outputs`)."""
+        return self.run.outputs if self.run else None
 
-def take_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
-    """Copy the arguments before the operator may write to them (`take_inputs(call.args, call.kwargs)`)."""
-    return Inputs(stage((args, kwargs)), torch.is_grad_enabled())
+    @property
+    def inputs_after(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments after the call: where in-place and `out=` results are (`result.inputs_after[0][0]`)."""
+        return (self.run.args, self.run.kwargs) if self.run else ((), {})
+
+    @property
+    def grad_inputs(self) -> list[Tensor | None] | None:
+        """One gradient (or None) for each tensor among the arguments, in order (`result.grad_inputs[0]`)."""
+        return self.run.grad_inputs if self.run else None
+
+    @property
+    def cast_info(self) -> dict[torch.dtype, torch.dtype]:
+        """The casts that took place, as the console shows them (`{torch.bfloat16: torch.float64}`)."""
+        present = {t.dtype for t in tensors_in((self.source.args, self.source.kwargs))}
+        return {source: target for source, target in self.cast.items() if source in present}
+
+    def again(self, mode: TorchDispatchMode | None = None, backward: bool = False) -> Run:
+        """Run once more on fresh copies, under a dispatch mode (`result.again(noise)`)."""
+        return _execute(self.source, self.cast, backward, mode)
 
 
 def run(
     function: Callable[..., Any],
-    inputs: Inputs,
-    cast: Mapping[torch.dtype, torch.dtype],
-    mutates: bool,
-    unpacker: Unpacker,
-) -> Golden:
-    """Run `function` on the CPU with the arguments in the dtypes of `cast`."""
-    staged = inputs.staged
-    odd = has_opaque(staged.tree)
-    if odd:
-        raise NotComparable(f"arguments of type {', '.join(odd)} cannot be copied")
-    raw = rebuild(staged.tree, unpacker.fetch(staged), cast)
-    applied = _applied(staged, cast)
-    leaves: list[Tensor | None] = []
-    seen: dict[int, Tensor] = {}
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dtype_cast: Cast | None = None,
+    grad_outputs: Sequence[Tensor | None] | None = None,
+    name: str | None = None,
+    traits: OpTraits | None = None,
+    max_bytes: int | None = None,
+) -> GoldenResult:
+    """Do a call again on the CPU, float64 in place of every float; never raises for what the call does.
 
-    def private(tensor: Tensor) -> Tensor:
-        takes = tensor.requires_grad and inputs.grad_enabled
-        leaves.append(tensor if takes else None)
-        # an operator may write to a copy of a leaf, not to the leaf itself
-        if takes and mutates:
-            return seen.setdefault(id(tensor), tensor.clone())
-        return tensor
+    `args` and `kwargs` are CPU copies of the arguments from *before* the call, in the device's dtypes.
+    `grad_outputs`, one per tensor of the result, adds the backward pass. `dtype_cast` overrides the casts.
 
-    with torch.set_grad_enabled(inputs.grad_enabled), torch.autocast("cpu", enabled=False):
-        args, kwargs = map_tensors(raw, private)
-        kwargs = {k: torch.device("cpu") if k == "device" and v is not None else v for k, v in kwargs.items()}
-        args = tuple(torch.device("cpu") if isinstance(a, torch.device) else a for a in args)
-        result = function(*args, **kwargs)
-    return Golden(args, kwargs, tuple(leaves), result, applied)
+    >>> run(torch.mul, (torch.ones(2, requires_grad=True), 3), grad_outputs=[torch.ones(2)]).grad_inputs
+    [tensor([3., 3.], dtype=torch.float64)]
+    """
+    if traits is None:
+        traits = traits_of(function)
+    source = Source(function, name or traits.name, traits, tuple(args), dict(kwargs or {}), grad_outputs)
+    reason = _why_not(source, max_bytes)
+    if reason:
+        return GoldenResult(False, reason, source)
+    started = time.perf_counter()
+    result = _first_that_works(source, dtype_cast, backward=grad_outputs is not None)
+    result.seconds = time.perf_counter() - started
+    return result
 
 
-def _applied(staged: Staged, cast: Mapping[torch.dtype, torch.dtype]) -> dict[torch.dtype, torch.dtype]:
-    from .snapshot import Ref, map_leaves
+def _why_not(source: Source, max_bytes: int | None) -> str:
+    if source.traits.collective:
+        return "a collective: its result depends on other processes"
+    if op_facts.last_name(source.name) in op_facts.UNINITIALISED:
+        return "returns uninitialised memory"
+    for tensor in tensors_in((source.args, source.kwargs)):
+        if tensor.device.type == "meta":
+            return "a meta tensor has no values"
+    if max_bytes is not None:
+        needed = sum(8 * t.numel() for t in tensors_in((source.args, source.kwargs)))
+        if needed > max_bytes:
+            return f"needs {needed / 2**20:,.0f} MiB in double precision; the limit is {max_bytes / 2**20:,.0f} MiB"
+    return ""
 
-    found: dict[torch.dtype, torch.dtype] = {}
 
-    def look(leaf: Any) -> Any:
-        if isinstance(leaf, Ref) and leaf.dtype in cast:
-            found[leaf.dtype] = cast[leaf.dtype]
-        return leaf
+def _first_that_works(source: Source, dtype_cast: Cast | None, backward: bool) -> GoldenResult:
+    """Double precision if the CPU has a kernel for it, then single, then the dtypes as they are."""
+    if op_facts.is_bound_to_dtype(source.name, source.args, source.kwargs):
+        candidates: tuple[Cast, ...] = (AS_IS,)
+    elif dtype_cast is not None:
+        candidates = (dtype_cast,)
+    else:
+        candidates = (DOUBLE, SINGLE, AS_IS)
+    first_error = ""
+    guard = _NoRandomNumbers() if source.traits.random is not False else None
+    for cast in candidates:
+        try:
+            done = _execute(source, cast, backward, guard)
+        except _DrawsRandomNumbers:
+            return GoldenResult(False, "random: two runs draw different numbers", source)
+        except Exception as error:
+            first_error = first_error or _one_line(error)
+            continue
+        note = "" if cast is candidates[0] else f"the CPU has no double-precision kernel ({first_error})"
+        return GoldenResult(True, "", source, cast, done, note=note)
+    return GoldenResult(False, f"the CPU cannot run it: {first_error}", source)
 
-    map_leaves(staged.tree, look)
-    return found
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200] if text else ''}"
+
+
+# --- one execution ------------------------------------------------------------------------------------
+
+
+def _execute(source: Source, cast: Cast, backward: bool, mode: TorchDispatchMode | None) -> Run:
+    with _neutral(grad=backward):
+        prepared = _Copies(cast, backward and op_facts.may_mutate(source.name, source.kwargs))
+        args, kwargs = op_facts.adapt(source.name, source.args, source.kwargs)
+        args, kwargs = prepared.of(args), prepared.of(kwargs)
+        function = op_facts.on_cpu(source.name, source.function)
+        with mode or contextlib.nullcontext():
+            outputs = function(*args, **kwargs)
+            grads = _gradients(source, outputs, prepared) if backward else None
+    return Run(_detached(outputs), _detached(args), _detached(kwargs), grads)
+
+
+@contextlib.contextmanager
+def _neutral(grad: bool) -> Iterator[None]:
+    """Whatever modes the calling thread is in, the golden run is in none of them."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._C.DisableTorchFunction())
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad() if grad else torch.no_grad())
+        if torch.is_autocast_enabled("cpu"):
+            stack.enter_context(torch.autocast("cpu", enabled=False))
+        yield
+
+
+def _gradients(source: Source, outputs: Any, prepared: _Copies) -> list[Tensor | None]:
+    pairs = []
+    for output, grad in zip(tensors_in(outputs), source.grad_outputs or ()):
+        if output.requires_grad and grad is not None:
+            pairs.append((output, grad.detach().to(device="cpu", dtype=output.dtype)))
+    leaves = prepared.leaves()
+    wanted = [leaf for leaf in leaves if leaf is not None]
+    if not pairs or not wanted:
+        return [None] * len(leaves)
+    unique = list({id(leaf): leaf for leaf in wanted}.values())
+    found = torch.autograd.grad([p[0] for p in pairs], unique, [p[1] for p in pairs], allow_unused=True)
+    by_leaf = {id(leaf): grad for leaf, grad in zip(unique, found)}
+    return [None if leaf is None else by_leaf[id(leaf)] for leaf in leaves]
+
+
+def _detached(value: Any) -> Any:
+    return map_tensors(value, lambda t: t.detach() if t.requires_grad or t.grad_fn is not None else t)
+
+
+class _Enter(torch.autograd.Function):
+    """Gives a prepared tensor a history, so that in-place operators may change it."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, holder: list[Tensor]) -> Tensor:
+        return holder[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class _Copies:
+    """Casts a tree of arguments to private CPU tensors that share memory exactly where the originals do."""
+
+    def __init__(self, cast: Cast, enter: bool) -> None:
+        self._cast, self._enter = cast, enter
+        self._storages: dict[tuple[int, torch.dtype], tuple[Tensor, int]] = {}
+        self._made: dict[Any, tuple[Tensor, Tensor | None]] = {}
+        self._order: list[Tensor | None] = []
+        self._spans: dict[tuple[int, torch.dtype], tuple[int, int]] = {}
+
+    def of(self, value: Any) -> Any:
+        for tensor in tensors_in(value):
+            self._note_span(tensor)
+        return self._map(value)
+
+    def leaves(self) -> list[Tensor | None]:
+        """For each tensor of the arguments the one to differentiate by, None where no gradient is asked."""
+        return self._order
+
+    def _map(self, value: Any) -> Any:
+        mapped = map_tensors(value, self._tensor)
+        return _map_settings(mapped, self._cast)
+
+    def _note_span(self, tensor: Tensor) -> None:
+        if not _is_strided(tensor):
+            return
+        key = (tensor.untyped_storage()._cdata, tensor.dtype)
+        first = last = tensor.storage_offset()
+        if tensor.numel():
+            last += 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
+        known = self._spans.get(key)
+        self._spans[key] = (first, last) if known is None else (min(first, known[0]), max(last, known[1]))
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        if not _is_strided(tensor):
+            copy = tensor.detach().clone()
+            target = self._cast.get(copy.dtype)
+            copy = copy if target is None else copy.to(target)
+            leaf = copy.requires_grad_() if tensor.requires_grad and torch.is_grad_enabled() else None
+            self._order.append(leaf)
+            return copy
+        storage = (tensor.untyped_storage()._cdata, tensor.dtype)
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        needs_grad = tensor.requires_grad and torch.is_grad_enabled()
+        key = (storage, tensor.storage_offset(), shape, stride, needs_grad, tensor.is_conj(), tensor.is_neg())
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = self._make(tensor, storage, needs_grad)
+        self._order.append(made[1])
+        return made[0]
+
+    def _make(self, tensor: Tensor, storage: tuple[int, torch.dtype], needs_grad: bool) -> tuple[Tensor, Tensor | None]:
+        flat, start = self._flat(tensor, storage)
+        copy = flat.as_strided(tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset() - start)
+        copy = copy.detach()
+        if tensor.is_conj():
+            copy = torch._conj(copy)
+        if tensor.is_neg():
+            copy = torch._neg_view(copy)
+        if not needs_grad or not (copy.is_floating_point() or copy.is_complex()):
+            return copy, None
+        if not self._enter:
+            leaf = copy.detach().requires_grad_()
+            return leaf, leaf
+        leaf = torch.empty_like(copy).requires_grad_()
+        return _Enter.apply(leaf, [copy]), leaf
+
+    def _flat(self, tensor: Tensor, key: tuple[int, torch.dtype]) -> tuple[Tensor, int]:
+        found = self._storages.get(key)
+        if found is None:
+            start, end = self._spans[key]
+            source = tensor.detach()
+            plain = torch.empty(0, dtype=source.dtype, device=source.device)
+            plain.set_(source.untyped_storage(), start, (end - start,), (1,))
+            target = self._cast.get(source.dtype, source.dtype)
+            found = self._storages[key] = (plain.to(device="cpu", dtype=target, copy=True), start)
+        return found
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def _map_settings(value: Any, cast: Cast) -> Any:
+    """Dtypes follow the cast, devices become the CPU, generators of a device go."""
+    kind = type(value)
+    if kind is torch.dtype:
+        return cast.get(value, value)
+    if kind is torch.device:
+        return torch.device("cpu")
+    if kind is str:
+        return "cpu" if op_facts.names_a_device(value) else value
+    if kind is torch.Generator:
+        return None
+    if kind is list:
+        return [_map_settings(v, cast) for v in value]
+    if kind is tuple:
+        return tuple([_map_settings(v, cast) for v in value])
+    if kind is dict:
+        return {k: _map_settings(v, cast) for k, v in value.items()}
+    return value

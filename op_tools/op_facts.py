@@ -1,0 +1,381 @@
+"""What is known about operators: which are exact, how long their sums are, how precise their functions are.
+
+PyTorch's own schemas and tags answer most questions (views, in-place, pointwise, random); the tables here hold
+the rest. Names are those of ATen operators without overload, in-place mark or `_copy`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# --- what the golden run must know ----------------------------------------------------------------------
+
+UNINITIALISED: Final = _words(
+    "empty empty_like empty_strided empty_permuted new_empty new_empty_strided resize_ resize_as_ new"
+)
+# Their result depends on the dtype itself, not only on the values: done in the device's dtype.
+_BOUND_TO_DTYPE: Final = _words("nextafter nextafter_ view_dtype")
+_TRANSFERS: Final = _words("cuda cpu npu mlu xpu musa hpu gcu soft mps")
+_DEVICE_TYPES: Final = _words("cuda npu mlu xpu musa hpu gcu soft mps privateuseone cpu")
+
+
+def last_name(name: str) -> str:
+    """The last part of a dotted name (`last_name("torch.Tensor.add") == "add"`)."""
+    return name.rsplit(".", 1)[-1]
+
+
+def names_a_device(text: str) -> bool:
+    """Whether a text is `cuda`, `npu:0` and the like (`names_a_device("cuda:1")`)."""
+    kind, _, index = text.partition(":")
+    return kind in _DEVICE_TYPES and (not index or index.isdecimal())
+
+
+def is_bound_to_dtype(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call only means something in its own dtype (`x.view(torch.int16)`)."""
+    last = last_name(name)
+    if last in _BOUND_TO_DTYPE:
+        return True
+    return last == "view" and any(isinstance(v, torch.dtype) for v in (*args, *kwargs.values()))
+
+
+def may_mutate(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call may write to its arguments (`may_mutate("torch.Tensor.add_", {})`)."""
+    last = last_name(name)
+    if last.startswith("__"):
+        return last == "__setitem__" or (last.startswith("__i") and last not in ("__invert__", "__index__", "__int__"))
+    return last.endswith("_") or kwargs.get("out") is not None or "inplace" in kwargs or last in _TAKES_INPLACE
+
+
+_TAKES_INPLACE: Final = _words("""relu relu6 elu selu celu leaky_relu rrelu hardtanh hardswish hardsigmoid silu mish threshold dropout
+    alpha_dropout dropout1d dropout2d dropout3d feature_alpha_dropout batch_norm instance_norm""")
+
+
+def on_cpu(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function to call on the CPU: a transfer to another device is a copy."""
+    if name.startswith("torch.Tensor.") and last_name(name) in _TRANSFERS:
+        return lambda tensor, *args, **kwargs: tensor.clone()
+    return function
+
+
+def adapt(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments whose default depends on the dtype, written out (the `eps` of `rms_norm`)."""
+    kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
+    change = _DTYPE_DEFAULTS.get(last_name(name))
+    if change is None:
+        return args, kwargs
+    inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
+    return change(args, kwargs, torch.finfo(inputs[0].dtype)) if inputs else (args, kwargs)
+
+
+def _rms_norm(args: Any, kwargs: Any, info: torch.finfo) -> Any:
+    if kwargs.get("eps") is None and (len(args) < 4 or args[3] is None):
+        args, kwargs = args[:3], {**kwargs, "eps": info.eps}
+    return args, kwargs
+
+
+_DTYPE_DEFAULTS: Final[dict[str, Callable[[Any, Any, torch.finfo], Any]]] = {"rms_norm": _rms_norm}
+
+
+def really_draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator that may be random is so here: attention without dropout is not."""
+    name = func._schema.name
+    if "_fused_sdp_choice" in name:
+        return False
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name in ("dropout_p", "p", "dropout"):
+            value = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
+            if value == 0:
+                return False
+        if argument.name in ("train", "training"):
+            value = args[index] if index < len(args) else kwargs.get(argument.name, argument.default_value)
+            if value is False:
+                return False
+    return True
+
+
+# --- what the rounding model must know: one entry per ATen operator -----------------------------------------
+
+
+class Kind:
+    """How an operator's kernel rounds."""
+
+    VIEW = "view"  # no kernel
+    EXACT = "exact"  # moves, selects or compares values
+    SELECT = "select"  # exact, but free to choose among equal values
+    POINTWISE = "pointwise"  # a function of a few values
+    REDUCE = "reduce"  # sums many values in a wide accumulator, rounds once
+    CONTRACT = "contract"  # a product of matrices; partial sums may be stored
+    SCATTER = "scatter"  # adds into memory, value by value, in the result's dtype
+    SCAN = "scan"  # running sums, each stored
+    MATRIX = "matrix"  # factors matrices: errors are relative to the whole matrix
+    FACTORY = "factory"  # computes a sequence from its endpoints
+
+
+class Facts(NamedTuple):
+    """The kind of an operator and the error of its function, in units of rounding errors."""
+
+    kind: str
+    accuracy: float = 1.0
+
+
+_EXACT: Final = _words("""
+    abs alias arange argwhere as_strided atleast_1d bitwise_and bitwise_left_shift bitwise_not bitwise_or
+    bitwise_right_shift bitwise_xor block_diag bucketize cat ceil channel_shuffle clamp clamp_max clamp_min clone
+    combinations complex concat conj conj_physical constant_pad_nd contiguous copy copysign diag diag_embed
+    diagonal_backward diagonal_scatter embedding empty empty_like empty_permuted empty_strided eq equal eye fill
+    fill_diagonal flip fliplr flipud floor fmax fmin frexp full full_like gather ge glu_jvp gt hardtanh
+    hardtanh_backward heaviside imag im2col index index_copy index_fill index_select is_nonzero isclose isfinite
+    isinf isin isnan isneginf isposinf kron_ ldexp le lift_fresh lift logical_and logical_not logical_or
+    logical_xor lt masked_fill masked_scatter masked_select max_unpool2d max_unpool3d maximum meshgrid minimum
+    movedim nan_to_num narrow ne neg new_empty new_empty_strided new_full new_ones new_zeros nonzero
+    nonzero_static one_hot ones ones_like pad permute pin_memory pixel_shuffle pixel_unshuffle polar_ positive put
+    rad2deg_ real reflection_pad1d reflection_pad2d reflection_pad3d relu relu6 repeat repeat_interleave
+    replication_pad1d replication_pad2d replication_pad3d resize resize_as resolve_conj resolve_neg roll rot90
+    scalar_tensor scatter searchsorted select_backward select_scatter set sgn sign signbit slice_backward
+    slice_scatter split squeeze stack take tensor_split threshold threshold_backward tile to to_copy tril
+    tril_indices triu triu_indices trunc unfold unsafe_index unique_consecutive unique_dim vander_ view_as_complex
+    view_as_real where zero zeros zeros_like local_scalar_dense assert_async has_compatible_shallow_copy_type
+    reshape_alias unsafe_view unsafe_masked_index item masked_softmax_ nested_view_from_buffer values indices
+    coalesced dense_dim sparse_dim nnz efficientzerotensor neg_view fw_primal make_dual unpack_dual
+    count_nonzero histogramdd_ leaky_relu_
+    """)
+_SELECT: Final = _words("""
+    max min amax amin aminmax argmax argmin argsort sort topk kthvalue median nanmedian mode cummax cummin
+    max_pool1d max_pool2d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool1d
+    adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d fractional_max_pool3d cummax_helper
+    cummin_helper msort sort_stable unique unique2
+    """)
+_CONTRACT: Final = _words("""
+    mm bmm addmm baddbmm addbmm mv addmv dot vdot inner matmul linear einsum convolution convolution_backward
+    cudnn_convolution mkldnn_convolution slow_conv2d_forward thnn_conv2d addmm_activation trilinear bilinear
+    scaled_dot_product_flash_attention_for_cpu scaled_dot_product_flash_attention_for_cpu_backward
+    scaled_dot_product_attention_math scaled_dot_product_efficient_attention scaled_dot_product_cudnn_attention
+    scaled_dot_product_flash_attention flash_attention_forward efficient_attention_forward cdist_forward
+    cdist_backward pdist_forward pdist_backward euclidean_dist mkldnn_rnn_layer mkldnn_rnn_layer_backward
+    convolution_overrideable slow_conv3d_forward slow_conv_transpose2d slow_conv_transpose3d
+    slow_conv_dilated2d slow_conv_dilated3d conv_tbc conv_tbc_backward native_multi_head_attention
+    transformer_encoder_layer_fwd thnn_fused_lstm_cell linalg_matrix_exp matrix_exp linalg_vecdot segment_reduce
+    mkldnn_linear scaled_mm grouped_mm foreach_matmul
+    """)
+_SCATTER: Final = _words("""
+    index_add scatter_add scatter_reduce index_reduce index_put embedding_dense_backward put_accumulate
+    embedding_bag_dense_backward embedding_bag_backward index_put_impl unsafe_index_put
+    unsafe_masked_index_put_accumulate embedding_bag embedding_bag_per_sample_weights_backward
+    max_pool2d_with_indices_backward max_pool3d_with_indices_backward adaptive_max_pool2d_backward
+    adaptive_max_pool3d_backward fractional_max_pool2d_backward fractional_max_pool3d_backward
+    value_selecting_reduction_backward grid_sampler_2d_backward grid_sampler_3d_backward
+    upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward
+    upsample_nearest_exact1d_backward upsample_nearest_exact2d_backward upsample_nearest_exact3d_backward
+    upsample_linear1d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward
+    upsample_trilinear3d_backward upsample_bilinear2d_aa_backward upsample_bicubic2d_aa_backward
+    reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
+    replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward
+    adaptive_avg_pool2d_backward adaptive_avg_pool3d_backward avg_pool2d_backward avg_pool3d_backward
+    unfold_backward col2im histc bincount histogram histogramdd_from_bin_cts nll_loss2d_backward
+    index_select_backward as_strided_scatter as_strided_backward segment_reduce_backward
+    """)
+_SCAN: Final = _words("cumsum cumprod logcumsumexp cumulative_trapezoid")
+_FACTORY: Final = _words(
+    """linspace logspace range bartlett_window blackman_window hamming_window hann_window kaiser_window"""
+)
+_MATRIX_PREFIXES: Final = ("linalg_",)
+_MATRIX: Final = _words("""
+    cholesky cholesky_inverse cholesky_solve triangular_solve geqrf ormqr orgqr lu_unpack lu_with_info lu_solve
+    svd inverse slogdet logdet det symeig qr pinverse lobpcg ldl_factor_ex householder_product
+    linalg_check_errors matrix_power lstsq
+    """)
+_NOT_MATRIX: Final = _words("linalg_vector_norm linalg_cross linalg_vecdot linalg_diagonal")
+
+# Largest error of a function in units of rounding errors of the dtype it is computed in, where it is more than
+# a few: from the accuracy tables of CUDA's mathematical library, and measured for those without an entry there.
+_ACCURACY: Final[dict[str, float]] = {
+    "pow": 4, "lgamma": 4, "mvlgamma": 8, "erfc": 3, "erfinv": 3, "special_ndtri": 8,
+    "special_log_ndtr": 8, "log_ndtr": 8,
+    "digamma": 8, "polygamma": 32, "special_zeta": 32, "igamma": 64, "igammac": 64, "special_gammainc": 64,
+    "special_bessel_j0": 16, "special_bessel_j1": 16, "special_bessel_y0": 16, "special_bessel_y1": 16,
+    "special_modified_bessel_i0": 8, "special_modified_bessel_i1": 8, "special_modified_bessel_k0": 8,
+    "special_modified_bessel_k1": 8, "special_scaled_modified_bessel_k0": 8,
+    "special_scaled_modified_bessel_k1": 8, "special_spherical_bessel_j0": 8, "special_airy_ai": 64,
+    "i0": 8, "special_i0e": 8, "special_i1": 8, "special_i1e": 8, "special_erfcx": 8,
+}  # fmt: skip
+
+
+@functools.cache
+def base_name(func: Any) -> str:
+    """Plain name of an ATen overload (`aten::add_.Tensor` is `add`, `aten::_softmax` is `softmax`)."""
+    name = func._schema.name.partition("::")[2]
+    name = name.removeprefix("_foreach_").strip("_")
+    return name.removesuffix("_copy")
+
+
+@functools.cache
+def facts_of(func: Any) -> Facts:
+    """What is known about an ATen overload (`facts_of(torch.ops.aten.mm.default).kind == "contract"`)."""
+    name = base_name(func)
+    accuracy = _ACCURACY.get(name, 1.0)
+    if _is_view(func):
+        return Facts(Kind.VIEW)
+    if name == "put" or (name == "round" and func._overloadname != "decimals"):
+        return Facts(Kind.EXACT)
+    if name in _SELECT or (name in ("maximum", "minimum")):
+        return Facts(Kind.SELECT)
+    if name in _EXACT:
+        return Facts(Kind.EXACT)
+    for names, kind in (
+        (_CONTRACT, Kind.CONTRACT),
+        (_SCATTER, Kind.SCATTER),
+        (_SCAN, Kind.SCAN),
+        (_FACTORY, Kind.FACTORY),
+        (_MATRIX, Kind.MATRIX),
+    ):
+        if name in names:
+            return Facts(kind, accuracy)
+    if name.startswith(_MATRIX_PREFIXES) and name not in _NOT_MATRIX:
+        return Facts(Kind.MATRIX, accuracy)
+    foreach = func._schema.name.startswith("aten::_foreach_") and name != "norm"
+    if torch.Tag.pointwise in func.tags or foreach:
+        return Facts(Kind.POINTWISE, accuracy)
+    return Facts(Kind.REDUCE, accuracy)
+
+
+def _is_view(func: Any) -> bool:
+    flag = getattr(func, "is_view", None)
+    if flag is not None:
+        return bool(flag)
+    return any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
+
+
+def length_of_sums(func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> int:
+    """How many values at most go into one element of the result, from shapes alone.
+
+    >>> length_of_sums(torch.ops.aten.mm.default, (torch.ones(2, 7), torch.ones(7, 3)), [torch.ones(2, 3)])
+    7
+    """
+    name = base_name(func)
+    inputs = [t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(t, Tensor)]
+    exact = _CONTRACTED.get(name)
+    if exact is not None:
+        try:
+            return max(1, exact(args))
+        except (IndexError, AttributeError, TypeError):
+            pass
+    if not inputs:
+        return 1
+    if name in _SCATTER:
+        return _most_hits(name, args)
+    most = max(t.numel() for t in inputs)
+    least = min((t.numel() for t in outputs if t.numel()), default=1)
+    widest = max((max(t.shape, default=1) for t in inputs), default=1)
+    return max(1, most // max(least, 1), widest)
+
+
+def _most_hits(name: str, args: tuple[Any, ...]) -> int:
+    """How many values at most are added into one place of memory."""
+    hits: Tensor | None = None
+    if name in ("embedding_dense_backward", "index_add", "index_reduce"):
+        index = args[1] if name == "embedding_dense_backward" else args[2]
+        hits = torch.bincount(index.reshape(-1)) if index.numel() else None
+    elif name in ("scatter_add", "scatter_reduce"):
+        ones = torch.ones(args[2].shape, dtype=torch.float32)
+        hits = torch.zeros(args[0].shape, dtype=torch.float32).scatter_add(args[1], args[2], ones)
+    elif name in ("index_put", "index_put_impl", "unsafe_index_put"):
+        ones = torch.ones((), dtype=torch.float32)
+        hits = torch.zeros(args[0].shape, dtype=torch.float32).index_put(list(args[1]), ones, accumulate=True)
+    if hits is not None:
+        return max(1, int(hits.max())) if hits.numel() else 1
+    sizes = [t.numel() for t in args if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
+    return max(_OVERLAP, max(sizes, default=1) // max(min(sizes, default=1), 1))
+
+
+_OVERLAP: Final = 16  # windows of a pooling kernel that cover one place
+
+
+def _convolved(args: Any) -> int:
+    return math.prod(args[1].shape[1:])
+
+
+def _convolved_backward(args: Any) -> int:
+    grad, _, weight = args[0], args[1], args[2]
+    return max(grad.numel() // max(grad.shape[1], 1), math.prod(weight.shape) // max(weight.shape[1], 1))
+
+
+def _attended(args: Any) -> int:
+    return max(args[0].shape[-1], args[1].shape[-2])
+
+
+_CONTRACTED: Final[dict[str, Callable[[Any], int]]] = {
+    "mm": lambda a: a[0].shape[-1],
+    "bmm": lambda a: a[0].shape[-1],
+    "mv": lambda a: a[0].shape[-1],
+    "dot": lambda a: a[0].shape[0],
+    "vdot": lambda a: a[0].shape[0],
+    "addmm": lambda a: a[1].shape[-1] + 1,
+    "baddbmm": lambda a: a[1].shape[-1] + 1,
+    "addbmm": lambda a: a[1].shape[-1] * a[1].shape[0] + 1,
+    "addmv": lambda a: a[1].shape[-1] + 1,
+    "convolution": _convolved,
+    "convolution_backward": _convolved_backward,
+    "scaled_dot_product_flash_attention_for_cpu": _attended,
+    "softmax": lambda a: a[0].shape[a[1]],
+    "log_softmax": lambda a: a[0].shape[a[1]],
+    "softmax_backward_data": lambda a: a[0].shape[a[2]],
+    "log_softmax_backward_data": lambda a: a[0].shape[a[2]],
+    "native_layer_norm": lambda a: math.prod(a[1]),
+}
+
+
+# --- places instead of values: argmax, sort, topk ------------------------------------------------------------
+
+_INDEX_DEFAULTS: Final[dict[str, Any]] = {
+    "argmax": None, "argmin": None, "max": ..., "min": ..., "sort": -1, "argsort": -1, "topk": -1, "kthvalue": -1,
+    "median": ..., "nanmedian": ..., "mode": -1, "cummax": ..., "cummin": ..., "msort": 0,
+}  # fmt: skip
+_DIM_POSITION: Final = {"topk": 2, "kthvalue": 2}
+_PERMUTES: Final = _words("sort argsort topk")
+
+
+def chosen_values(name: str, source: Any, device: Tensor, golden: Tensor) -> Tensor | None:
+    """Where two results that are places in the input point at different values; None if they are no places.
+
+    Equal values may be chosen in any order, unless the call asks for a stable one.
+    """
+    last = last_name(name)
+    if last not in _INDEX_DEFAULTS or not source.args or not isinstance(source.args[0], Tensor):
+        return None
+    if device.dtype != torch.int64 or source.kwargs.get("stable"):
+        return None
+    values = source.args[0].detach()
+    position = _DIM_POSITION.get(last, 1)
+    dim = source.args[position] if len(source.args) > position else source.kwargs.get("dim", _INDEX_DEFAULTS[last])
+    if isinstance(dim, bool) or dim is ...:
+        dim = _INDEX_DEFAULTS[last] if _INDEX_DEFAULTS[last] is not ... else None
+    if dim is None:
+        values, dim = values.reshape(-1), 0
+        device, golden = device.reshape(-1) if device.dim() else device[None], golden.reshape(-1)
+    if values.dim() == 0:
+        return device != golden
+    if device.dim() == values.dim() - 1:
+        device, golden = device.unsqueeze(dim), golden.unsqueeze(dim)
+    if device.dim() != values.dim():
+        return None
+    outside = (device < 0) | (device >= values.shape[dim])
+    at_device = values.gather(dim, device.clamp(0, values.shape[dim] - 1))
+    at_golden = values.gather(dim, golden)
+    different = outside | ~((at_device == at_golden) | (at_device.isnan() & at_golden.isnan()))
+    if last in _PERMUTES and device.shape[dim] > 1:
+        ordered = device.sort(dim).values
+        repeated = (ordered.diff(dim=dim) == 0).any(dim, keepdim=True)
+        different = different | repeated.expand_as(different)
+    return different

@@ -1,0 +1,223 @@
+"""How far rounding alone may move a result: the golden run repeated with every rounding drawn at random.
+
+Stochastic arithmetic at the level of operators. A kernel computes with some unit of rounding; the golden run does not.
+So the golden run is done again, and each operator inside it gets its inputs, its result and what it stores
+multiplied by 1 ± the unit that a correct kernel of the device has there. How far the results move, on
+average, is what rounding can do to *this* call with *these* values: near zero, after cancellation, through
+a chain of operators, in backward. It needs no formula for any operator, and no tolerance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from . import op_facts
+from .op_facts import Facts, Kind
+
+Tensor = torch.Tensor
+
+_SINGLE: Final = 2.0**-24
+_TIE: Final = 1e-13  # breaks ties, invisible beside any rounding
+_WIDE: Final = (torch.float64, torch.complex128, torch.float32, torch.complex64)
+
+
+def unit(dtype: torch.dtype) -> float:
+    """The largest relative error of rounding to nearest (`unit(torch.float32) == 2**-24`)."""
+    return torch.finfo(dtype).eps / 2
+
+
+class Precision:
+    """The dtype that results are stored in and the unit that kernels compute with inside."""
+
+    def __init__(self, stored: torch.dtype) -> None:
+        info = torch.finfo(stored)
+        self.dtype = stored
+        self.stored = info.eps / 2
+        self.inner = min(self.stored, _SINGLE)
+        self.largest = info.max
+        self.smallest = info.smallest_normal * info.eps  # the distance between subnormal numbers
+
+
+class Trace(TorchDispatchMode):
+    """Notes which operators a call is made of, and which of them wrote each piece of memory last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[Any] = []
+        self.lengths: list[int] = []  # of the sums in each operator
+        self.contracts = False
+        self._writers: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        number = len(self.operators)
+        self.operators.append(func)
+        self.lengths.append(1)
+        facts = op_facts.facts_of(func)
+        if facts.kind == Kind.VIEW:
+            return result
+        outputs = list(_tensors((result,)))
+        for tensor in (*outputs, *_mutated(func, args, kwargs or {})):
+            self._writers[_address(tensor)] = number
+        if facts.kind not in (Kind.EXACT, Kind.SELECT, Kind.POINTWISE):
+            self.lengths[number] = op_facts.length_of_sums(func, args, outputs)
+            self.contracts = self.contracts or facts.kind == Kind.CONTRACT
+        return result
+
+    @property
+    def longest_sum(self) -> int:
+        """The most terms that any operator of the call adds up."""
+        return max(self.lengths, default=1)
+
+    @property
+    def exact(self) -> bool:
+        """Whether the call only moves, selects or compares values."""
+        exact = (Kind.VIEW, Kind.EXACT, Kind.SELECT)
+        return all(op_facts.facts_of(f).kind in exact for f in self.operators)
+
+    def last_writers(self, results: Sequence[Tensor]) -> frozenset[int]:
+        """Numbers of the operators that wrote these results: they are rounded once more by being stored."""
+        return frozenset(self._writers.get(_address(t), -1) for t in results)
+
+
+class Noise(TorchDispatchMode):
+    """Does every rounding of a correct kernel at random; the same seed gives the same roundings."""
+
+    def __init__(self, precision: Precision, trace: Trace, last: frozenset[int], seed: int) -> None:
+        super().__init__()
+        self._precision, self._last = precision, last
+        self._lengths = trace.lengths
+        self._generator = torch.Generator().manual_seed(seed)
+        self._number = -1
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._number += 1
+        facts = op_facts.facts_of(func)
+        if facts.kind in (Kind.VIEW, Kind.EXACT):
+            return func(*args, **kwargs)
+        if facts.kind == Kind.SELECT:
+            args = self._changed_inputs(func, args, lambda t: self._shifted(t, _TIE))
+            return func(*args, **kwargs)
+        return self._rounded(func, facts, args, kwargs)
+
+    def _rounded(self, func: Any, facts: Facts, args: Any, kwargs: Any) -> Any:
+        unit_in, unit_out = self._units(facts)
+        change = self._shifted if facts.kind == Kind.MATRIX else self._scaled
+        args = self._changed_inputs(func, args, lambda t: change(t, unit_in))
+        result = func(*args, **kwargs)
+        seen: set[int] = set()
+        for tensor in (*_tensors((result,)), *_mutated(func, args, kwargs)):
+            if id(tensor) in seen or not _inexact(tensor):
+                continue
+            seen.add(id(tensor))
+            self._round_in_place(tensor, unit_out, facts)
+        return result
+
+    def _units(self, facts: Facts) -> tuple[float, float]:
+        precision = self._precision
+        if facts.kind == Kind.POINTWISE:
+            both = precision.inner * facts.accuracy
+            return both, both
+        length = self._lengths[self._number] if self._number < len(self._lengths) else 1
+        if facts.kind == Kind.SCATTER:
+            return precision.inner, precision.stored * math.sqrt(length) if length > 1 else precision.inner
+        if facts.kind == Kind.SCAN:  # trees of stored sums, or one wide sum
+            grown = max(precision.inner * math.sqrt(length), precision.stored * math.sqrt(1 + math.log2(length)))
+            return grown, grown
+        grown = precision.inner * math.sqrt(length) * facts.accuracy
+        if facts.kind == Kind.CONTRACT:
+            return max(grown, precision.stored), grown
+        return grown, grown
+
+    def _changed_inputs(self, func: Any, args: Any, change: Any) -> tuple[Any, ...]:
+        changed = []
+        for value, argument in zip(args, func._schema.arguments):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written:
+                changed.append(value)
+            elif isinstance(value, Tensor):
+                changed.append(change(value) if _inexact(value) else value)
+            elif isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
+                changed.append([change(v) if isinstance(v, Tensor) and _inexact(v) else v for v in value])
+            elif type(value) is float:
+                changed.append(self._scalar(value))
+            else:
+                changed.append(value)
+        return tuple(changed)
+
+    def _scalar(self, value: float) -> float:
+        """Kernels take numbers in the dtype of the tensor beside them, or in a wider one."""
+        if not math.isfinite(value) or abs(value) > self._precision.largest:
+            return value
+        if float(torch.tensor(value, dtype=self._precision.dtype)) == value:
+            return value
+        sign = float(torch.randint(0, 2, (), generator=self._generator)) * 2 - 1
+        return value * (1 + sign * self._precision.stored)
+
+    def _signs(self, like: Tensor) -> Tensor:
+        drawn = torch.empty(like.shape, dtype=torch.int8).random_(0, 2, generator=self._generator)
+        return drawn.to(torch.float64).mul_(2).sub_(1)
+
+    def _scaled(self, tensor: Tensor, by: float) -> Tensor:
+        if by == 0:
+            return tensor
+        return tensor * self._signs(tensor).mul_(by).add_(1).to(tensor.real.dtype)
+
+    def _shifted(self, tensor: Tensor, by: float) -> Tensor:
+        if by == 0 or tensor.numel() == 0:
+            return tensor
+        size = tensor.abs()
+        size = torch.where(size.isfinite(), size, 0.0)
+        size = size.amax((-2, -1), keepdim=True) if size.dim() >= 2 else size.amax()
+        return tensor + self._signs(tensor).mul_(by) * size
+
+    def _round_in_place(self, tensor: Tensor, by: float, facts: Facts) -> None:
+        precision = self._precision
+        if facts.kind in (Kind.MATRIX, Kind.FACTORY):
+            tensor.copy_(self._shifted(tensor, by))
+        elif by:
+            tensor.mul_(self._signs(tensor).mul_(by).add_(1).to(tensor.real.dtype))
+        if self._number in self._last or tensor.dtype not in _WIDE:
+            return
+        tensor.mul_(self._signs(tensor).mul_(precision.stored).add_(1).to(tensor.real.dtype))
+        if not tensor.is_complex():
+            tensor.masked_fill_(tensor > precision.largest, math.inf)
+            tensor.masked_fill_(tensor < -precision.largest, -math.inf)
+
+
+def _inexact(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(_tensors(value))
+    return found
+
+
+def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    if not func._schema.is_mutable:
+        return []
+    found = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            found.extend(_tensors((value,)))
+    return found
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except Exception:  # sparse and the like have no storage of their own
+        return id(tensor)
