@@ -30,12 +30,11 @@ SOURCES = Path(__file__).parent / "csrc"
 
 # Sources that include the same headers are compiled together: parsing those headers is most of the work.
 UNITS = {
-    "core": ("runtime.cpp", "memory.cpp", "generator.cpp", "fallback.cpp", "kernels.cpp"),
+    "core": ("runtime.cpp", "memory.cpp", "generator.cpp", "fallback.cpp", "kernels.cpp", "autocast.cpp"),
     "python": ("module.cpp", "collectives.cpp", "profiler.cpp"),
-    "autocast": ("autocast.cpp",),
 }
-# Nothing in these two runs often enough to be worth the optimizer's time.
-OPTIMIZE = {"core": "-O2", "python": "-O1", "autocast": "-O1"}
+# Nothing in "python" runs often enough to be worth the optimizer's time.
+OPTIMIZE = {"core": "-O2", "python": "-O1"}
 
 
 class BuildError(RuntimeError):
@@ -157,7 +156,7 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _build(compiler: str, built: Path) -> None:
-    say(f"building the software accelerator for torch {torch.__version__} (once, about a minute) ...")
+    say(f"building the software accelerator for torch {torch.__version__} (once, up to a minute) ...")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="build-", dir=built.parent) as scratch:
         folder = Path(scratch)
@@ -165,10 +164,7 @@ def _build(compiler: str, built: Path) -> None:
         jobs = min(len(UNITS), len(os.sched_getaffinity(0)))
         pool = ThreadPoolExecutor(max_workers=jobs)
         try:
-            # The slowest unit first, so that the others fill the second core meanwhile.
-            objects = list(
-                pool.map(lambda unit: _compile(compiler, unit, folder, running), ("python", "autocast", "core"))
-            )
+            objects = list(pool.map(lambda unit: _compile(compiler, unit, folder, running), UNITS))
             target = folder / built.name
             _link(compiler, objects, target, running)
             os.replace(target, built)

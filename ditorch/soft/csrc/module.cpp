@@ -1,10 +1,17 @@
 // The Python side of the runtime: everything torch.soft needs from C++.
 #include "soft.h"
 
+#include <ATen/core/ivalue.h>
+#include <pybind11/stl.h>
+
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/Generator.h>
-#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
+
+// Declared in torch/csrc/jit/python/pybind_utils.h, which takes ten seconds to parse.
+namespace torch::jit {
+TORCH_PYTHON_API pybind11::object toPyObject(c10::IValue value);
+} // namespace torch::jit
 
 namespace soft {
 
