@@ -67,8 +67,8 @@ def span_of(tensor: Tensor) -> tuple[int, int]:
 class _Group:
     """Tensors that share a storage."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.sample = tensor
+    def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        self.sample, self.storage = tensor, storage
         self.start, self.end = 1 << 62, 0
         self.members = 0
 
@@ -94,12 +94,14 @@ def measure(value: Any) -> int:
 def stage(value: Any, event: bool = True) -> Staged:
     """Copy every storage under `value` on its own device (`stage((args, kwargs))`)."""
     groups: dict[int, _Group] = {}
+    keys: dict[int, int] = {}
     for tensor in tensors_in(value):
         if _is_plain(tensor):
-            key = tensor.untyped_storage()._cdata
+            storage = tensor.untyped_storage()
+            key = keys[id(tensor)] = storage._cdata
             group = groups.get(key)
             if group is None:
-                group = groups[key] = _Group(tensor)
+                group = groups[key] = _Group(tensor, storage)
             group.add(tensor)
     storages: list[Tensor] = []
     placed: dict[int, tuple[int, int]] = {}
@@ -116,7 +118,7 @@ def stage(value: Any, event: bool = True) -> Staged:
     def replace(tensor: Tensor) -> Any:
         if not _is_plain(tensor):
             return _stage_odd(tensor)
-        index, start = placed[tensor.untyped_storage()._cdata]
+        index, start = placed[keys[id(tensor)]]
         return Ref(
             index,
             tensor.dtype,
@@ -143,9 +145,12 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _copy_storage(group: _Group) -> tuple[Tensor, int]:
-    sample = group.sample
-    storage = sample.untyped_storage()
+    sample, storage = group.sample, group.storage
     total = storage.nbytes()
+    if group.members == 1 and total == sample.numel() * sample.element_size() and not sample.is_complex():
+        copy = sample.detach().clone()  # one launch instead of three for a tensor that fills its storage
+        if copy.stride() == sample.stride() and not sample.is_neg():
+            return copy, 0
     start, end = group.bounds(total)
     flat = torch.empty(0, dtype=torch.uint8, device=sample.device)
     flat.set_(storage, start, (end - start,), (1,))
@@ -189,7 +194,7 @@ class Unpacker:
 
     def fetch(self, staged: Staged) -> list[Tensor]:
         """The bytes of the staged storages on the host."""
-        return [self._to_host(s, staged.event) for s in staged.storages]
+        return [self._to_host(_bytes_of(s), staged.event) for s in staged.storages]
 
     def _to_host(self, flat: Tensor, event: Any) -> Tensor:
         if flat.device.type == "cpu":
@@ -208,6 +213,13 @@ class Unpacker:
             pinned = self._pinned.fetch(flat)
             stream.synchronize()
         return pinned.clone()
+
+
+def _bytes_of(copy: Tensor) -> Tensor:
+    if copy.dtype == torch.uint8 and copy.dim() == 1:
+        return copy
+    flat = torch.empty(0, dtype=torch.uint8, device=copy.device)
+    return flat.set_(copy.untyped_storage())
 
 
 def rebuild(

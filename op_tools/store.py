@@ -1,4 +1,9 @@
-"""Records of a run in one crash-safe sqlite file per process, written in batches by a thread of its own."""
+"""Records of a run in one crash-safe sqlite file per process, written in batches.
+
+Batches are written by the thread that fills them: a second Python thread would make the training wait for
+the interpreter far longer than the write takes. A thread of its own only writes what is left when nothing
+happens any more, so that a run that hangs leaves all its records behind.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +22,8 @@ from typing import Any, Final
 from . import settings
 
 _BATCH: Final = 4_000
-_MOST_WAITING: Final = 100_000
 _MOST_SITES: Final = 50_000
-_PERIOD: Final = 0.5
+_PERIOD: Final = 0.5  # seconds after which records are on disk
 
 
 class Store:
@@ -42,6 +46,7 @@ class Store:
         self._next_site = 0
         self._lock = threading.Lock()
         self._wake = threading.Event()
+        self._due = time.monotonic() + _PERIOD
         self._closed = False
         path.parent.mkdir(parents=True, exist_ok=True)
         self._connection = sqlite3.connect(str(path), check_same_thread=False, isolation_level=None)
@@ -69,10 +74,8 @@ class Store:
                 return
             waiting.append((name, row))
             size = len(waiting)
-            if size >= _BATCH:
-                self._wake.set()
-                if size >= _MOST_WAITING:  # the disk is slower than the run: wait instead of growing
-                    self.flush()
+            if size >= _BATCH or (size % 64 == 0 and time.monotonic() > self._due):
+                self.flush()
 
         return add
 
@@ -92,6 +95,7 @@ class Store:
         """Write everything that was added so far (`store.flush()`)."""
         with self._lock:
             self._write()
+            self._due = time.monotonic() + _PERIOD
 
     def _write(self) -> None:
         while self._waiting and self.failure is None:
@@ -123,10 +127,8 @@ class Store:
             self._waiting.clear()
 
     def _write_forever(self) -> None:
-        while not self._closed:
-            self._wake.wait(_PERIOD)
-            self._wake.clear()
-            if self._waiting:
+        while not self._wake.wait(_PERIOD):
+            if self._waiting and time.monotonic() > self._due + _PERIOD:
                 self.flush()
 
     def rows(self, query: str, parameters: Sequence[Any] = ()) -> list[dict[str, Any]]:

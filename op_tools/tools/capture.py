@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections import deque
 from collections.abc import Container, Iterable
@@ -171,18 +173,23 @@ class OpCapture(Tool):
     ) -> None:
         try:
             began = time.perf_counter()
-            folder.mkdir(parents=True, exist_ok=True)
-            unpacker = self._unpackers.setdefault(_thread_id(), Unpacker())
+            os.makedirs(folder, exist_ok=True)
+            unpacker = self._unpackers.setdefault(threading.get_ident(), Unpacker())
             paths = []
+            described: dict[str, Any] = {}
+            readable: dict[str, Any] = {"torch": torch.__version__}
             for part, (staged, facts) in parts.items():
                 value = unpacker.unpack(staged._replace(event=event))
                 path = folder / f"{part}.pth"
                 archive.save(path, {**_encode_facts(facts), **_payload(part, value)})
-                archive.save_json(path.with_suffix(".json"), {**_plain_facts(facts), **_described(part, value)})
+                described[part] = _described(part, value)
+                readable.update(_plain_facts(facts))
                 paths.append(path)
                 self.bytes_written += staged.nbytes
                 self.files_written += 1
                 self.record(call.id, self.site(call), part, str(path), staged.nbytes)
+            name = "metadata.json" if "input" in parts else "grad_metadata.json"
+            archive.save_json(folder / name, {**readable, "tensors": described})
             self.write_seconds += time.perf_counter() - began
             self._broken = 0
             if shown is not None:
@@ -300,7 +307,7 @@ def _encode_facts(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain_facts(facts: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in facts.items() if key != "rng"} | {"torch": torch.__version__}
+    return {key: value for key, value in facts.items() if key != "rng"}
 
 
 def _payload(part: str, value: Any) -> dict[str, Any]:
@@ -318,10 +325,4 @@ def _described(part: str, value: Any) -> dict[str, Any]:
     else:
         described = describe(value)
     rows = labelled(described, {"input": "inputs", "output": "outputs"}.get(part, part))
-    return {"tensors": {label: p.as_dict() if isinstance(p, TensorMeta) else p for label, p in rows}}
-
-
-def _thread_id() -> int:
-    import threading
-
-    return threading.get_ident()
+    return {label: p.as_dict() if isinstance(p, TensorMeta) else p for label, p in rows}
