@@ -1,0 +1,82 @@
+"""The scanner: finds CUDA calls by meaning, not by text, and survives any input."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ditorch.backends import ascend, cpu, cuda
+from ditorch.scan import Judge, scan, scan_source
+
+ASCEND = Judge(ascend.BACKEND)
+
+
+def found(source: str, judge: Judge = ASCEND) -> dict[str, str]:
+    return {use.name: use.status for use in scan_source(source, "a.py", judge)}
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "status"),
+    [
+        ("import torch\ntorch.cuda.synchronize()", "torch.cuda.synchronize", "mapped"),
+        ("import torch.cuda as tc\ntc.power_draw()", "torch.cuda.power_draw", "unsupported"),
+        ("from torch.cuda import Event as E\nE()", "torch.cuda.Event", "mapped"),
+        ("from torch import cuda\ncuda.nvtx.range_push('a')", "torch.cuda.nvtx.range_push", "emulated"),
+        ("from torch.cuda.amp import autocast", "torch.cuda.amp.autocast", "mapped"),
+        ("x.cuda()", ".cuda()", "mapped"),
+        ("if x.is_cuda: pass", ".is_cuda", "mapped"),
+        ("x.to('cuda')", "to('cuda')", "mapped"),
+        ("x.to(f'cuda:{rank}')", "to('cuda:0')", "mapped"),
+        ("f(device='cuda:1')", "device='cuda:1'", "mapped"),
+        ("f(device='cuda' if ok else 'cpu')", "device='cuda'", "mapped"),
+        ("d.type == 'cuda'", "== 'cuda'", "mapped"),
+        ("dist.init_process_group('nccl')", "'nccl'", "mapped"),
+        ("dist.init_process_group(backend='cpu:gloo,cuda:nccl')", "'nccl'", "mapped"),
+        ("import torch\ntorch.backends.cudnn.benchmark = True", "torch.backends.cudnn.benchmark", "hint"),
+        ("import torch\ntorch.cuda.FloatTensor(3)", "torch.cuda.FloatTensor", "mapped"),
+        ("import torch\ntorch.cuda.CUDAGraph()", "torch.cuda.CUDAGraph", "unsupported"),
+        ("import triton", "triton", "unsupported"),
+        ("from flash_attn import flash_attn_func", "flash_attn", "unsupported"),
+        ("os.environ['CUDA_VISIBLE_DEVICES']", "CUDA_VISIBLE_DEVICES", "mapped"),
+    ],
+)
+def test_use_is_found_with_its_status(source: str, name: str, status: str) -> None:
+    assert found(source)[name] == status
+
+
+def test_lines_are_exact(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("import torch\n\n\ntorch.cuda.empty_cache()\n")
+    (tmp_path / "__pycache__").mkdir()
+    (tmp_path / "__pycache__" / "b.py").write_text("x.cuda()")
+    result = scan(tmp_path, ascend.BACKEND)
+    assert [(Path(use.file).name, use.line) for use in result.uses] == [("a.py", 4)]
+    assert result.as_dict()["counts"] == {"mapped": 1}
+
+
+def test_text_that_only_mentions_cuda_is_no_use() -> None:
+    assert found("'''cuda'''\nname = 'cuda is nice'\nopen('cuda')\nlog('cuda')\nself.torch.cuda") == {}
+
+
+def test_cuda_itself_supports_everything() -> None:
+    statuses = found("import torch, triton\ntorch.cuda.power_draw()\ntorch.cuda.CUDAGraph()", Judge(cuda.BACKEND))
+    assert set(statuses.values()) == {"mapped"}
+
+
+def test_unsupported_use_says_what_to_do_instead() -> None:
+    (use,) = scan_source("import torch\ntorch.cuda.nccl.unique_id()", "a.py", Judge(cpu.BACKEND))
+    assert (use.status, use.note) == ("unsupported", "torch.distributed.init_process_group")
+
+
+def test_missing_path_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        scan(tmp_path / "nothing", ascend.BACKEND)
+
+
+@given(st.one_of(st.text(), st.binary()))
+def test_any_input_gives_an_answer(source: str | bytes) -> None:
+    for use in scan_source(source, "a.py", ASCEND):
+        assert use.status in ("mapped", "emulated", "hint", "unsupported", "unreadable")
+        assert use.line >= 1
