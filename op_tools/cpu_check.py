@@ -126,12 +126,18 @@ def run(
             return seen.setdefault(id(tensor), tensor.clone())
         return tensor
 
-    with torch.set_grad_enabled(inputs.grad_enabled), torch.autocast("cpu", enabled=False):
+    # Hooks of the user's (checkpointing counts what is saved under them) must not see the golden run.
+    unhooked = torch.autograd.graph.saved_tensors_hooks(_as_is, _as_is)
+    with unhooked, torch.set_grad_enabled(inputs.grad_enabled), torch.autocast("cpu", enabled=False):
         args, kwargs = map_tensors(raw, private)
         kwargs = {k: torch.device("cpu") if k == "device" and v is not None else v for k, v in kwargs.items()}
         args = tuple(torch.device("cpu") if isinstance(a, torch.device) else a for a in args)
         result = function(*args, **kwargs)
     return Golden(args, kwargs, tuple(leaves), result, applied)
+
+
+def _as_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _applied(staged: Staged, cast: Mapping[torch.dtype, torch.dtype]) -> dict[torch.dtype, torch.dtype]:

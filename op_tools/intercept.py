@@ -209,7 +209,13 @@ class Interceptor(TorchFunctionMode):
         plans = self._plans
         if len(plans) > _MOST_PLANS:  # functions made in a loop must not pile up
             plans.clear()
-        plan = self.plan_for(traits_of(func))
+        try:
+            plan = self.plan_for(traits_of(func))
+        except Exception as error:  # an odd function is left alone, and the training goes on
+            plan = None
+            unknown = Call(OpTraits(repr(func)[:120], func), func, (), {})
+            for tool in self.tools:
+                tool.failed(unknown, error, "the tool cannot tell what this function is")
         plans[func] = plan
         return plan
 

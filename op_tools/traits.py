@@ -109,7 +109,7 @@ def _overloads(function: Callable[..., Any], name: str) -> Iterator[Any]:
             candidates.append(candidate.strip("_"))
     for candidate in candidates:
         packet = getattr(torch.ops.aten, candidate, None) if candidate.isidentifier() else None
-        if packet is None:
+        if not isinstance(packet, torch._ops.OpOverloadPacket):
             continue
         for overload in packet.overloads():
             yield getattr(packet, overload)

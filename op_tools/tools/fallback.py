@@ -29,6 +29,8 @@ _STAY: Final = frozenset(
     lift_fresh lift set_ resize_ resize_as_ record_stream is_pinned pin_memory _pin_memory set_data
     _has_compatible_shallow_copy_type view _unsafe_view _reshape_alias is_same_size""".split()
 )
+# Kernels that write to arguments their schema does not declare as written.
+_UNDECLARED: Final = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
 _HALVES: Final = (torch.float16, torch.bfloat16)
 
 
@@ -58,7 +60,8 @@ def _kernel(func: Any) -> _Kernel:
     for result in schema.returns:
         info = result.alias_info
         returns.append(next((by_alias.get(a) for a in info.before_set), None) if info is not None else None)
-    is_view = bool(getattr(func, "is_view", False)) and not writes
+    writes += _UNDECLARED.get(name[-1], ())
+    is_view = (bool(getattr(func, "is_view", False)) and not writes) or torch.Tag.inplace_view in func.tags
     stays = is_view or name[-1] in _STAY or name[0] in ("c10d", "_c10d_functional", "prim", "profiler")
     return _Kernel(stays, tuple(writes), tuple(returns), torch.Tag.nondeterministic_seeded in func.tags)
 
@@ -516,12 +519,22 @@ def _run_whole(call: Call) -> Any:
 
     args = map_tensors(call.args, fetch)
     kwargs = {k: _cpu_argument(k, map_tensors(v, fetch)) for k, v in call.kwargs.items()}
-    before = [(c, c._version) for c in copies.values()]
+    before = {key: copy.detach().clone() for key, copy in copies.items()}
     with _Random(call.traits.random is not False, device, call.kwargs.get("generator")), _same_autocast(device.type):
         result = call.function(*args, **kwargs)
-    if any(copy._version != version for copy, version in before):
-        raise _CannotRunWhole("it writes to its arguments")
+    originals = {id(t): t for t in tensors_in((call.args, call.kwargs))}
+    for key, copy in copies.items():
+        if not _identical(copy.detach(), before[key]):  # running statistics, say
+            if copy.requires_grad:
+                raise _CannotRunWhole("it writes to an argument that takes gradients")
+            originals[key].copy_(copy)
     return map_tensors(result, lambda t: _ToDevice.apply(t, device))
+
+
+def _identical(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left, right) or torch.equal(left.isnan(), right.isnan()) and torch.equal(
+        left.nan_to_num(), right.nan_to_num()
+    )
 
 
 def _same_autocast(device_type: str) -> torch.autocast:

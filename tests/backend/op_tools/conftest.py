@@ -1,0 +1,30 @@
+"""These tests run on whichever device ditorch activates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import ditorch  # noqa: F401
+from op_tools.intercept import INTERCEPTOR
+
+DEVICE = "cuda"
+
+
+@pytest.fixture(autouse=True)
+def _quiet_console(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No output unless a test asks for it; no tool survives its test."""
+    monkeypatch.setenv("OP_TOOLS_CONSOLE", "off")
+    yield
+    left = [tool.name for tool in INTERCEPTOR.tools]
+    for tool in list(INTERCEPTOR.tools):
+        INTERCEPTOR.remove(tool)
+    assert not left, f"tools were left active: {left}"
+    assert torch._C._len_torch_function_stack() == 0
+
+
+@pytest.fixture
+def device() -> str:
+    return DEVICE
