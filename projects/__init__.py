@@ -1,0 +1,1 @@
+"""Reference training jobs: real clients of the device layer and of the tools."""

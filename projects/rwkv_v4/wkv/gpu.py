@@ -1,0 +1,190 @@
+"""wkv on GPUs: launches the Triton kernels, and uses only a variant that passed its check on this device.
+
+``RWKV_WKV=name`` chooses a variant (``chunked``, ``tiled``, ``sequential``, ``scan``) instead of the first one that
+works; ``bench_wkv.py`` times them all.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import scan
+
+Forward = Callable[[Tensor, Tensor, Tensor, Tensor], "tuple[Tensor, Tensor]"]
+Backward = Callable[..., "tuple[Tensor, Tensor, Tensor, Tensor]"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compute wkv on a GPU."""
+
+    name: str
+    forward: Forward
+    backward: Backward
+
+
+def forward(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Output y and the logarithm of its denominator, which backward needs."""
+    return chosen(k.device).forward(w, u, k, v)
+
+
+def backward(
+    w: Tensor, u: Tensor, k: Tensor, v: Tensor, y: Tensor, log_total: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of w, u, k and v."""
+    return chosen(k.device).backward(w, u, k, v, y, log_total, grad)
+
+
+@cache
+def chosen(device: torch.device) -> Variant:
+    """The variant used on this device: the one asked for, or the first that agrees with the scan in float64."""
+    wanted = os.environ.get("RWKV_WKV")
+    if wanted:
+        if wanted not in VARIANTS:
+            raise ValueError(f"RWKV_WKV={wanted!r}: expected one of {', '.join(VARIANTS)}")
+        return VARIANTS[wanted]
+    for variant in VARIANTS.values():
+        problem = check(variant, device)
+        if problem is None:
+            return variant
+        warnings.warn(f"wkv: variant {variant.name!r} is not used on {device}: {problem}", stacklevel=2)
+    raise RuntimeError(f"wkv: no variant works on {device}; see the warnings above")
+
+
+def check(variant: Variant, device: torch.device) -> str | None:
+    """What is wrong with a variant on this device, or None: a small case, odd sizes, strong and weak decays."""
+    generator = torch.Generator().manual_seed(0)
+    batch, steps, channels = 2, 150, 70
+    w = -torch.exp(torch.linspace(-8, 4, channels)).to(device)
+    u = torch.randn(channels, generator=generator).to(device)
+    k = 4 * torch.randn(batch, steps, channels, generator=generator).to(device)
+    v, grad = (torch.randn(batch, steps, channels, generator=generator).to(device) for _ in range(2))
+    exact = [x.double().cpu() for x in (w, u, k, v)]
+    try:
+        got = variant.forward(w, u, k, v)
+        got += variant.backward(w, u, k, v, *got, grad)
+    except Exception as error:  # whatever the compiler or the driver says: another variant may still work
+        return f"{type(error).__name__}: {str(error).strip()[:300]}"
+    want = scan.forward(*exact)
+    want += scan.backward(*exact, *want, grad.double().cpu())
+    for name, x, right in zip(("y", "log_total", "grad_w", "grad_u", "grad_k", "grad_v"), got, want):
+        error = (x.double().cpu() - right).norm() / right.norm()
+        if not error < 1e-4:
+            return f"{name} is off by {error:.1e} (relative norm)"
+    return None
+
+
+def _prepared(w: Tensor, u: Tensor, *rest: Tensor) -> list[Tensor]:
+    dtype = scan.compute_dtype(w, u, *rest[:2])
+    return [w.to(dtype).contiguous(), u.to(dtype).contiguous(), *(x.contiguous() for x in rest)]
+
+
+def _walking(name: str, chunk: int | None, block: int = 64, warps: int = 1) -> Variant:
+    """Walk through time in chunks (chunk is None: in one piece)."""
+
+    def sizes(k: Tensor) -> tuple[int, int, int, int, int]:
+        batch, steps, channels = k.shape
+        length = min(chunk or steps, steps)
+        return batch, steps, channels, length, -(-steps // length)
+
+    def forward(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        from . import triton_kernels as kernels
+
+        w, u, k, v = _prepared(w, u, k, v)
+        batch, steps, channels, length, chunks = sizes(k)
+        blocks = -(-channels // block)
+        y, total = torch.empty_like(k, dtype=w.dtype), torch.empty_like(k, dtype=w.dtype)
+        sums = w.new_empty(3, batch, chunks, channels)
+        tail = {"BLOCK": block, "num_warps": warps}
+        if chunks > 1:
+            kernels.chunk_forward_sums[blocks, chunks - 1, batch](
+                w, k, v, sums, steps, channels, chunks, CHUNK=length, **tail
+            )
+        kernels.walk_forward[blocks, chunks, batch](
+            w, u, k, v, y, total, sums, steps, channels, chunks, length, **tail
+        )
+        return y, total
+
+    def backward(
+        w: Tensor, u: Tensor, k: Tensor, v: Tensor, y: Tensor, total: Tensor, grad: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        from . import triton_kernels as kernels
+
+        dtypes = w.dtype, u.dtype
+        w, u, k, v, y, total, grad = _prepared(w, u, k, v, y, total, grad)
+        batch, steps, channels, length, chunks = sizes(k)
+        blocks = -(-channels // block)
+        gk, gv = torch.empty_like(k), torch.empty_like(v)
+        gw, gu = w.new_empty(batch, chunks, channels), w.new_empty(batch, chunks, channels)
+        sums = w.new_empty(5, batch, chunks, channels)
+        tail = {"BLOCK": block, "num_warps": warps}
+        if chunks > 1:
+            kernels.chunk_backward_sums[blocks, chunks - 1, batch](
+                w, y, total, grad, sums, steps, channels, chunks, CHUNK=length, **tail
+            )
+        kernels.walk_backward[blocks, chunks, batch](
+            w, u, k, v, y, total, grad, sums, gw, gu, gk, gv, steps, channels, chunks, length, **tail
+        )
+        return gw.sum((0, 1)).to(dtypes[0]), gu.sum((0, 1)).to(dtypes[1]), gk, gv
+
+    return Variant(name, forward, backward)
+
+
+def _tiled(name: str, tile: int, block: int, warps: int) -> Variant:
+    """Scan a tile of time steps at once."""
+
+    def forward(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        from . import triton_kernels as kernels
+
+        w, u, k, v = _prepared(w, u, k, v)
+        batch, steps, channels = k.shape
+        y, total = torch.empty_like(k, dtype=w.dtype), torch.empty_like(k, dtype=w.dtype)
+        kernels.tile_forward[-(-channels // block), batch](
+            w, u, k, v, y, total, steps, channels, TILE=tile, BLOCK=block, num_warps=warps
+        )
+        return y, total
+
+    def backward(
+        w: Tensor, u: Tensor, k: Tensor, v: Tensor, y: Tensor, total: Tensor, grad: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        from . import triton_kernels as kernels
+
+        dtypes = w.dtype, u.dtype
+        w, u, k, v, y, total, grad = _prepared(w, u, k, v, y, total, grad)
+        batch, steps, channels = k.shape
+        gk, gv = torch.empty_like(k), torch.empty_like(v)
+        gw, gu = w.new_empty(batch, channels), w.new_empty(batch, channels)
+        kernels.tile_backward[-(-channels // block), batch](
+            w, u, k, v, y, total, grad, gw, gu, gk, gv, steps, channels, TILE=tile, BLOCK=block, num_warps=warps
+        )
+        return gw.sum(0).to(dtypes[0]), gu.sum(0).to(dtypes[1]), gk, gv
+
+    return Variant(name, forward, backward)
+
+
+def candidates() -> dict[str, Variant]:
+    """More shapes of the same kernels, for the benchmark."""
+    made: list[Any] = [_walking(f"chunked-{c}x{b}", c, b) for c in (16, 32, 64) for b in (64, 128)]
+    made += [_walking("chunked-32x256", 32, 256, 2), _walking("sequential-32", None, 32)]
+    made += [_tiled(f"tiled-{t}x{b}", t, b, n) for t, b, n in ((32, 32, 4), (64, 16, 4), (64, 32, 8), (128, 16, 8))]
+    return {variant.name: variant for variant in made}
+
+
+# In order of preference. Others follow only where the ones before them failed their check.
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        _walking("chunked", 32, 64),
+        _tiled("tiled", 64, 16, 4),
+        _walking("sequential", None, 32),
+        Variant("scan", scan.forward, scan.backward),
+    )
+}
