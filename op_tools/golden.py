@@ -32,6 +32,7 @@ SINGLE: Final[dict[torch.dtype, torch.dtype]] = {
     torch.bfloat16: torch.float32,
     torch.complex32: torch.complex64,
 }
+_KEEP_WHOLE: Final = 1 << 14
 AS_IS: Final[dict[torch.dtype, torch.dtype]] = {}
 
 
@@ -59,6 +60,7 @@ class Source:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     grad_outputs: Sequence[Tensor | None] | None = None
+    device: str = ""  # the type of the device: what is known of its kernels is taken into account
 
 
 @dataclasses.dataclass
@@ -123,19 +125,21 @@ def run(
     grad_outputs: Sequence[Tensor | None] | None = None,
     name: str | None = None,
     traits: OpTraits | None = None,
+    device: str = "",
     max_bytes: int | None = None,
 ) -> GoldenResult:
     """Do a call again on the CPU, float64 in place of every float; never raises for what the call does.
 
     `args` and `kwargs` are CPU copies of the arguments from *before* the call, in the device's dtypes.
     `grad_outputs`, one per tensor of the result, adds the backward pass. `dtype_cast` overrides the casts.
+    `device` is the type of the device whose result will be judged (`"cuda"`).
 
     >>> run(torch.mul, (torch.ones(2, requires_grad=True), 3), grad_outputs=[torch.ones(2)]).grad_inputs
     [tensor([3., 3.], dtype=torch.float64)]
     """
     if traits is None:
         traits = traits_of(function)
-    source = Source(function, name or traits.name, traits, tuple(args), dict(kwargs or {}), grad_outputs)
+    source = Source(function, name or traits.name, traits, tuple(args), dict(kwargs or {}), grad_outputs, device)
     reason = _why_not(source, max_bytes)
     if reason:
         return GoldenResult(False, reason, source)
@@ -193,7 +197,8 @@ def _one_line(error: BaseException) -> str:
 
 def _execute(source: Source, cast: Cast, backward: bool, mode: TorchDispatchMode | None) -> Run:
     with _neutral(grad=backward):
-        prepared = _Copies(cast, backward and op_facts.may_mutate(source.name, source.kwargs))
+        enter = backward and op_facts.may_mutate(source.name, source.kwargs)
+        prepared = _Copies(cast, enter, whole="as_strided" in source.name)
         args, kwargs = op_facts.adapt(source.name, source.args, source.kwargs)
         args, kwargs = prepared.of(args), prepared.of(kwargs)
         function = op_facts.on_cpu(source.name, source.function)
@@ -250,8 +255,9 @@ class _Enter(torch.autograd.Function):
 class _Copies:
     """Casts a tree of arguments to private CPU tensors that share memory exactly where the originals do."""
 
-    def __init__(self, cast: Cast, enter: bool) -> None:
+    def __init__(self, cast: Cast, enter: bool, whole: bool) -> None:
         self._cast, self._enter = cast, enter
+        self._whole = whole
         self._storages: dict[tuple[int, torch.dtype], tuple[Tensor, int]] = {}
         self._made: dict[Any, tuple[Tensor, Tensor | None]] = {}
         self._order: list[Tensor | None] = []
@@ -319,6 +325,9 @@ class _Copies:
         if found is None:
             start, end = self._spans[key]
             source = tensor.detach()
+            total = source.untyped_storage().nbytes() // source.element_size()
+            if self._whole or total <= _KEEP_WHOLE:  # the call may look at memory around the tensor
+                start, end = 0, total
             plain = torch.empty(0, dtype=source.dtype, device=source.device)
             plain.set_(source.untyped_storage(), start, (end - start,), (1,))
             target = self._cast.get(source.dtype, source.dtype)

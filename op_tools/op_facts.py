@@ -58,7 +58,8 @@ def may_mutate(name: str, kwargs: Mapping[str, Any]) -> bool:
     return last.endswith("_") or kwargs.get("out") is not None or "inplace" in kwargs or last in _TAKES_INPLACE
 
 
-_TAKES_INPLACE: Final = _words("""relu relu6 elu selu celu leaky_relu rrelu hardtanh hardswish hardsigmoid silu mish threshold dropout
+_TAKES_INPLACE: Final = _words("""
+    relu relu6 elu selu celu leaky_relu rrelu hardtanh hardswish hardsigmoid silu mish threshold dropout
     alpha_dropout dropout1d dropout2d dropout3d feature_alpha_dropout batch_norm instance_norm""")
 
 
@@ -121,6 +122,7 @@ class Kind:
     SCAN = "scan"  # running sums, each stored
     MATRIX = "matrix"  # factors matrices: errors are relative to the whole matrix
     FACTORY = "factory"  # computes a sequence from its endpoints
+    RESAMPLE = "resample"  # weights come from coordinates, which are rounded at the size of the image
 
 
 class Facts(NamedTuple):
@@ -137,19 +139,19 @@ _EXACT: Final = _words("""
     diagonal_backward diagonal_scatter embedding empty empty_like empty_permuted empty_strided eq equal eye fill
     fill_diagonal flip fliplr flipud floor fmax fmin frexp full full_like gather ge glu_jvp gt hardtanh
     hardtanh_backward heaviside imag im2col index index_copy index_fill index_select is_nonzero isclose isfinite
-    isinf isin isnan isneginf isposinf kron_ ldexp le lift_fresh lift logical_and logical_not logical_or
+    isinf isin isnan isneginf isposinf le lift_fresh lift logical_and logical_not logical_or
     logical_xor lt masked_fill masked_scatter masked_select max_unpool2d max_unpool3d maximum meshgrid minimum
     movedim nan_to_num narrow ne neg new_empty new_empty_strided new_full new_ones new_zeros nonzero
-    nonzero_static one_hot ones ones_like pad permute pin_memory pixel_shuffle pixel_unshuffle polar_ positive put
-    rad2deg_ real reflection_pad1d reflection_pad2d reflection_pad3d relu relu6 repeat repeat_interleave
+    nonzero_static one_hot ones ones_like pad permute pin_memory pixel_shuffle pixel_unshuffle positive put
+    real reflection_pad1d reflection_pad2d reflection_pad3d relu relu6 repeat repeat_interleave
     replication_pad1d replication_pad2d replication_pad3d resize resize_as resolve_conj resolve_neg roll rot90
     scalar_tensor scatter searchsorted select_backward select_scatter set sgn sign signbit slice_backward
     slice_scatter split squeeze stack take tensor_split threshold threshold_backward tile to to_copy tril
-    tril_indices triu triu_indices trunc unfold unsafe_index unique_consecutive unique_dim vander_ view_as_complex
+    tril_indices triu triu_indices trunc unfold unsafe_index unique_consecutive unique_dim view_as_complex
     view_as_real where zero zeros zeros_like local_scalar_dense assert_async has_compatible_shallow_copy_type
-    reshape_alias unsafe_view unsafe_masked_index item masked_softmax_ nested_view_from_buffer values indices
+    reshape_alias unsafe_view unsafe_masked_index item nested_view_from_buffer values indices
     coalesced dense_dim sparse_dim nnz efficientzerotensor neg_view fw_primal make_dual unpack_dual
-    count_nonzero histogramdd_ leaky_relu_
+    count_nonzero
     """)
 _SELECT: Final = _words("""
     max min amax amin aminmax argmax argmin argsort sort topk kthvalue median nanmedian mode cummax cummin
@@ -175,11 +177,7 @@ _SCATTER: Final = _words("""
     unsafe_masked_index_put_accumulate embedding_bag embedding_bag_per_sample_weights_backward
     max_pool2d_with_indices_backward max_pool3d_with_indices_backward adaptive_max_pool2d_backward
     adaptive_max_pool3d_backward fractional_max_pool2d_backward fractional_max_pool3d_backward
-    value_selecting_reduction_backward grid_sampler_2d_backward grid_sampler_3d_backward
-    upsample_nearest1d_backward upsample_nearest2d_backward upsample_nearest3d_backward
-    upsample_nearest_exact1d_backward upsample_nearest_exact2d_backward upsample_nearest_exact3d_backward
-    upsample_linear1d_backward upsample_bilinear2d_backward upsample_bicubic2d_backward
-    upsample_trilinear3d_backward upsample_bilinear2d_aa_backward upsample_bicubic2d_aa_backward
+    value_selecting_reduction_backward
     reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
     replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward
     adaptive_avg_pool2d_backward adaptive_avg_pool3d_backward avg_pool2d_backward avg_pool3d_backward
@@ -190,6 +188,7 @@ _SCAN: Final = _words("cumsum cumprod logcumsumexp cumulative_trapezoid")
 _FACTORY: Final = _words(
     """linspace logspace range bartlett_window blackman_window hamming_window hann_window kaiser_window"""
 )
+_RESAMPLE_PREFIXES: Final = ("upsample_", "grid_sampler")
 _MATRIX_PREFIXES: Final = ("linalg_",)
 _MATRIX: Final = _words("""
     cholesky cholesky_inverse cholesky_solve triangular_solve geqrf ormqr orgqr lu_unpack lu_with_info lu_solve
@@ -197,6 +196,32 @@ _MATRIX: Final = _words("""
     linalg_check_errors matrix_power lstsq
     """)
 _NOT_MATRIX: Final = _words("linalg_vector_norm linalg_cross linalg_vecdot linalg_diagonal")
+
+# Kernels that do several steps in one: PyTorch's own decomposition says which, and each of them rounds.
+_COMPOSED: Final = _words("""
+    gelu gelu_backward silu silu_backward mish mish_backward softplus softplus_backward log_sigmoid_forward
+    log_sigmoid_backward logit logit_backward celu elu elu_backward selu sinc special_entr special_ndtr xlogy
+    special_xlog1py native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward
+    native_batch_norm native_batch_norm_backward native_batch_norm_legit native_batch_norm_legit_no_training softmax
+    softmax_backward_data log_softmax log_softmax_backward_data safe_softmax logsumexp std var std_mean var_mean
+    binary_cross_entropy binary_cross_entropy_backward binary_cross_entropy_with_logits huber_loss huber_loss_backward
+    smooth_l1_loss smooth_l1_loss_backward mse_loss mse_loss_backward glu glu_backward dist renorm
+    weight_norm_interface fused_rms_norm fused_rms_norm_backward soft_margin_loss soft_margin_loss_backward
+    tanh_backward sigmoid_backward lerp addcmul addcdiv hardswish hardswish_backward hardsigmoid
+    hardsigmoid_backward multi_margin_loss multilabel_margin_loss_forward polar prelu_kernel_backward
+    logaddexp logaddexp2 rsub
+    """)
+
+
+@functools.cache
+def decomposition(func: Any) -> Callable[..., Any] | None:
+    """The steps inside a fused kernel, as a function of tensors (`decomposition(torch.ops.aten.gelu.default)`)."""
+    if base_name(func) not in _COMPOSED or func._schema.is_mutable:
+        return None
+    from torch._decomp import decomposition_table
+
+    return decomposition_table.get(func)
+
 
 # Largest error of a function in units of rounding errors of the dtype it is computed in, where it is more than
 # a few: from the accuracy tables of CUDA's mathematical library, and measured for those without an entry there.
@@ -242,12 +267,43 @@ def facts_of(func: Any) -> Facts:
     ):
         if name in names:
             return Facts(kind, accuracy)
+    if name.startswith(_RESAMPLE_PREFIXES):
+        return Facts(Kind.RESAMPLE, accuracy)
     if name.startswith(_MATRIX_PREFIXES) and name not in _NOT_MATRIX:
         return Facts(Kind.MATRIX, accuracy)
     foreach = func._schema.name.startswith("aten::_foreach_") and name != "norm"
     if torch.Tag.pointwise in func.tags or foreach:
         return Facts(Kind.POINTWISE, accuracy)
     return Facts(Kind.REDUCE, accuracy)
+
+
+@functools.cache
+def is_composition(func: Any) -> bool:
+    """Whether an operator is made of other operators that the dispatcher does not show on its own."""
+    if func.namespace not in ("aten", "prims", "prim"):
+        return True  # somebody's own, by torch.library
+    return base_name(func) in _OPENED
+
+
+_OPENED: Final = _words("soft_margin_loss soft_margin_loss_backward")
+
+
+# Kernels that compute in the dtype of the result, even where that is a half type, by the device they run on.
+# Measured with benchmarks/verdict_op_db.py. `soft` runs the CPU's kernels.
+_LOW_ON_CPU: Final = _words("""
+    log_softmax log_softmax_backward_data softmax_backward_data adaptive_avg_pool3d native_batch_norm
+    native_batch_norm_backward native_batch_norm_legit native_batch_norm_legit_no_training batch_norm_with_update
+    batch_norm_no_update batch_norm_backward upsample_linear1d upsample_bilinear2d upsample_bicubic2d
+    upsample_trilinear3d grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward mse_loss
+    linalg_cross logit addr
+    """)
+_LOW: Final = {"cpu": _LOW_ON_CPU, "soft": _LOW_ON_CPU, "privateuseone": _LOW_ON_CPU}
+
+
+def computes_low(func: Any, device: str) -> bool:
+    """Whether this device's kernel rounds every step to the result's dtype (`computes_low(f, "cpu")`)."""
+    low = _LOW.get(device)
+    return low is not None and base_name(func) in low
 
 
 def _is_view(func: Any) -> bool:
@@ -257,28 +313,42 @@ def _is_view(func: Any) -> bool:
     return any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
 
 
-def length_of_sums(func: Any, args: tuple[Any, ...], outputs: list[Tensor]) -> int:
+def length_of_sums(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     """How many values at most go into one element of the result, from shapes alone.
 
-    >>> length_of_sums(torch.ops.aten.mm.default, (torch.ones(2, 7), torch.ones(7, 3)), [torch.ones(2, 3)])
+    >>> length_of_sums(torch.ops.aten.mm.default, (torch.ones(2, 7), torch.ones(7, 3)), {})
     7
     """
+    try:
+        return max(1, _length(func, args, kwargs))
+    except Exception:  # arguments of a shape that was not foreseen
+        return max((t.numel() for t in _flat(args)), default=1) or 1
+
+
+def _length(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     name = base_name(func)
-    inputs = [t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(t, Tensor)]
     exact = _CONTRACTED.get(name)
     if exact is not None:
-        try:
-            return max(1, exact(args))
-        except (IndexError, AttributeError, TypeError):
-            pass
+        return exact(args)
+    inputs = _flat(args)
     if not inputs:
         return 1
     if name in _SCATTER:
         return _most_hits(name, args)
-    most = max(t.numel() for t in inputs)
-    least = min((t.numel() for t in outputs if t.numel()), default=1)
-    widest = max((max(t.shape, default=1) for t in inputs), default=1)
-    return max(1, most // max(least, 1), widest)
+    if name.startswith(_RESAMPLE_PREFIXES):
+        return max(max(t.shape[2:], default=1) for t in inputs)
+    named = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | dict(kwargs)
+    if "dim" in named and inputs[0].dim():
+        dims = named["dim"]
+        dims = range(inputs[0].dim()) if dims is None or dims == [] else [dims] if isinstance(dims, int) else dims
+        return math.prod(inputs[0].shape[d] for d in dims)
+    if any(argument.name == "dim" for argument in func._schema.arguments) or len(inputs) == 1:
+        return inputs[0].numel()
+    return max(max(t.shape, default=1) for t in inputs)
+
+
+def _flat(args: tuple[Any, ...]) -> list[Tensor]:
+    return [t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(t, Tensor)]
 
 
 def _most_hits(name: str, args: tuple[Any, ...]) -> int:

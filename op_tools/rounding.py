@@ -32,11 +32,11 @@ def unit(dtype: torch.dtype) -> float:
 
 
 class Precision:
-    """The dtype that results are stored in and the unit that kernels compute with inside."""
+    """The dtype that results are stored in and the unit that kernels of a device compute with inside."""
 
-    def __init__(self, stored: torch.dtype) -> None:
+    def __init__(self, stored: torch.dtype, device: str = "") -> None:
         info = torch.finfo(stored)
-        self.dtype = stored
+        self.dtype, self.device = stored, device
         self.stored = info.eps / 2
         self.inner = min(self.stored, _SINGLE)
         self.largest = info.max
@@ -49,15 +49,16 @@ class Trace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operators: list[Any] = []
-        self.lengths: list[int] = []  # of the sums in each operator
+        self.longest_sum = 1
         self.contracts = False
         self._writers: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op_facts.is_composition(func):
+            return _opened(self, func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         number = len(self.operators)
         self.operators.append(func)
-        self.lengths.append(1)
         facts = op_facts.facts_of(func)
         if facts.kind == Kind.VIEW:
             return result
@@ -65,14 +66,9 @@ class Trace(TorchDispatchMode):
         for tensor in (*outputs, *_mutated(func, args, kwargs or {})):
             self._writers[_address(tensor)] = number
         if facts.kind not in (Kind.EXACT, Kind.SELECT, Kind.POINTWISE):
-            self.lengths[number] = op_facts.length_of_sums(func, args, outputs)
+            self.longest_sum = max(self.longest_sum, op_facts.length_of_sums(func, args, kwargs or {}))
             self.contracts = self.contracts or facts.kind == Kind.CONTRACT
         return result
-
-    @property
-    def longest_sum(self) -> int:
-        """The most terms that any operator of the call adds up."""
-        return max(self.lengths, default=1)
 
     @property
     def exact(self) -> bool:
@@ -88,15 +84,18 @@ class Trace(TorchDispatchMode):
 class Noise(TorchDispatchMode):
     """Does every rounding of a correct kernel at random; the same seed gives the same roundings."""
 
-    def __init__(self, precision: Precision, trace: Trace, last: frozenset[int], seed: int) -> None:
+    def __init__(
+        self, precision: Precision, last: frozenset[int], generator: torch.Generator, inside: float | None = None
+    ) -> None:
         super().__init__()
-        self._precision, self._last = precision, last
-        self._lengths = trace.lengths
-        self._generator = torch.Generator().manual_seed(seed)
+        self._precision, self._last, self._generator = precision, last, generator
+        self._inside = inside  # of one kernel: its unit; nothing is stored
         self._number = -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if op_facts.is_composition(func):
+            return _opened(self, func, args, kwargs)
         self._number += 1
         facts = op_facts.facts_of(func)
         if facts.kind in (Kind.VIEW, Kind.EXACT):
@@ -107,10 +106,11 @@ class Noise(TorchDispatchMode):
         return self._rounded(func, facts, args, kwargs)
 
     def _rounded(self, func: Any, facts: Facts, args: Any, kwargs: Any) -> Any:
-        unit_in, unit_out = self._units(facts)
-        change = self._shifted if facts.kind == Kind.MATRIX else self._scaled
+        unit_in, unit_out = self._units(func, facts, args, kwargs)
+        change = self._shifted if facts.kind in (Kind.MATRIX, Kind.RESAMPLE) else self._scaled
         args = self._changed_inputs(func, args, lambda t: change(t, unit_in))
         result = func(*args, **kwargs)
+        self._round_inside(func, args, kwargs, result)
         seen: set[int] = set()
         for tensor in (*_tensors((result,)), *_mutated(func, args, kwargs)):
             if id(tensor) in seen or not _inexact(tensor):
@@ -119,26 +119,56 @@ class Noise(TorchDispatchMode):
             self._round_in_place(tensor, unit_out, facts)
         return result
 
-    def _units(self, facts: Facts) -> tuple[float, float]:
-        precision = self._precision
+    def _round_inside(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """A fused kernel rounds at each of its steps: do them one by one, and take what comes out."""
+        steps = None if self._inside is not None else op_facts.decomposition(func)
+        if steps is None:
+            return
+        copies = tuple(a.clone() if isinstance(a, Tensor) else a for a in args)  # running statistics are written to
+        try:
+            with Noise(self._precision, frozenset(), self._generator, self._unit_inside(func)):
+                rounded = _tensors((steps(*copies, **kwargs),))
+        except Exception:  # a decomposition that does not know these arguments
+            return
+        whole = _tensors((result,))
+        if len(whole) == len(rounded):
+            for target, source in zip(whole, rounded):
+                if _inexact(target) and target.shape == source.shape:
+                    target.copy_(source)
+
+    def _unit_inside(self, func: Any) -> float:
+        if self._inside is not None:
+            return self._inside
+        low = op_facts.computes_low(func, self._precision.device)
+        return self._precision.stored if low else self._precision.inner
+
+    def _units(self, func: Any, facts: Facts, args: Any, kwargs: Any) -> tuple[float, float]:
+        """Units of rounding to apply to the inputs (the terms of a sum) and to the result."""
+        inner, stored = self._unit_inside(func), self._precision.stored
         if facts.kind == Kind.POINTWISE:
-            both = precision.inner * facts.accuracy
-            return both, both
-        length = self._lengths[self._number] if self._number < len(self._lengths) else 1
-        if facts.kind == Kind.SCATTER:
-            return precision.inner, precision.stored * math.sqrt(length) if length > 1 else precision.inner
-        if facts.kind == Kind.SCAN:  # trees of stored sums, or one wide sum
-            grown = max(precision.inner * math.sqrt(length), precision.stored * math.sqrt(1 + math.log2(length)))
+            return inner * facts.accuracy, inner * facts.accuracy
+        length = op_facts.length_of_sums(func, args, kwargs)
+        # One rounding for each term of a sum: they add up like a random walk.
+        grown = inner * math.sqrt(length) * facts.accuracy
+        if self._inside is not None:
             return grown, grown
-        grown = precision.inner * math.sqrt(length) * facts.accuracy
+        if facts.kind == Kind.SCATTER:
+            grown = stored * math.sqrt(length) if length > 1 else inner
+            return grown, grown
+        if facts.kind == Kind.SCAN:  # trees of stored sums, or one wide sum
+            grown = max(grown, stored * math.sqrt(1 + math.log2(length)))
+            return grown, grown
+        if facts.kind == Kind.RESAMPLE:
+            return inner * length, inner
         if facts.kind == Kind.CONTRACT:
-            return max(grown, precision.stored), grown
+            return max(grown, stored), grown
         return grown, grown
 
     def _changed_inputs(self, func: Any, args: Any, change: Any) -> tuple[Any, ...]:
         changed = []
         for value, argument in zip(args, func._schema.arguments):
             written = argument.alias_info is not None and argument.alias_info.is_write
+            written = written or argument.name in ("running_mean", "running_var")
             if written:
                 changed.append(value)
             elif isinstance(value, Tensor):
@@ -183,12 +213,19 @@ class Noise(TorchDispatchMode):
             tensor.copy_(self._shifted(tensor, by))
         elif by:
             tensor.mul_(self._signs(tensor).mul_(by).add_(1).to(tensor.real.dtype))
-        if self._number in self._last or tensor.dtype not in _WIDE:
+        if self._inside is not None or self._number in self._last or tensor.dtype not in _WIDE:
             return
         tensor.mul_(self._signs(tensor).mul_(precision.stored).add_(1).to(tensor.real.dtype))
-        if not tensor.is_complex():
+        if precision.dtype == torch.float16 and not tensor.is_complex():  # the others have range enough
+            tensor.add_(self._signs(tensor).mul_(precision.smallest / 2).mul_(tensor != 0))
             tensor.masked_fill_(tensor > precision.largest, math.inf)
             tensor.masked_fill_(tensor < -precision.largest, -math.inf)
+
+
+def _opened(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator that others have defined so that the ATen operators inside it are seen."""
+    with mode:
+        return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
 
 
 def _inexact(tensor: Tensor) -> bool:

@@ -438,7 +438,7 @@ class _Spread:
     def __init__(self, result: GoldenResult, part: str, device: Sequence[Any], max_seconds: float | None) -> None:
         self.result, self.part = result, part
         self.probes = 0
-        self.precision = Precision(_coarsest(result, part, device))
+        self.precision = Precision(_coarsest(result, part, device), result.source.device)
         self._max_seconds = max_seconds
         self._trace: Trace | None = None
         self._exact: list[Any] = []
@@ -459,17 +459,17 @@ class _Spread:
 
     def grow(self) -> bool:
         """Do a few more probes; False when there have been enough."""
-        trace = self.trace
+        _ = self.trace  # the exact results, before any that are moved
         target = min(PROBES, max(1, 2 * self.probes))
         if target <= self.probes:
             return False
         while self.probes < target:
-            self._probe(trace)
+            self._probe()
         return True
 
-    def _probe(self, trace: Trace) -> None:
+    def _probe(self) -> None:
         self.probes += 1
-        noise = Noise(self.precision, trace, self._last, seed=self.probes)
+        noise = Noise(self.precision, self._last, torch.Generator().manual_seed(self.probes))
         moved = self._leaves(self.result.again(noise, self.part == "grad_input"))
         for number, (here, there) in enumerate(zip(self._exact, moved)):
             if isinstance(here, Tensor) and isinstance(there, Tensor) and here.shape == there.shape:
