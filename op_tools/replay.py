@@ -53,9 +53,10 @@ def _known_functions() -> dict[str, Callable[..., Any]]:
             # no getters, nothing that reads or writes files
             if not name.endswith(("__get__", "__set__", "__delete__", "from_file", "__reduce_ex__", "__setstate__")):
                 _by_name[name] = function
-        for name in factories():
-            _by_name[name] = getattr(torch, name.rsplit(".", 1)[-1])
-        _by_name.pop("torch.from_file", None)
+        for name in factories() - {"torch.from_file"}:
+            function = getattr(torch, name.rsplit(".", 1)[-1], None)
+            if function is not None:
+                _by_name[name] = function
     return _by_name
 
 
