@@ -143,7 +143,12 @@ class GPT(nn.Module):
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> Tensor:
         if idx.shape[1] > self.ctx_len:
             raise ValueError(f"{idx.shape[1]} tokens do not fit into the context of {self.ctx_len} (model.ctx_len)")
-        x = self.ln_out(self.blocks(self.emb(idx)))
+        return self.from_embedding(self.emb(idx), idx, targets)
+
+    def from_embedding(self, x: Tensor, idx: Tensor, targets: Tensor | None) -> Tensor:
+        """All but the look-up, which stays out of torch.compile: compiled, its backward adds rows up with atomics,
+        in no fixed order and slowly for characters as frequent as a space."""
+        x = self.ln_out(self.blocks(x))
         logits = self.head(x) + self._copied(x, idx)
         return logits if targets is None else self._loss(logits, targets)
 

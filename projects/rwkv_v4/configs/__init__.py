@@ -1,0 +1,1 @@
+"""The configurations that come with the project."""

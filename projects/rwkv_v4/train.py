@@ -1,0 +1,92 @@
+"""Command line of the trainer: ``python -m projects.rwkv_v4.train --config configs/enwik8.py [train.lr=4e-4 ...]``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+import torch
+
+import ditorch  # noqa: F401  ("cuda" below means this machine's accelerator)
+
+from . import checkpoint
+from .checkpoint import CheckpointError
+from .config import Config, ConfigError, find_config, get_config
+from .data import CorpusError
+from .events import start_log
+from .parallel import Ranks
+from .trainer import Trainer
+
+log = logging.getLogger("rwkv")
+engine = logging.getLogger("rwkv.engine.default")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line, as the training log shows it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m projects.rwkv_v4.train",
+        description="Train RWKV-v4. Anything in the configuration can be changed: train.lr=4e-4 model.n_layer=3",
+    )
+    parser.add_argument("--config", "--config-file", dest="config_file", required=True, metavar="FILE")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint of the output folder")
+    parser.add_argument("--eval-only", action="store_true", help="evaluate the newest checkpoint and end")
+    parser.add_argument("--fast-dev-run", action="store_true", help="20 iterations with every part of the trainer")
+    parser.add_argument("opts", nargs="*", metavar="key=value", help="changes to the configuration")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; the exit status is 0, 2 for a mistake in the input, or 130 after Ctrl-C."""
+    args = parse(arguments)
+    try:
+        config = Config(get_config(args.config_file))
+        config.override(args.opts)
+        if args.fast_dev_run:
+            quick = ("train_iter=20", "log_period=1", "checkpoint.period=10", "evaluation.period=10")
+            config.override([f"train.{x}" for x in (*quick, "evaluation.max_batches=2")])
+        ranks = Ranks.join()
+        try:
+            return _run(args, config, ranks)
+        finally:
+            ranks.leave()
+    except (ConfigError, CorpusError, CheckpointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace, config: Config, ranks: Ranks) -> int:
+    folder = Path(config.train.output_dir)
+    start_log(ranks.rank, folder)
+    log.info(f"Rank of current process: {ranks.rank}. World size: {ranks.world}")
+    log.info(f"Command line arguments: {args}")
+    log.info(f"Contents of args.config_file={args.config_file}:\n{find_config(args.config_file).read_text()}")
+    if ranks.rank == 0:
+        (folder / "config.yaml").write_text(config.yaml(), encoding="utf-8")
+    log.info(f"Full config saved to {folder / 'config.yaml'}")
+    log.info(f"Device: {ditorch.backend.name} ({ditorch.framework}), torch {torch.__version__}")
+    engine.info("Prepare training, validating, testing set")
+    trainer = Trainer(config, ranks)
+    engine.info(f"data has {len(trainer.corpus.ids)} tokens, {trainer.corpus.vocab_size} unique.")
+    engine.info(f"Auto-scaling the config to train.train_iter={config.train.train_iter}, train.warmup_iter=0")
+    trainer.build()
+    engine.info(f"Model:\n{trainer.model}")
+    engine.info(f"Number of parameters: {sum(p.numel() for p in trainer.model.parameters())}")
+    if config.train.load_weight is not None:
+        trainer.load_weights(Path(config.train.load_weight))
+    if args.eval_only:
+        if config.train.load_weight is None and not checkpoint.found(folder):
+            raise CheckpointError(f"--eval-only: no checkpoint in {folder}, and train.load_weight names none")
+        if config.train.load_weight is None:
+            trainer.resume()
+        trainer.evaluate()
+        return 0
+    if args.resume:
+        trainer.resume()
+    reason = trainer.train()
+    return 130 if "SIGINT" in reason else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,296 @@
+"""The training loop: steps, events, checkpoints, evaluation; CUDA code that knows of no other device."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+import ditorch
+
+from . import checkpoint
+from .config import Config, ConfigError
+from .data import CharCorpus, windows
+from .events import Event, Metrics, Window, plot_losses
+from .parallel import Ranks, share_of_batch, spread
+
+log = logging.getLogger("rwkv.engine.trainer")
+events = logging.getLogger("rwkv.utils.events")
+
+WARM_UP = 3
+"""Iterations at the start of a run that are left out of the reported times: they compile and allocate."""
+
+
+class Trainer:
+    """A run of a configuration.
+
+    >>> Trainer(Config(get_config("configs/tiny.py")), Ranks.join()).train()  # doctest: +SKIP
+    """
+
+    def __init__(self, config: Config, ranks: Ranks) -> None:
+        self.config, self.ranks, self.options = config, ranks, config.train
+        self.folder = Path(self.options.output_dir)
+        self.strategy = self.options.dist.strategy
+        if self.options.amp not in ("bf16", None):
+            raise ConfigError(f"train.amp={self.options.amp!r}: expected bf16 or null")
+        torch.use_deterministic_algorithms(bool(self.options.deterministic))
+        torch.set_float32_matmul_precision("high" if self.options.amp else "highest")
+        self.corpus: CharCorpus = config.build("data")
+        self.iteration = 0
+        self.trained_seconds = 0.0
+        self.window = Window(self.options.loss_window)
+        self._pending: list[Tensor] = []
+        self._stop: str | None = None
+
+    def build(self) -> None:
+        """Model, optimizer and batches on the device."""
+        self.model = self.config.build("model", vocab_size=self.corpus.vocab_size).to(self.ranks.device)
+        if self._compiled():
+            self.model.from_embedding = torch.compile(self.model.from_embedding, mode=self.options.compile_mode)
+        self.parallel = spread(self.model, self.strategy, self.ranks)
+        # One kernel over all parameters: elsewhere it may not exist.
+        more = {"fused": True} if ditorch.backend.name == "cuda" else {}
+        self.optimizer: torch.optim.Optimizer = self.config.build("optim", params=self.model.parameters(), **more)
+        self.sample = self.corpus.sampler(self.ranks.device, self.options.global_batch_size, self.options.seed)
+        self.share = share_of_batch(self.ranks, self.strategy, self.options.global_batch_size)
+
+    def _compiled(self) -> bool:
+        wanted = self.options.compile
+        alone = self.ranks.world == 1 or self.strategy == "ddp"
+        return (ditorch.backend.name == "cuda" and alone) if wanted is None else bool(wanted)
+
+    # --- training -----------------------------------------------------------------------------------------------
+
+    def step(self, iteration: int) -> Tensor:
+        """One iteration; its loss stays on the device, so that nothing waits for it."""
+        inputs, targets = self.sample(iteration, *self.share)
+        self._data_seconds += time.perf_counter() - self._step_started
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate(iteration)
+        with self.precision():
+            loss = self.parallel(inputs, targets)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def precision(self) -> Any:
+        if self.options.amp is None:
+            return contextlib.nullcontext()
+        return torch.autocast("cuda", dtype=torch.bfloat16)
+
+    def learning_rate(self, iteration: int) -> float:
+        first, final = self.options.lr, self.options.final_lr
+        if final is None:
+            return first
+        return first * (final / first) ** min(iteration / self.options.train_iter, 1.0)
+
+    def train(self) -> str:
+        """Run to the end, to the time limit or to Ctrl-C; says which it was."""
+        options = self.options
+        self.metrics = Metrics(self.folder / "metrics.json" if self.ranks.rank == 0 else None, self.iteration)
+        log.info(f"Starting training from iteration {self.iteration}")
+        reason, first, saved = "finished", self.iteration, self.iteration
+        self._clock_restart(first)
+        with self._signals():
+            while self.iteration < options.train_iter:
+                self._step_started = time.perf_counter()
+                self._pending.append(self.step(self.iteration))
+                self.iteration += 1
+                if self.iteration - first == WARM_UP:
+                    torch.cuda.synchronize()
+                    self._clock_restart(self.iteration)
+                boundary = self.iteration % options.log_period == 0
+                if boundary:
+                    self._report()
+                if options.evaluation.period and self.iteration % options.evaluation.period == 0:
+                    with self._off_the_clock():
+                        self.evaluate()
+                if self.iteration % options.checkpoint.period == 0:
+                    with self._off_the_clock():
+                        self.save()
+                        saved = self.iteration
+                # Ranks must agree on when to stop, and agreeing costs a message: only where they report anyway.
+                if (boundary or self.ranks.world == 1) and self.ranks.any(self._due() is not None):
+                    reason = self._due() or "stopped by another rank"
+                    break
+        if saved != self.iteration:
+            self.save()
+        log.info(f"Training ended at iteration {self.iteration}: {reason}")
+        if options.evaluation.at_end and self._stop is None:
+            self.evaluate()
+        if self.ranks.rank == 0 and not plot_losses(self.folder / "metrics.json", self.folder / "loss.png"):
+            log.info("No loss plot: matplotlib is not installed")
+        return reason
+
+    def _due(self) -> str | None:
+        """Why training should stop now, if it should."""
+        if self._stop:
+            return self._stop
+        limit = self.options.max_seconds
+        spent = self.trained_seconds + time.perf_counter() - self._clock
+        return f"after {spent:.0f} s of training (train.max_seconds)" if limit is not None and spent >= limit else None
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """The first Ctrl-C (or SIGTERM) asks for a checkpoint and an end, the second one ends at once."""
+
+        def ask(number: int, frame: Any) -> None:
+            if self._stop:
+                raise KeyboardInterrupt
+            self._stop = f"asked to stop by {signal.Signals(number).name}"
+            log.info(f"{self._stop}; saving a checkpoint first (once more to end at once)")
+
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # --- time ---------------------------------------------------------------------------------------------------
+
+    def _clock_restart(self, iteration: int) -> None:
+        self.trained_seconds += time.perf_counter() - getattr(self, "_clock", time.perf_counter())
+        self._clock = self._measured_since = time.perf_counter()
+        self._measured_from, self._data_seconds = iteration, 0.0
+
+    @contextlib.contextmanager
+    def _off_the_clock(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        torch.cuda.synchronize()
+        pause = time.perf_counter() - started
+        self._clock += pause
+        self._measured_since += pause
+
+    def _report(self) -> None:
+        losses = torch.stack(self._pending).float()  # waits for the device: the only place that does
+        if self.strategy != "tensor":
+            losses = self.ranks.mean(losses)
+        values = losses.tolist()
+        self._pending.clear()
+        self.window.values.extend(values)
+        count = max(self.iteration - self._measured_from, 1)
+        seconds = (time.perf_counter() - self._measured_since) / count
+        batch = self.options.global_batch_size
+        event = Event(
+            iteration=self.iteration - 1,
+            train_iter=self.options.train_iter,
+            consumed_samples=self.iteration * batch,
+            total_loss=self.window.median(),
+            seconds=seconds,
+            data_seconds=self._data_seconds / count,
+            samples_per_second=batch / seconds,
+            lr=self.learning_rate(self.iteration - 1),
+            losses=values,
+        )
+        events.info(event.line())
+        self.metrics.add(event.record())
+        if not all(map(math.isfinite, values)):
+            log.warning(f"The loss is not finite at iteration {self.iteration - 1}")
+
+    # --- evaluation ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, float]:
+        """Loss over a part of the text that training does not see, in bits per character and per byte."""
+        options = self.options.evaluation
+        batches = windows(self.corpus, options.split, options.batch_size, options.max_batches)
+        nats, characters, size = 0.0, 0, 0
+        self.parallel.eval()
+        for window in batches:
+            ids = torch.from_numpy(window.astype(np.int64)).to(self.ranks.device)
+            with self.precision():
+                loss = self.parallel(ids[:, :-1], ids[:, 1:])
+            nats += float(loss) * window[:, 1:].size
+            characters += window[:, 1:].size
+            size += int(self.corpus.bytes_per_id[window[:, 1:]].sum())
+        self.parallel.train()
+        found = {
+            "valid_loss": nats / characters,
+            "bits_per_character": nats / characters / math.log(2),
+            "bits_per_byte": nats / size / math.log(2),
+        }
+        log.info(
+            f"Evaluation on {options.split} ({characters} characters): loss {found['valid_loss']:.4f}, "
+            f"{found['bits_per_character']:.4f} bits per character, {found['bits_per_byte']:.4f} bits per byte"
+        )
+        if hasattr(self, "metrics"):
+            self.metrics.add({"iteration": self.iteration - 1, "split": options.split, "characters": characters, **found})
+        return found
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Write a checkpoint that any number of ranks and any strategy can resume from."""
+        if self._pending:
+            # Between two reports: these losses belong to the window that the next report prints.
+            losses = torch.stack(self._pending).float()
+            pending = (losses if self.strategy == "tensor" else self.ranks.mean(losses)).tolist()
+        else:
+            pending = []
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=options)
+        if self.ranks.rank == 0:
+            state = {
+                "iteration": self.iteration,
+                "model": model,
+                "optimizer": optimizer,
+                "window": list(self.window.values),
+                "pending": pending,
+                "trained_seconds": self.trained_seconds + time.perf_counter() - self._clock,
+                "vocab_size": self.corpus.vocab_size,
+            }
+            path = checkpoint.save(self.folder, state, self.options.checkpoint.keep)
+            log.info(f"Saved checkpoint to {path}")
+
+    def resume(self) -> bool:
+        """Go on from the newest checkpoint of the output folder; False where there is none."""
+        newest = checkpoint.load_latest(self.folder)
+        if newest is None:
+            log.info(f"No checkpoint in {self.folder}: starting from the beginning")
+            return False
+        path, state = newest
+        self._restore(state, path)
+        self.iteration = state["iteration"]
+        self.window = Window(self.options.loss_window, state["window"])
+        self._pending = [torch.tensor(x, device=self.ranks.device) for x in state["pending"]]
+        self.trained_seconds = state["trained_seconds"]
+        log.info(f"Resumed from {path} at iteration {self.iteration}")
+        return True
+
+    def load_weights(self, path: Path) -> None:
+        """Take the weights of a checkpoint, and nothing else."""
+        self._restore({**checkpoint.load(path), "optimizer": None}, path)
+        log.info(f"Loaded weights from {path}")
+
+    def _restore(self, state: dict[str, Any], path: Path) -> None:
+        if state["vocab_size"] != self.corpus.vocab_size:
+            raise checkpoint.CheckpointError(
+                f"{path} was trained on a vocabulary of {state['vocab_size']}, {self.corpus.name} has "
+                f"{self.corpus.vocab_size}: name the text of that run with data.path"
+            )
+        options = StateDictOptions(full_state_dict=True)
+        if state["optimizer"] is None:
+            from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+            set_model_state_dict(self.model, state["model"], options=options)
+            return
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=options,
+        )
