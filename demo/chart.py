@@ -9,7 +9,7 @@ from rich.text import Text
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # [row][column] in one character cell
 
 
-def chart(curves: Mapping[str, tuple[str, Sequence[float]]], width: int = 72, height: int = 14) -> Text:
+def chart(curves: Mapping[str, tuple[str, Sequence[float]]], width: int = 68, height: int = 14) -> Text:
     """Curves over a common axis: ``{name: (colour, values)}``; values that are not finite leave a gap.
 
     >>> print(chart({"loss": ("green", [3.0, 2.0, 1.5])}, width=20, height=4).plain)  # doctest: +SKIP
