@@ -71,20 +71,22 @@ def synchronize(device_type: str) -> None:
 
 @functools.lru_cache(maxsize=None)
 def event_class(device_type: str) -> Any:
-    """A class of timing events, or None where the device has none and the host clock must do."""
+    """What makes timing events, or None where the device has none and the host clock must do."""
     module = module_of(device_type)
     if module is None:
         return None
-    event = getattr(module, "Event", None)
-    try:
-        start, end = event(enable_timing=True), event(enable_timing=True)
-        start.record()
-        end.record()
-        end.synchronize()
-        start.elapsed_time(end)
-    except Exception:
-        return None
-    return event
+    # torch.Event finds the current stream in C++; torch.cuda.Event does it in Python, ten times slower.
+    for make in (functools.partial(torch.Event, device_type), getattr(module, "Event", None)):
+        try:
+            start, end = make(enable_timing=True), make(enable_timing=True)  # type: ignore[misc]
+            start.record()
+            end.record()
+            end.synchronize()
+            start.elapsed_time(end)
+        except Exception:
+            continue
+        return make
+    return None
 
 
 def get_rng_state(device: torch.device) -> torch.Tensor | None:
