@@ -57,6 +57,9 @@ def install(ledger: Ledger, devices: Devices) -> None:
     generators = getattr(module, "default_generators", None)
     if generators is not None:
         ledger.replace(torch.cuda, "default_generators", generators, f"{devices.backend.where_module()}'s generators")
+    if isinstance(module, types.ModuleType) and not hasattr(module, "_initialized"):
+        why = "activation checkpoints save the random state of initialized devices alone"
+        ledger.replace(module, "_initialized", True, why, "emulated")
     ledger.replace(torch.version, "cuda", CUDA_LEVEL, "code parses it to choose features", "emulated")
     ledger.redirect(
         torch.backends.cuda.is_built,

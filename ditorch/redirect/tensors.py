@@ -84,6 +84,8 @@ def install(ledger: Ledger, devices: Devices) -> None:
         if hasattr(owner, name):
             _wrap_factory(ledger, devices, owner, name)
     _install_methods(ledger, devices)
+    if devices.type != "cpu":
+        _install_data(ledger, devices)
     _install_views(ledger, devices)
 
 
@@ -228,6 +230,34 @@ def _make_type(devices: Devices, original: Callable[..., Any]) -> Callable[..., 
         return self.to(device=devices.indexed(None), dtype=wanted, non_blocking=non_blocking)
 
     return type
+
+
+def _install_data(ledger: Ledger, devices: Devices) -> None:
+    """``p.data = p.data.cuda()``: PyTorch lets CPU and CUDA tensors exchange their data, but not an
+    out-of-tree device's, so there the parameter's whole content is exchanged."""
+    original: Any = torch.Tensor.data
+    write = original.__set__
+
+    def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
+        try:
+            write(self, value)
+        except RuntimeError as error:
+            if "incompatible tensor type" not in str(error) or self.device.type == value.device.type:
+                raise
+            _exchange(self, value)
+
+    why = "a parameter's data may move between the CPU and the accelerator"
+    ledger.replace(torch.Tensor, "data", property(original.__get__, set_data, doc=original.__doc__), why)
+
+
+def _exchange(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    fresh = value.detach()
+    if isinstance(tensor, torch.nn.Parameter):
+        fresh = torch.nn.Parameter(fresh, tensor.requires_grad)
+    elif tensor.requires_grad:
+        fresh.requires_grad_()
+    fresh.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, fresh)
 
 
 def _install_views(ledger: Ledger, devices: Devices) -> None:

@@ -56,7 +56,7 @@ def test_image_classifier_with_amp_and_workers(tmp_path: Path) -> None:
 @pytest.mark.distributed
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
 def test_ddp_under_torchrun(tmp_path: Path) -> None:
-    module = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0")
+    module = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
     output = ditorch_run(*module, str(EXAMPLES / "train_ddp.py"), "--steps", "4", folder=tmp_path)
     assert "trained on 2 x cuda" in output
 

@@ -341,6 +341,18 @@ def _() -> bool:
     return all(p.is_cuda for p in model.parameters()) and torch.ones(2).cuda(0, non_blocking=True).is_cuda
 
 
+@use("p.data = p.data.cuda()")
+def _() -> bool:
+    model = torch.nn.Linear(2, 2)
+    before = model.weight
+    for parameter in model.parameters():
+        parameter.data = parameter.data.cuda()
+    model(torch.ones(1, 2, device="cuda")).sum().backward()
+    same = model.weight is before and model.weight.is_cuda and model.weight.requires_grad
+    model.weight.data = model.weight.data.to("cpu")
+    return same and isinstance(model.weight, torch.nn.Parameter) and not model.weight.is_cuda
+
+
 @use(".is_cuda")
 def _() -> bool:
     return tensor().is_cuda and not torch.ones(1).is_cuda
