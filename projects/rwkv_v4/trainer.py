@@ -103,7 +103,8 @@ class Trainer:
         reason, first, saved = "finished", self.iteration, self.iteration
         self._clock_restart(first)
         with self._signals():
-            while self.iteration < options.train_iter:
+            last = min(options.train_iter, options.stop_after or options.train_iter)
+            while self.iteration < last:
                 self._step_started = time.perf_counter()
                 self._pending.append(self.step(self.iteration))
                 self.iteration += 1
@@ -207,7 +208,9 @@ class Trainer:
         """Loss over a part of the text that training does not see, in bits per character and per byte."""
         options = self.options.evaluation
         batches = windows(self.corpus, options.split, options.batch_size, options.max_batches)
-        nats, characters, size = 0.0, 0, 0
+        if self.strategy == "ddp":  # each rank its own share; the other strategies compute together
+            batches = batches[self.ranks.rank :: self.ranks.world]
+        nats, characters, size = 0.0, 0.0, 0.0
         self.parallel.eval()
         for window in batches:
             ids = torch.from_numpy(window.astype(np.int64)).to(self.ranks.device)
@@ -215,19 +218,22 @@ class Trainer:
                 loss = self.parallel(ids[:, :-1], ids[:, 1:])
             nats += float(loss) * window[:, 1:].size
             characters += window[:, 1:].size
-            size += int(self.corpus.bytes_per_id[window[:, 1:]].sum())
+            size += float(self.corpus.bytes_per_id[window[:, 1:]].sum())
         self.parallel.train()
+        if self.strategy == "ddp":
+            told = torch.tensor([nats, characters, size], dtype=torch.float64, device=self.ranks.device)
+            nats, characters, size = (x * self.ranks.world for x in self.ranks.mean(told).tolist())
         found = {
             "valid_loss": nats / characters,
             "bits_per_character": nats / characters / math.log(2),
             "bits_per_byte": nats / size / math.log(2),
         }
         log.info(
-            f"Evaluation on {options.split} ({characters} characters): loss {found['valid_loss']:.4f}, "
+            f"Evaluation on {options.split} ({characters:.0f} characters): loss {found['valid_loss']:.4f}, "
             f"{found['bits_per_character']:.4f} bits per character, {found['bits_per_byte']:.4f} bits per byte"
         )
         if hasattr(self, "metrics"):
-            self.metrics.add({"iteration": self.iteration - 1, "split": options.split, "characters": characters, **found})
+            self.metrics.add({"iteration": self.iteration - 1, "split": options.split, "characters": round(characters), **found})
         return found
 
     # --- checkpoints --------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ train = dict(
     seed=0,
     ctx_len=1024,
     train_iter=10000,
+    stop_after=None,  # stop after this many iterations, as if interrupted: the schedule is that of train_iter
     max_seconds=None,  # stop after this much training time, evaluation not counted
     global_batch_size=8,
     lr=8e-4,
