@@ -169,8 +169,9 @@ def _drain_remark(tool: Any, bench: Bench) -> str:
     speed = written / max(tool.write_seconds, 1e-9)
     room = "had room" if not tool.writer.waited else "was full at times"
     return (
-        f"OpCapture: {written / 1e6 / (bench.steps + 1):.0f} MB per step, queue of {tool.writer.most_bytes / 1e6:.0f} MB "
-        f"{room} (peak {tool.writer.peak_bytes / 1e6:.0f} MB); one writer drains {speed / 1e6:.0f} MB/s, "
+        f"OpCapture: {written / 1e6 / (bench.steps + 1):.0f} MB per step, "
+        f"queue of {tool.writer.most_bytes / 1e6:.0f} MB {room} "
+        f"(peak {tool.writer.peak_bytes / 1e6:.0f} MB); one writer drains {speed / 1e6:.0f} MB/s, "
         f"a plain file takes {raw / 1e6:.0f} MB/s: {speed / raw:.0%}"
     )
 

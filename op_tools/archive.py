@@ -131,7 +131,7 @@ def _decode_group(value: Mapping[str, Any]) -> Any:
         found = getattr(torch.return_types, kind.rsplit(".", 1)[-1], None)
         if found is not None:
             return found(members)
-    if kind.endswith("OrderedDict") or kind.endswith("defaultdict"):
+    if kind.endswith(("OrderedDict", "defaultdict")):
         return dict(zip(value["names"], members))
     return tuple(members)
 
@@ -152,14 +152,18 @@ class _Storage:
     __slots__ = ("dtype", "identity")
 
     def __init__(self, index: int, nbytes: int, dtype: torch.dtype) -> None:
-        kind = _storage_kinds().get(dtype)
-        size = dtype.itemsize
-        self.dtype = dtype if kind is not None and nbytes % size == 0 else None
-        typed = (getattr(torch, kind), nbytes // size) if self.dtype is not None else (torch.UntypedStorage, nbytes)
-        self.identity = ("storage", typed[0], str(index), "cpu", typed[1])
+        kind, size = _storage_kinds().get(dtype), dtype.itemsize
+        self.dtype: torch.dtype | None
+        self.identity: tuple[Any, ...]
+        if kind is not None and nbytes % size == 0:
+            self.dtype = dtype
+            self.identity = ("storage", getattr(torch, kind), str(index), "cpu", nbytes // size)
+        else:
+            self.dtype = None
+            self.identity = ("storage", torch.UntypedStorage, str(index), "cpu", nbytes)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _storage_kinds() -> dict[torch.dtype, str]:
     return {d: n for d, n in torch.storage._dtype_to_storage_type_map().items() if hasattr(torch, n)}
 
@@ -221,7 +225,8 @@ def save(path: Path, payload: Mapping[str, Any]) -> None:
 def _buffer_of(storage: torch.UntypedStorage) -> Any:
     if storage.nbytes() == 0:
         return b""
-    return memoryview(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
+    flat: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return memoryview(flat)
 
 
 _BYTE_ORDER: Final = sys.byteorder.encode()
@@ -264,9 +269,7 @@ def write_archive(path: str, records: Sequence[tuple[str, Any]]) -> None:
         if position + length >= _MASK:
             tail += _END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, count, count, length, position)
             tail += _LOCATOR64.pack(b"PK\6\7", 0, position + length, 1)
-        tail += _END.pack(
-            b"PK\5\6", 0, 0, count, count, min(length, _MASK), min(position, _MASK), 0
-        )
+        tail += _END.pack(b"PK\5\6", 0, 0, count, count, min(length, _MASK), min(position, _MASK), 0)
         _write_all(handle, tail)
 
 

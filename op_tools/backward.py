@@ -35,7 +35,7 @@ class _Slice(NamedTuple):
 class Edges(NamedTuple):
     """The gradient edges of a call's inputs, as they were before the call."""
 
-    count: int  # tensors among the inputs
+    tensors: int  # among the inputs
     by_node: dict[tuple[Any, int], list[int]]  # (node, output number) of inputs that have a history
     nodes: set[Any]
     leaves: dict[int, list[int]]  # id of inputs that are leaves
@@ -64,7 +64,7 @@ def edges_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Edges | None:
                 place = _Slice(
                     tuple(tensor.shape),
                     tuple(tensor.stride()),
-                    tensor.storage_offset() - base.storage_offset(),
+                    int(tensor.storage_offset()) - int(base.storage_offset()),
                 )
                 bases.setdefault((base.grad_fn, base.output_nr), (count, place))
         count += 1
@@ -116,7 +116,7 @@ def attach(call: Call, edges: Edges, listeners: tuple[Tool, ...]) -> None:
     found = _nodes_of_call(sources, edges)
     if not found:
         return
-    state = _Backward(call, listeners, len(found), len(outputs), edges.count)
+    state = _Backward(call, listeners, len(found), len(outputs), edges.tensors)
     before = tuple([t for t in listeners if t.wants_backward_start])
     for number, (node, facts) in enumerate(found):
         if before:
@@ -160,9 +160,7 @@ class _Backward:
 
     __slots__ = ("call", "grad_inputs", "grad_outputs", "heard", "listeners", "nodes", "queued", "sizes")
 
-    def __init__(
-        self, call: Call, listeners: tuple[Tool, ...], nodes: int, outputs: int, inputs: int
-    ) -> None:
+    def __init__(self, call: Call, listeners: tuple[Tool, ...], nodes: int, outputs: int, inputs: int) -> None:
         self.call, self.listeners, self.nodes = call, listeners, nodes
         self.sizes = (outputs, inputs)
         self.reset()

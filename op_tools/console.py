@@ -10,12 +10,8 @@ from typing import Any, Final
 from .opcall import Described, Finding, TensorMeta, labelled, short
 
 # The column orders of the documented tables.
-CAPTURE_COLUMNS: Final = (
-    "name device dtype numel shape stride requires_grad layout data_ptr".split()
-)
-DEFAULT_COLUMNS: Final = (
-    "name shape stride numel dtype device requires_grad layout data_ptr".split()
-)
+CAPTURE_COLUMNS: Final = ["name", "device", "dtype", "numel", "shape", "stride", "requires_grad", "layout", "data_ptr"]
+DEFAULT_COLUMNS: Final = ["name", "shape", "stride", "numel", "dtype", "device", "requires_grad", "layout", "data_ptr"]
 COMPARE_COLUMNS: Final = ["name", "allclose", "max_abs_diff", "max_relative_diff", "atol", "rtol", "error_info"]
 CAST_COLUMNS: Final = ["name", "target", "action", "config"]
 _MOST_TEMPLATES: Final = 20_000
@@ -186,7 +182,5 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     from html import escape
 
     head = "".join(f"<th>{escape(str(h))}</th>" for h in header)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
-    )
+    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

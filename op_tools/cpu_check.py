@@ -37,9 +37,7 @@ class Inputs(NamedTuple):
     def on_host(self, unpacker: Unpacker) -> Inputs:
         """The same with its copies in host memory: device memory is not held for a backward to come."""
         staged = self.staged
-        return Inputs(
-            staged._replace(storages=tuple(unpacker.fetch(staged)), event=None), self.grad_enabled
-        )
+        return Inputs(staged._replace(storages=tuple(unpacker.fetch(staged)), event=None), self.grad_enabled)
 
     def values(self) -> Any:
         """The arguments as CPU tensors of the original dtypes."""
@@ -65,9 +63,7 @@ class Golden(NamedTuple):
         wanted = [leaf for leaf in self.leaves if leaf is not None]
         if not outputs or not wanted:
             return [None] * len(self.leaves)
-        found = iter(
-            torch.autograd.grad(outputs, wanted, grads, allow_unused=True, retain_graph=True)
-        )
+        found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True, retain_graph=True))
         return [next(found) if leaf is not None else None for leaf in self.leaves]
 
 
@@ -227,7 +223,7 @@ def compare(op: str, name: str, device: Any, golden: Any, tolerances: Tolerances
 
 
 def _leaves(value: Any) -> list[Any]:
-    if isinstance(value, Tensor) or isinstance(value, str):
+    if isinstance(value, (Tensor, str)):
         return [value]
     parts = children(value)
     if parts is None:

@@ -42,7 +42,7 @@ class quiet:
         self._functions.__exit__(kind, error, trace)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def module_of(device_type: str) -> Any:
     """The `torch.<device>` module of a device type, or None for the CPU (`module_of("cuda").Event`)."""
     if device_type in ("cpu", "meta"):
@@ -69,7 +69,7 @@ def synchronize(device_type: str) -> None:
         module.synchronize()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def event_class(device_type: str) -> Any:
     """What makes timing events, or None where the device has none and the host clock must do."""
     module = module_of(device_type)
@@ -107,7 +107,7 @@ def set_rng_state(device: torch.device, state: torch.Tensor) -> None:
         module_of(device.type).set_rng_state(state, device)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def can_pin(device_type: str) -> bool:
     """Whether copies to pinned host memory are worth it for this device."""
     if device_type == "cpu":

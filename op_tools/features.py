@@ -77,8 +77,6 @@ def _remove_all() -> None:
         handle.remove()
 
 
-
-
 def apply_feature(
     ops: Any,
     feature: str,

@@ -415,7 +415,7 @@ def _watch_new_threads(interceptor: Interceptor) -> Callable[[], None]:
             thread.run = watched_run  # type: ignore[method-assign]
         original(thread, *args, **kwargs)
 
-    threading.Thread.start = start  # type: ignore[method-assign]
+    threading.Thread.start = start  # type: ignore[method-assign,assignment]
 
     def undo() -> None:
         if threading.Thread.start is start:
@@ -451,7 +451,7 @@ def _watch_inside_backward(interceptor: Interceptor) -> Callable[[], None]:
     variable = torch.autograd.Variable
     engine = variable._execution_engine
     watched = _WatchedEngine(engine, interceptor)
-    variable._execution_engine = watched
+    variable._execution_engine = watched  # type: ignore[assignment]
 
     def undo() -> None:
         if variable._execution_engine is watched:

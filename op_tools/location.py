@@ -29,9 +29,7 @@ def _belongs_to_user(code: CodeType) -> bool:
     name = code.co_filename
     if name == _REPLAY:  # a replayed call is made there
         return True
-    return not (
-        name.startswith((_TORCH, _HERE, _DITORCH)) or name.startswith("<frozen") or name in _INTERNAL_FILES
-    )
+    return not (name.startswith((_TORCH, _HERE, _DITORCH, "<frozen")) or name in _INTERNAL_FILES)
 
 
 def call_site(depth: int = 2) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -52,7 +52,7 @@ class Group(NamedTuple):
 
 
 # A described argument: a tensor, the text of any other value, or a container of these.
-Part = Union[TensorMeta, str, Group]
+Part: TypeAlias = "TensorMeta | str | Group"
 
 
 class Described(NamedTuple):
@@ -151,9 +151,7 @@ def _tensor_meta(tensor: Tensor, ptrs: list[int]) -> TensorMeta:
         if not ptrs or ptrs[-1] != 0:
             ptrs.append(0)
         shape = tuple(int(n) for n in tensor.size()) if not tensor.is_nested else ()
-        return TensorMeta(
-            shape, None, tensor.numel(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout
-        )
+        return TensorMeta(shape, None, tensor.numel(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout)
 
 
 def _describe_part(value: Any, ptrs: list[int]) -> Part:
@@ -269,9 +267,7 @@ def _rebuild(value: Any, kind: type, members: list[Any]) -> Any:
     return kind(members)
 
 
-def labelled(
-    described: Described, what: str, style: str = "inputs"
-) -> list[tuple[str, TensorMeta | str]]:
+def labelled(described: Described, what: str, style: str = "inputs") -> list[tuple[str, TensorMeta | str]]:
     """Rows of a table: a lone argument is `inputs`, several are `inputs[i]`, nested ones `inputs [i][j]`.
 
     >>> [label for label, _ in labelled(describe((1, [2])), "inputs")]

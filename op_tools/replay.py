@@ -54,9 +54,9 @@ def _known_functions() -> dict[str, Callable[..., Any]]:
             if not name.endswith(("__get__", "__set__", "__delete__", "from_file", "__reduce_ex__", "__setstate__")):
                 _by_name[name] = function
         for name in factories() - {"torch.from_file"}:
-            function = getattr(torch, name.rsplit(".", 1)[-1], None)
-            if function is not None:
-                _by_name[name] = function
+            factory = getattr(torch, name.rsplit(".", 1)[-1], None)
+            if factory is not None:
+                _by_name[name] = factory
     return _by_name
 
 
@@ -139,7 +139,7 @@ class CapturedOp:
 
     def run_backward(self) -> list[Tensor | None] | None:
         """Run the backward pass with the captured gradients; None when there is none."""
-        outputs = [t for t in tensors_in(self.result)]
+        outputs = list(tensors_in(self.result))
         if not any(t.requires_grad for t in outputs) or not any(t.requires_grad for t in self._inputs):
             return None
         with torch._C.DisableTorchFunction():

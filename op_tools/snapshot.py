@@ -57,10 +57,10 @@ class Staged(NamedTuple):
 
 def span_of(tensor: Tensor) -> tuple[int, int]:
     """First and last (exclusive) element of its storage that a tensor touches (`span_of(x[2:])`)."""
-    first = tensor.storage_offset()
+    first = int(tensor.storage_offset())
     if tensor.numel() == 0:
         return first, first
-    extent = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
+    extent = sum((int(size) - 1) * int(step) for size, step in zip(tensor.shape, tensor.stride()))
     return first, first + extent + 1
 
 
@@ -124,7 +124,7 @@ def stage(value: Any, event: bool = True) -> Staged:
             tensor.dtype,
             tuple(tensor.shape),
             tuple(tensor.stride()),
-            tensor.storage_offset() - start // tensor.element_size(),
+            int(tensor.storage_offset()) - start // tensor.element_size(),
             tensor.requires_grad,
             tensor.is_conj(),
             tensor.is_neg(),
@@ -222,9 +222,7 @@ def _bytes_of(copy: Tensor) -> Tensor:
     return flat.set_(copy.untyped_storage())
 
 
-def rebuild(
-    tree: Any, storages: Iterable[Tensor], cast: Mapping[torch.dtype, torch.dtype] | None = None
-) -> Any:
+def rebuild(tree: Any, storages: Iterable[Tensor], cast: Mapping[torch.dtype, torch.dtype] | None = None) -> Any:
     """Tensors again, from a staged tree and the bytes of its storages; `cast` changes dtypes, not layouts."""
     flats = list(storages)
     changed: dict[tuple[int, torch.dtype], Tensor] = {}

@@ -13,43 +13,205 @@ from torch.overrides import resolve_name
 
 # Calls that only ask about a tensor or set it up: no kernel of a model runs in them.
 BOOKKEEPING: Final = frozenset(
-    """
-    __array__ __array_priority__ __array_wrap__ __class__ __contains__ __cuda_array_interface__ __deepcopy__
-    __dir__ __dlpack__ __dlpack_device__ __format__ __hash__ __iter__ __reduce__ __reduce_ex__ __repr__
-    __setstate__ __torch_dispatch__ _backward_hooks _dimI _dimV _indices _is_view _is_zerotensor _nnz
-    _reduce_ex_internal _typed_storage _update_names _values _version align_as apply_ as_subclass can_cast
-    data_ptr dense_dim dim dim_order element_size get_default_dtype get_device has_names has_torch_function
-    initial_seed is_complex is_conj is_contiguous is_distributed is_floating_point is_grad_enabled
-    is_inference is_inference_mode_enabled is_neg is_nonzero is_pinned is_same_size is_set_to is_shared
-    is_signed is_storage is_tensor itemsize layout manual_seed map_ names ndim ndimension nelement numel
-    pin_memory promote_types q_per_channel_axis q_scale q_zero_point qscheme record_stream refine_names
-    register_hook register_post_accumulate_grad_hook rename rename_ requires_grad requires_grad_ result_type
-    retain_grad seed set_rng_state get_rng_state share_memory_ size sparse_dim storage storage_offset
-    storage_type stride type_str typename untyped_storage broadcast_shapes finfo iinfo is_warn_always_enabled
-    set_default_device get_default_device set_grad_enabled set_printoptions compiled_with_cxx11_abi
-    """.split()
+    [
+        "__array__",
+        "__array_priority__",
+        "__array_wrap__",
+        "__class__",
+        "__contains__",
+        "__cuda_array_interface__",
+        "__deepcopy__",
+        "__dir__",
+        "__dlpack__",
+        "__dlpack_device__",
+        "__format__",
+        "__hash__",
+        "__iter__",
+        "__reduce__",
+        "__reduce_ex__",
+        "__repr__",
+        "__setstate__",
+        "__torch_dispatch__",
+        "_backward_hooks",
+        "_dimI",
+        "_dimV",
+        "_indices",
+        "_is_view",
+        "_is_zerotensor",
+        "_nnz",
+        "_reduce_ex_internal",
+        "_typed_storage",
+        "_update_names",
+        "_values",
+        "_version",
+        "align_as",
+        "apply_",
+        "as_subclass",
+        "can_cast",
+        "data_ptr",
+        "dense_dim",
+        "dim",
+        "dim_order",
+        "element_size",
+        "get_default_dtype",
+        "get_device",
+        "has_names",
+        "has_torch_function",
+        "initial_seed",
+        "is_complex",
+        "is_conj",
+        "is_contiguous",
+        "is_distributed",
+        "is_floating_point",
+        "is_grad_enabled",
+        "is_inference",
+        "is_inference_mode_enabled",
+        "is_neg",
+        "is_nonzero",
+        "is_pinned",
+        "is_same_size",
+        "is_set_to",
+        "is_shared",
+        "is_signed",
+        "is_storage",
+        "is_tensor",
+        "itemsize",
+        "layout",
+        "manual_seed",
+        "map_",
+        "names",
+        "ndim",
+        "ndimension",
+        "nelement",
+        "numel",
+        "pin_memory",
+        "promote_types",
+        "q_per_channel_axis",
+        "q_scale",
+        "q_zero_point",
+        "qscheme",
+        "record_stream",
+        "refine_names",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "rename",
+        "rename_",
+        "requires_grad",
+        "requires_grad_",
+        "result_type",
+        "retain_grad",
+        "seed",
+        "set_rng_state",
+        "get_rng_state",
+        "share_memory_",
+        "size",
+        "sparse_dim",
+        "storage",
+        "storage_offset",
+        "storage_type",
+        "stride",
+        "type_str",
+        "typename",
+        "untyped_storage",
+        "broadcast_shapes",
+        "finfo",
+        "iinfo",
+        "is_warn_always_enabled",
+        "set_default_device",
+        "get_default_device",
+        "set_grad_enabled",
+        "set_printoptions",
+        "compiled_with_cxx11_abi",
+    ]
 )
 _GETTER_ENDINGS: Final = (".__get__", ".__set__", ".__delete__")
 # Functions that run other operators on the user's behalf: what happens inside them is watched too.
 _TRANSPARENT_NAMES: Final = frozenset({"torch.Tensor.backward", "torch.autograd.grad", "torch.autograd.backward"})
 _CONVERSIONS: Final = frozenset(
-    """to type type_as float half double bfloat16 int long short char byte bool cuda cpu npu mlu xpu musa
-    hpu gcu soft mps cfloat cdouble chalf""".split()
+    [
+        "to",
+        "type",
+        "type_as",
+        "float",
+        "half",
+        "double",
+        "bfloat16",
+        "int",
+        "long",
+        "short",
+        "char",
+        "byte",
+        "bool",
+        "cuda",
+        "cpu",
+        "npu",
+        "mlu",
+        "xpu",
+        "musa",
+        "hpu",
+        "gcu",
+        "soft",
+        "mps",
+        "cfloat",
+        "cdouble",
+        "chalf",
+    ]
 )
-_TRANSFERS: Final = frozenset("to cuda cpu npu mlu xpu musa hpu gcu soft mps".split())
+_TRANSFERS: Final = frozenset(["to", "cuda", "cpu", "npu", "mlu", "xpu", "musa", "hpu", "gcu", "soft", "mps"])
 # Python-level compositions that draw random numbers without a schema that would say so.
 _RANDOM_COMPOSITIONS: Final = frozenset(
-    """dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu gumbel_softmax
-    multi_head_attention_forward scaled_dot_product_attention fractional_max_pool2d fractional_max_pool3d
-    fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices lstm gru rnn_tanh rnn_relu
-    uniform_ normal_ trunc_normal_ xavier_uniform_ xavier_normal_ kaiming_uniform_ kaiming_normal_ orthogonal_
-    sparse_ svd_lowrank pca_lowrank""".split()
+    [
+        "dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
+        "alpha_dropout",
+        "feature_alpha_dropout",
+        "rrelu",
+        "gumbel_softmax",
+        "multi_head_attention_forward",
+        "scaled_dot_product_attention",
+        "fractional_max_pool2d",
+        "fractional_max_pool3d",
+        "fractional_max_pool2d_with_indices",
+        "fractional_max_pool3d_with_indices",
+        "lstm",
+        "gru",
+        "rnn_tanh",
+        "rnn_relu",
+        "uniform_",
+        "normal_",
+        "trunc_normal_",
+        "xavier_uniform_",
+        "xavier_normal_",
+        "kaiming_uniform_",
+        "kaiming_normal_",
+        "orthogonal_",
+        "sparse_",
+        "svd_lowrank",
+        "pca_lowrank",
+    ]
 )
-COLLECTIVES: Final = (
-    "all_reduce all_gather all_gather_into_tensor all_gather_coalesced all_reduce_coalesced all_to_all "
-    "all_to_all_single barrier broadcast gather reduce reduce_scatter reduce_scatter_tensor scatter send recv "
-    "isend irecv"
-).split()
+COLLECTIVES: Final = [
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_coalesced",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,7 +286,7 @@ def _is_view_overload(overload: Any) -> bool:
     return any(i is not None and not i.is_write for i in infos)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def factories() -> frozenset[str]:
     """Names of the functions that take their device from the default device."""
     from torch.utils._device import _device_constructors

@@ -26,6 +26,7 @@ class Writer:
         self.dropped = 0
         self.waited = 0  # how often the run had to wait for the disk
         self.peak_bytes = 0
+        self.last_error: Exception | None = None
         self._bytes = 0
         self._jobs: deque[Any] = deque()
         self._unfinished = 0
@@ -76,6 +77,8 @@ class Writer:
             nbytes, job = item
             try:
                 job()
+            except Exception as error:  # a job that fails must not end the thread
+                self.last_error = error
             finally:
                 del item, job  # a finished job must not hold its tensors while the thread waits
                 with self._change:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,7 +28,7 @@ class OpAutoCompare(Tool):
     prefix = "OP_AUTOCOMPARE"
     order = 20
     wants_backward = True
-    columns = {
+    columns: ClassVar[dict[str, str]] = {
         "call_id": "INTEGER",
         "site": "INTEGER",
         "phase": "TEXT",
@@ -92,7 +92,9 @@ class OpAutoCompare(Tool):
         if not all_right(rows):
             self._save(call, {"device": self._forward_parts(call, inputs, result), "cpu": _golden_parts(reference)})
 
-    def _reference(self, call: Call, inputs: cpu_check.Inputs, cast: dict[torch.dtype, torch.dtype]) -> cpu_check.Golden:
+    def _reference(
+        self, call: Call, inputs: cpu_check.Inputs, cast: dict[torch.dtype, torch.dtype]
+    ) -> cpu_check.Golden:
         mutates = call.traits.mutates or "out" in call.kwargs or bool(call.kwargs.get("inplace"))
         state = torch.get_rng_state()
         try:
@@ -106,9 +108,7 @@ class OpAutoCompare(Tool):
 
     # -- backward -------------------------------------------------------------------------------------
 
-    def after_backward(
-        self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]
-    ) -> None:
+    def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
         noted = call.notes.get(self)
         if noted is None:
             return
@@ -212,9 +212,7 @@ class OpAutoCompare(Tool):
             *labelled(cpu_inputs, "inputs(cpu)"),
             *labelled(cpu_outputs, "outputs(cpu)"),
         ]
-        pointers = (
-            call.inputs.data_ptrs + call.outputs.data_ptrs + cpu_inputs.data_ptrs + cpu_outputs.data_ptrs
-        )
+        pointers = call.inputs.data_ptrs + call.outputs.data_ptrs + cpu_inputs.data_ptrs + cpu_outputs.data_ptrs
         self._show(call, reference, shown, pointers, rows)
 
     def _show_backward(

@@ -87,9 +87,7 @@ class Tool:
     def after_node(self, call: Call, node: int) -> None:
         """A backward node of the call has run."""
 
-    def after_backward(
-        self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]
-    ) -> None:
+    def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
         """The backward pass of the call is complete."""
 
     def finish(self) -> None:
@@ -223,9 +221,7 @@ class Tool:
         if key in self._failures:
             return
         self._failures.add(key)
-        self._report(
-            Finding(self.name, call.op, "tool-failure", f"{what}: {_reason(error)}", call.id, call.location)
-        )
+        self._report(Finding(self.name, call.op, "tool-failure", f"{what}: {_reason(error)}", call.id, call.location))
 
     def found(self, call: Call, kind: str, message: str, once: bool = False) -> None:
         """Report something about a call; `once` keeps it to one report per operator and kind."""
@@ -259,9 +255,7 @@ class Tool:
             assert self._store is not None
             inputs, outputs = call.inputs, call.outputs
             key = (call.op, call.location, inputs.args, inputs.kwargs, outputs.args)
-            found = call.notes["site"] = self._store.site(
-                key, call.op, call.location, lambda: describe_site(call)
-            )
+            found = call.notes["site"] = self._store.site(key, call.op, call.location, lambda: describe_site(call))
         return found
 
     def record(self, *row: Any) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Container, Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -35,7 +36,13 @@ class OpCapture(Tool):
     prefix = "OP_CAPTURE"
     order = 40
     wants_backward = True
-    columns = {"call_id": "INTEGER", "site": "INTEGER", "part": "TEXT", "path": "TEXT", "bytes": "INTEGER"}
+    columns: ClassVar[dict[str, str]] = {
+        "call_id": "INTEGER",
+        "site": "INTEGER",
+        "part": "TEXT",
+        "path": "TEXT",
+        "bytes": "INTEGER",
+    }
 
     def __init__(
         self,
@@ -131,9 +138,7 @@ class OpCapture(Tool):
             self.writer.drain()
         self._show_done()
 
-    def after_backward(
-        self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]
-    ) -> None:
+    def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
         noted = call.notes.get(self)
         if noted is None:
             return
@@ -219,7 +224,7 @@ class OpCapture(Tool):
                 shown = self.view.tables.render(
                     self.site(call),
                     call.op,
-                    lambda call=call: console.call_rows(call.inputs, call.outputs),
+                    functools.partial(console.call_rows, call.inputs, call.outputs),
                     pointers,
                     console.CAPTURE_COLUMNS,
                 )
@@ -229,7 +234,7 @@ class OpCapture(Tool):
                 shown = self.view.tables.render(
                     (call.op, outputs.args, inputs.args),
                     call.op,
-                    lambda o=outputs, i=inputs: labelled(o, "grad_output") + labelled(i, "grad_inputs"),
+                    functools.partial(_gradient_rows, outputs, inputs),
                     outputs.data_ptrs + inputs.data_ptrs,
                     console.CAPTURE_COLUMNS,
                 )
@@ -251,8 +256,16 @@ class OpCapture(Tool):
             facts.append(f"{lost} captures were dropped")
         return facts
 
+    def records(self) -> list[dict[str, Any]]:
+        """The files of the last run, in the order of the calls (`capture.records()[0]["path"]`)."""
+        return sorted(super().records(), key=lambda row: row["call_id"])
+
     def polish(self, row: dict[str, Any]) -> None:
         row.pop("described", None)
+
+
+def _gradient_rows(outputs: Described, inputs: Described) -> console.LabelledRows:
+    return labelled(outputs, "grad_output") + labelled(inputs, "grad_inputs")
 
 
 class _Shown:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -33,7 +33,13 @@ class OpDtypeCast(Tool):
     transforms = True
     announces = True
     order = 70  # outside OpFallback: what is cast may then run on the CPU
-    columns = {"call_id": "INTEGER", "site": "INTEGER", "target": "TEXT", "action": "TEXT", "config": "TEXT"}
+    columns: ClassVar[dict[str, str]] = {
+        "call_id": "INTEGER",
+        "site": "INTEGER",
+        "target": "TEXT",
+        "action": "TEXT",
+        "config": "TEXT",
+    }
 
     def prepare(self) -> None:
         self._texts: dict[str, str] = {}
@@ -87,12 +93,12 @@ class OpDtypeCast(Tool):
         for key, value in call.kwargs.items():
             kwargs[key] = map_tensors(value, change)
             index += 1
-        before = {key: _version(tensor) for key, tensor in cast.items()}
+        versions = {key: _version(tensor) for key, tensor in cast.items()}
         with _without_autocast(call):
             result = run(tuple(args), kwargs)
-        for key, tensor in cast.items():
-            if _version(tensor) != before[key]:  # an in-place operator wrote to the cast copy
-                originals[key].copy_(tensor)
+        for number, tensor in cast.items():
+            if _version(tensor) != versions[number]:  # an in-place operator wrote to the cast copy
+                originals[number].copy_(tensor)
         result = self._give_back(result, cast, originals, expected, mapping, actions)
         call.notes[self] = (actions, config)
         return result

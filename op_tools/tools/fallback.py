@@ -11,7 +11,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,9 +25,32 @@ from .base import Tool
 
 # Kernels without arithmetic: they allocate, move or rename, and stay on the device.
 _STAY: Final = frozenset(
-    """empty empty_strided empty_like new_empty new_empty_strided empty_permuted detach detach_ alias
-    lift_fresh lift set_ resize_ resize_as_ record_stream is_pinned pin_memory _pin_memory set_data
-    _has_compatible_shallow_copy_type view _unsafe_view _reshape_alias is_same_size""".split()
+    [
+        "empty",
+        "empty_strided",
+        "empty_like",
+        "new_empty",
+        "new_empty_strided",
+        "empty_permuted",
+        "detach",
+        "detach_",
+        "alias",
+        "lift_fresh",
+        "lift",
+        "set_",
+        "resize_",
+        "resize_as_",
+        "record_stream",
+        "is_pinned",
+        "pin_memory",
+        "_pin_memory",
+        "set_data",
+        "_has_compatible_shallow_copy_type",
+        "view",
+        "_unsafe_view",
+        "_reshape_alias",
+        "is_same_size",
+    ]
 )
 # Kernels that write to arguments their schema does not declare as written.
 _UNDECLARED: Final = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
@@ -43,7 +66,7 @@ class _Kernel(NamedTuple):
     random: bool
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _kernel(func: Any) -> _Kernel:
     schema = func._schema
     name = schema.name.split("::")
@@ -83,7 +106,7 @@ class OpFallback(Tool):
     order = 80
     wants_backward = True
     wants_backward_start = True
-    columns = {"call_id": "INTEGER", "site": "INTEGER", "ran_on": "TEXT", "step": "INTEGER"}
+    columns: ClassVar[dict[str, str]] = {"call_id": "INTEGER", "site": "INTEGER", "ran_on": "TEXT", "step": "INTEGER"}
 
     def prepare(self) -> None:
         # Copies may be kept only where every operator passes through here, so that every write is seen.
@@ -532,8 +555,8 @@ def _run_whole(call: Call) -> Any:
 
 
 def _identical(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(left, right) or torch.equal(left.isnan(), right.isnan()) and torch.equal(
-        left.nan_to_num(), right.nan_to_num()
+    return torch.equal(left, right) or (
+        torch.equal(left.isnan(), right.isnan()) and torch.equal(left.nan_to_num(), right.nan_to_num())
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from typing import Any
+from typing import Any, ClassVar
 
 from .. import console
 from ..intercept import Call
@@ -23,7 +23,12 @@ class OpObserve(Tool):
     name = "OpObserve"
     prefix = "OP_OBSERVE"
     order = 30
-    columns = {"call_id": "INTEGER", "site": "INTEGER", "step": "INTEGER", "data_ptrs": "BLOB"}
+    columns: ClassVar[dict[str, str]] = {
+        "call_id": "INTEGER",
+        "site": "INTEGER",
+        "step": "INTEGER",
+        "data_ptrs": "BLOB",
+    }
 
     def after(self, call: Call) -> None:
         self.announce(call)
@@ -34,9 +39,7 @@ class OpObserve(Tool):
             self.view.block(
                 f"{call.op}    forward_id: {call.id}",
                 call.location,
-                self.view.tables.render(
-                    site, call.op, lambda: console.call_rows(call.inputs, call.outputs), pointers
-                ),
+                self.view.tables.render(site, call.op, lambda: console.call_rows(call.inputs, call.outputs), pointers),
             )
 
     def polish(self, row: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
@@ -82,7 +82,7 @@ class OpOverflowCheck(Tool):
     prefix = "OP_OVERFLOW_CHECK"
     order = 35
     wants_backward = True
-    columns = {
+    columns: ClassVar[dict[str, str]] = {
         "call_id": "INTEGER",
         "site": "INTEGER",
         "phase": "TEXT",
@@ -163,9 +163,7 @@ class OpOverflowCheck(Tool):
             leaving = () if call.traits.view else self._all(tensors_in(call.result))
             self._enter(_Entry(call, "forward", arriving, leaving))
 
-    def after_backward(
-        self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]
-    ) -> None:
+    def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
         with self._guard:
             arriving, leaving = self._all(grad_outputs), self._all(grad_inputs)
             self._enter(_Entry(call, "backward", arriving, leaving))
@@ -273,9 +271,7 @@ class OpOverflowCheck(Tool):
     def summary(self) -> list[str]:
         facts = [f"{self.measured} tensors measured, {self.reused} seen again unchanged"]
         if self._made:
-            facts.append(
-                f"{self._made} calls made NaN or Inf from finite inputs, {self._passed_on} passed them on"
-            )
+            facts.append(f"{self._made} calls made NaN or Inf from finite inputs, {self._passed_on} passed them on")
             first = self.first()
             facts.append(f"first: {first.op} at {first.location}")
         return facts

@@ -9,7 +9,7 @@ import time
 from array import array
 from collections import deque
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 from .. import console, settings, store
 from ..devices import event_class
@@ -70,7 +70,7 @@ class OpTimeMeasure(Tool):
     order = 90  # closest to the kernel: the work of other tools is not measured
     wants_backward = True
     wants_backward_start = True
-    columns = {
+    columns: ClassVar[dict[str, str]] = {
         "call_id": "INTEGER",
         "site": "INTEGER",
         "phase": "TEXT",
@@ -128,9 +128,7 @@ class OpTimeMeasure(Tool):
             first, device_type = opened
             call.notes.setdefault((self, "spans"), []).append((first, self._mark(device_type)))
 
-    def after_backward(
-        self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]
-    ) -> None:
+    def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
         spans = call.notes.pop((self, "spans"), [])
         host = call.notes.pop((self, "host"), 0)
         if not spans:
@@ -195,8 +193,9 @@ class OpTimeMeasure(Tool):
                 self.view.tables.render(
                     (call.op, outputs.args, inputs.args),
                     call.op,
-                    lambda: labelled(outputs, "grad_outputs", "gradients")
-                    + labelled(inputs, "grad_inputs", "gradients"),
+                    lambda: (
+                        labelled(outputs, "grad_outputs", "gradients") + labelled(inputs, "grad_inputs", "gradients")
+                    ),
                     outputs.data_ptrs + inputs.data_ptrs,
                 )
             ]

@@ -77,9 +77,7 @@ def run(code: str, folder: Path, **environment: str) -> str:
 def command(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("OP_", "AUTOCOMPARE"))}
     env |= {"OMP_NUM_THREADS": "2", "OP_TOOLS_RESULTS_DIR": str(folder / "op_tools_results")}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240
-    )
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
 
 
 def tables(text: str) -> list[tuple[list[str], list[list[str]]]]:
@@ -250,7 +248,7 @@ def test_time_measure(tmp_path: Path, snippet: str) -> None:
     headers = [t[0] for t in shown]
     assert ["name", "forward_id", "forward_elasped", "unit"] in headers
     assert ["name", "forward_id", "backward_elasped", "unit"] in headers
-    header, rows = next(t for t in shown if t[0][:2] == ["name", "forward_id"] and t[1][0][0] == "torch.Tensor.div")
+    _, rows = next(t for t in shown if t[0][:2] == ["name", "forward_id"] and t[1][0][0] == "torch.Tensor.div")
     assert re.fullmatch(r"\d+\.\d{8}", rows[0][2])
     assert rows[0][3] == "ms"
     assert re.search(r"snippet\.py:\d+ code_snippet: b = a\.add\(1e-5\)\n\+", out)
@@ -438,11 +436,9 @@ def test_offline_commands(tmp_path: Path) -> None:
     assert any(t[0][: len(COMPARE_HEADER)] == COMPARE_HEADER for t in tables(done.stdout))
     assert "torch.nn.functional.linear grad" in done.stdout
 
-    done = command(
-        ["op_tools/run_op_from_data.py", f"{folder}/", "--sync_time_measure", "--run_times", "3"], tmp_path
-    )
+    done = command(["op_tools/run_op_from_data.py", f"{folder}/", "--sync_time_measure", "--run_times", "3"], tmp_path)
     assert done.returncode == 0, done.stderr
-    whole = [t for t in tables(done.stdout) if "backward_elasped" in t[0] and "forward_elasped" in t[0]][0]
+    whole = next(t for t in tables(done.stdout) if "backward_elasped" in t[0] and "forward_elasped" in t[0])
     assert [row[:2] for row in whole[1]] == [["torch.nn.functional.linear", str(i)] for i in (1, 2, 3)]
     assert "op elasped info saved to " in done.stdout
 

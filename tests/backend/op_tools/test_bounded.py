@@ -1,0 +1,68 @@
+"""Memory stays flat, however long a tool is on."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from typing import Any
+
+import pytest
+import torch
+
+import op_tools
+
+TOOLS = ["OpObserve", "OpTimeMeasure", "OpCapture", "OpOverflowCheck", "OpFallback", "OpDtypeCast", "OpAutoCompare"]
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as handle:
+        return int(handle.read().split()[1]) * resource.getpagesize()
+
+
+def device_memory(device: str) -> int:
+    return torch.cuda.memory_allocated() if torch.empty(0, device=device).device.type != "cpu" else 0
+
+
+def grow(name: str, device: str, steps: int) -> tuple[int, int]:
+    """Growth of host and device memory over the second half of a run."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(4, 8, device=device)
+    options: dict[str, Any] = {"max_calls": 2 * steps} if name == "OpCapture" else {}
+    tool = getattr(op_tools, name)(**options)
+    marks = []
+    with tool:
+        for step in range(steps):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            if step in (steps // 2, steps - 1):
+                gc.collect()
+                marks.append((resident(), device_memory(device)))
+            if name == "OpCapture" and step % 200 == 199:  # the files themselves are not under test
+                tool.writer.drain()
+                _remove_files(tool)
+    (host_a, device_a), (host_b, device_b) = marks
+    return host_b - host_a, device_b - device_a
+
+
+def _remove_files(tool: Any) -> None:
+    import shutil
+
+    shutil.rmtree(tool.folder, ignore_errors=True)
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_memory_is_flat(device: str, name: str) -> None:
+    host, on_device = grow(name, device, 300)
+    assert host < 24 << 20
+    assert on_device <= 4 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", TOOLS)
+def test_memory_is_flat_over_ten_thousand_steps(device: str, name: str) -> None:
+    host, on_device = grow(name, device, 10_000)
+    assert host < 48 << 20
+    assert on_device <= 4 << 20

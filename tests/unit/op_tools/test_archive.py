@@ -1,0 +1,197 @@
+"""Captured files: faithful, whole or absent, and harmless to read."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from op_tools import archive
+from op_tools.archive import ArchiveError
+from op_tools.opcall import tensors_in
+from op_tools.snapshot import Unpacker, rebuild, stage
+
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.uint8,
+]
+
+
+@st.composite
+def strided(draw: Any) -> torch.Tensor:
+    """Tensors of every layout that slicing, transposing and expanding can make."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 5), max_size=4))
+    base = torch.arange(max(1, torch.Size(shape).numel())).to(dtype)[: torch.Size(shape).numel()].reshape(shape)
+    if base.dim() and draw(st.booleans()):
+        base = base.permute(*draw(st.permutations(range(base.dim()))))
+    if base.dim() and draw(st.booleans()):
+        base = base[draw(st.integers(0, 2)) :: draw(st.integers(1, 3))]
+    if draw(st.booleans()):
+        base = base.unsqueeze(0).expand(3, *base.shape)
+    if base.is_complex() and draw(st.booleans()):
+        base = base.conj()
+    if base.dtype.is_floating_point and draw(st.booleans()):
+        base = base.detach().requires_grad_()
+    return base
+
+
+def check_same(left: torch.Tensor, right: torch.Tensor) -> None:
+    assert left.dtype == right.dtype
+    assert left.shape == right.shape
+    assert left.stride() == right.stride()
+    assert left.requires_grad == right.requires_grad
+    assert left.is_conj() == right.is_conj()
+    assert torch.equal(left.detach(), right.detach())
+
+
+@given(st.lists(strided(), min_size=1, max_size=3))
+@settings(deadline=None, max_examples=60)
+def test_staged_tensors_keep_their_layout(tensors: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        back = Unpacker().unpack(stage(tensors))
+    for old, new in zip(tensors, back):
+        check_same(old, new)
+        assert new.data_ptr() != old.data_ptr() or old.numel() == 0
+
+
+@given(st.lists(strided(), min_size=1, max_size=3))
+@settings(deadline=None, max_examples=60)
+def test_saved_tensors_keep_their_layout(tensors: list[torch.Tensor]) -> None:
+    path = Path("x.pth")
+    archive.save(path, {"args": archive.encode(tuple(tensors))})
+    for old, new in zip(tensors, archive.load(path)["args"]):
+        check_same(old, new)
+        assert old.storage_offset() == new.storage_offset()
+
+
+def test_shared_memory_stays_shared() -> None:
+    base = torch.randn(6, 6)
+    with torch.no_grad():
+        a, b, c = Unpacker().unpack(stage((base[1:], base.t(), torch.randn(2))))
+    assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    assert c.untyped_storage().data_ptr() != a.untyped_storage().data_ptr()
+    archive.save(Path("x.pth"), {"args": archive.encode((a, b))})
+    a, b = archive.load(Path("x.pth"))["args"]
+    a.zero_()
+    assert b[:, 1:].abs().sum() == 0
+
+
+def test_a_small_view_of_a_large_storage_is_cut_out() -> None:
+    base = torch.randn(1 << 18)
+    with torch.no_grad():
+        staged = stage((base[1000:1010],))
+    assert staged.nbytes < 1000
+    (back,) = Unpacker().unpack(staged)
+    assert torch.equal(back, base[1000:1010])
+
+
+def test_casting_keeps_layout_and_sharing() -> None:
+    base = torch.randn(4, 6)
+    with torch.no_grad():
+        staged = stage((base[1:, ::2], base.t(), torch.arange(3)))
+        a, b, c = rebuild(staged.tree, Unpacker().fetch(staged), {torch.float32: torch.float64})
+    assert a.dtype == b.dtype == torch.float64
+    assert c.dtype == torch.int64
+    assert a.stride() == base[1:, ::2].stride()
+    assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+VALUES = [
+    slice(1, None, 2),
+    Ellipsis,
+    torch.Size([1, 2]),
+    torch.device("cpu"),
+    torch.float16,
+    torch.strided,
+    torch.channels_last,
+    range(1, 5, 2),
+    {"a": [1, (2.5, None)], 3: "x"},
+    2 + 3j,
+    "text",
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
+def test_values_come_back(value: Any) -> None:
+    archive.save(Path("x.pth"), {"args": archive.encode((value,))})
+    assert archive.load(Path("x.pth"))["args"] == (value,)
+
+
+def test_plain_torch_load_reads_a_capture() -> None:
+    archive.save(Path("x.pth"), {"args": archive.encode((torch.ones(3), torch.nn.Parameter(torch.ones(2))))})
+    first, second = torch.load("x.pth", weights_only=True)["args"]
+    assert first.tolist() == [1.0] * 3
+    assert second.requires_grad
+
+
+def test_large_records_and_sparse_tensors() -> None:
+    big = torch.randn(300_000)
+    archive.save(Path("x.pth"), {"args": archive.encode((big, torch.eye(3).to_sparse()))})
+    back, sparse = archive.load(Path("x.pth"))["args"]
+    assert torch.equal(back, big)
+    assert torch.equal(sparse.to_dense(), torch.eye(3))
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch exploded",)
+
+
+def test_nothing_in_a_file_is_executed() -> None:
+    torch.save({"format": 1, "args": (Bomb(),)}, "x.pth")
+    with pytest.raises(ArchiveError, match=r"x\.pth: cannot be read"):
+        archive.load(Path("x.pth"))
+    Path("y.pth").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(ArchiveError, match=r"y\.pth"):
+        archive.load(Path("y.pth"))
+    assert not Path("exploded").exists()
+
+
+@given(st.integers(0, 2000))
+@settings(deadline=None, max_examples=40)
+def test_truncated_files_are_a_clear_error(length: int) -> None:
+    archive.save(Path("whole.pth"), {"args": archive.encode((torch.arange(100),))})
+    content = Path("whole.pth").read_bytes()
+    Path("cut.pth").write_bytes(content[: min(length, len(content) - 1)])
+    with pytest.raises(ArchiveError, match=r"cut\.pth"):
+        archive.load(Path("cut.pth"))
+
+
+def test_foreign_files_are_a_clear_error() -> None:
+    torch.save([1, 2], "x.pth")
+    with pytest.raises(ArchiveError, match="no capture"):
+        archive.load(Path("x.pth"))
+    torch.save({"format": 99}, "x.pth")
+    with pytest.raises(ArchiveError, match="format 99"):
+        archive.load(Path("x.pth"))
+
+
+def test_a_failed_write_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(archive, "write_archive", fail)
+    with pytest.raises(OSError, match="No space"):
+        archive.save(Path("x.pth"), {"args": ()})
+    assert not Path("x.pth").exists()
+
+
+def test_opaque_arguments_are_described() -> None:
+    encoded = archive.encode((object(), torch.zeros(1)))
+    archive.save(Path("x.pth"), {"args": encoded})
+    args = archive.load(Path("x.pth"))["args"]
+    assert archive.unknown_in(args) == ["builtins.object"]
+    assert len(list(tensors_in(args))) == 1

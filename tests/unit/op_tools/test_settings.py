@@ -1,0 +1,120 @@
+"""Settings are parsed once, and mistakes are named."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from op_tools import settings
+from op_tools.settings import OpFilter, SettingsError
+
+names = st.from_regex(r"torch\.(Tensor\.|nn\.functional\.)?[a-z_]{1,12}", fullmatch=True)
+dtypes = st.sampled_from(["torch.float16", "torch.half", "bfloat16", "torch.float32", "torch.double", "torch.int8"])
+
+
+@given(st.lists(names, max_size=6))
+def test_lists_of_names_come_back(entries: list[str]) -> None:
+    assert settings.split_list(", ".join(entries)) == entries
+
+
+@given(st.lists(names, min_size=1, max_size=5, unique=True), names)
+def test_a_list_of_full_names_matches_exactly_these(entries: list[str], other: str) -> None:
+    chosen = OpFilter([re.escape(e) for e in entries])
+    assert all(chosen.matches(e) for e in entries)
+    assert chosen.matches(other) == (other in entries)
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_a_filter_or_a_named_error(text: str) -> None:
+    try:
+        OpFilter(settings.split_list(text), include_from="OP_CAPTURE_LIST").matches("torch.add")
+    except SettingsError as error:
+        message = str(error)
+    else:
+        message = "OP_CAPTURE_LIST"
+    assert "OP_CAPTURE_LIST" in message
+
+
+@given(st.dictionaries(dtypes, dtypes, min_size=1))
+def test_dtype_maps_come_back(mapping: dict[str, str]) -> None:
+    text = ",".join(f"{a}->{b}" for a, b in mapping.items())
+    parsed = settings.parse_dtype_map(text, "X")
+    last = {settings.parse_dtype(a, "X"): settings.parse_dtype(b, "X") for a, b in mapping.items()}
+    assert parsed == last
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_a_dtype_map_or_a_named_error(text: str) -> None:
+    try:
+        settings.parse_dtype_map(text, "OP_DTYPE_CAST_DICT")
+    except SettingsError as error:
+        message = str(error)
+    else:
+        message = "OP_DTYPE_CAST_DICT"
+    assert "OP_DTYPE_CAST_DICT" in message
+
+
+@given(st.floats(0, 1e3), st.floats(0, 1e3))
+def test_tolerances_come_back(atol: float, rtol: float) -> None:
+    assert settings.parse_tolerance(f"{atol!r},{rtol!r}", "X") == (atol, rtol)
+
+
+@pytest.mark.parametrize("text", ["1e-3", "a,b", "1,2,3", "-1,0", "nan,0", ""])
+def test_bad_tolerances_are_named(text: str) -> None:
+    with pytest.raises(SettingsError, match="LINEAR_AUTOCOMPARE"):
+        settings.parse_tolerance(text, "LINEAR_AUTOCOMPARE_ERROR_TOLERANCE_FLOAT16")
+
+
+def test_regular_expressions_and_exclusion() -> None:
+    chosen = OpFilter([r"torch\.Tensor\.(add|sub)_?"], ["torch.Tensor.sub"])
+    assert chosen.matches("torch.Tensor.add")
+    assert chosen.matches("torch.Tensor.sub_")
+    assert not chosen.matches("torch.Tensor.sub")
+    assert not chosen.matches("torch.Tensor.address")
+    assert settings.split_list("torch.add{1,2},torch.sub") == ["torch.add{1,2}", "torch.sub"]
+
+
+def test_a_bad_regular_expression_is_named() -> None:
+    with pytest.raises(SettingsError, match=r"OP_CAPTURE_LIST: '\(torch' is not a valid regular expression"):
+        OpFilter(["(torch"], include_from="OP_CAPTURE_LIST")
+
+
+def test_unused_patterns_are_reported_with_near_misses() -> None:
+    chosen = OpFilter(["torch.nn.functional.linera"], ["torch.mul"], "OP_X_LIST", "OP_X_DISABLE_LIST")
+    chosen.matches("torch.nn.functional.linear")
+    first, second = chosen.unused()
+    assert first == (
+        "OP_X_LIST: 'torch.nn.functional.linera' matched no operator; did you mean torch.nn.functional.linear?"
+    )
+    assert second.startswith("OP_X_DISABLE_LIST: 'torch.mul'")
+
+
+def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OP_CAPTURE_LIST", "torch.sub")
+    assert OpFilter.from_environment("OP_CAPTURE").matches("torch.sub")
+    assert not OpFilter.from_environment("OP_CAPTURE", ops=["torch.add"]).matches("torch.sub")
+
+
+def test_flags_numbers_and_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("X", "perhaps")
+    for read in (lambda: settings.flag("X"), lambda: settings.number("X", 1), lambda: settings.choice("X", ("a", "b"))):
+        with pytest.raises(SettingsError, match="X="):
+            read()
+    monkeypatch.setenv("X", "-3")
+    with pytest.raises(SettingsError, match="at least"):
+        settings.number("X", 1)
+    assert settings.parse_dtype("half", "X") is torch.float16
+    assert settings.op_prefix("torch.nn.functional.linear") == "LINEAR"
+
+
+def test_files_are_named_after_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    assert settings.process_label() == str(os.getpid())
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert settings.process_label() == f"{os.getpid()}_rank1"

@@ -1,0 +1,144 @@
+"""Records and background writing: bounded, batched, readable at any time."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from pathlib import Path
+
+from op_tools import store
+from op_tools.store import Store, write_csv
+from op_tools.writer import Writer
+
+
+def test_rows_are_readable_while_the_store_is_open() -> None:
+    records = Store(Path("r.sqlite").absolute())
+    add = records.table("ops", {"name": "TEXT", "n": "INTEGER"})
+    for n in range(10):
+        add(("torch.add", n))
+    records.flush()
+    with sqlite3.connect("r.sqlite") as other:
+        assert other.execute("SELECT count(*) FROM ops").fetchone() == (10,)
+    assert records.rows("SELECT max(n) AS top FROM ops") == [{"top": 9}]
+    records.close()
+
+
+def test_an_idle_run_is_written_without_being_asked() -> None:
+    records = Store(Path("r.sqlite").absolute())
+    records.table("ops", {"name": "TEXT"})(("torch.add",))
+    end = time.monotonic() + 20
+    count = 0
+    while not count and time.monotonic() < end:
+        time.sleep(0.2)
+        with sqlite3.connect("r.sqlite") as other:
+            (count,) = other.execute("SELECT count(*) FROM ops").fetchone()
+    assert count == 1
+    records.close()
+
+
+def test_the_number_of_rows_is_bounded() -> None:
+    records = Store(Path("r.sqlite").absolute(), most_rows=100)
+    add = records.table("ops", {"n": "INTEGER"})
+    for n in range(20_000):
+        add((n,))
+    records.flush()
+    (row,) = records.rows("SELECT count(*) AS n FROM ops")
+    assert row["n"] <= 4000
+    assert records.dropped >= 16_000
+    assert len(records._waiting) == 0
+    records.close()
+
+
+def test_a_site_is_described_once() -> None:
+    records = Store(Path("r.sqlite").absolute())
+    calls = []
+    for _ in range(3):
+        assert records.site("key", "torch.add", "here", lambda: calls.append(1)) == 0
+    assert records.site("other", "torch.add", "there", lambda: None) == 1
+    assert calls == [1]
+    assert len(records.rows("SELECT * FROM sites")) == 2
+    records.close()
+
+
+def test_a_forked_child_does_not_write_to_its_parents_file() -> None:
+    records = Store(Path("r.sqlite").absolute())
+    add = records.table("ops", {"n": "INTEGER"})
+    add((1,))
+    child = os.fork()
+    if child == 0:
+        try:
+            store.forget_in_child()
+            add((2,))
+            records.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert records.rows("SELECT n FROM ops") == [{"n": 1}]
+    records.close()
+
+
+def test_csv_has_one_header_and_appears_whole() -> None:
+    path = write_csv(Path("a/b.csv"), ["x", "y"], [[1, 2], [3, 4]])
+    assert path.read_text().split() == ["x,y", "1,2", "3,4"]
+    assert [p.name for p in Path("a").iterdir()] == ["b.csv"]
+
+
+def test_the_queue_never_holds_more_than_it_may() -> None:
+    writer = Writer(most_bytes=100, threads=2)
+    done: list[int] = []
+
+    def slowly(n: int) -> None:
+        time.sleep(0.001)
+        done.append(n)
+
+    for n in range(50):
+        assert writer.reserve(30)
+        writer.submit(30, lambda n=n: slowly(n))
+    writer.drain()
+    assert sorted(done) == list(range(50))
+    assert writer.peak_bytes <= 100
+    assert writer.waited > 0
+    writer.close()
+
+
+def test_a_job_larger_than_the_queue_still_gets_through() -> None:
+    writer = Writer(most_bytes=10)
+    assert writer.reserve(1000)
+    done = threading.Event()
+    writer.submit(1000, done.set)
+    writer.drain()
+    assert done.is_set()
+    writer.close()
+
+
+def test_dropping_instead_of_waiting() -> None:
+    writer = Writer(most_bytes=10, drop_when_full=True)
+    gate = threading.Event()
+    assert writer.reserve(10)
+    writer.submit(10, lambda: bool(gate.wait(10)) or None)
+    assert not writer.reserve(5)
+    gate.set()
+    writer.drain()
+    assert writer.reserve(5)
+    assert writer.dropped == 1
+    writer.release(5)
+    writer.close()
+
+
+def test_a_job_that_fails_frees_its_room_and_the_next_one_runs() -> None:
+    writer = Writer(most_bytes=10)
+    done = threading.Event()
+
+    def fail() -> None:
+        raise ValueError("no")
+
+    for job in (fail, done.set):
+        assert writer.reserve(10)
+        writer.submit(10, job)
+    writer.drain()
+    assert done.is_set()
+    assert writer._bytes == 0
+    assert str(writer.last_error) == "no"
+    writer.close()

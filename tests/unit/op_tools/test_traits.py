@@ -1,0 +1,83 @@
+"""What is known of a function before it is called."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from op_tools.archive import ArchiveError
+from op_tools.replay import function_of
+from op_tools.traits import name_of, traits_of
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (torch.add, "torch.add"),
+        (torch.Tensor.add_, "torch.Tensor.add_"),
+        (F.linear, "torch.nn.functional.linear"),
+        (F.cross_entropy, "torch.nn.functional.cross_entropy"),
+        (torch.split, "torch.split"),
+        (torch.linalg.norm, "torch.linalg.norm"),
+        (torch._foreach_add, "torch._foreach_add"),
+        (torch.Tensor.shape.__get__, "torch.Tensor.shape.__get__"),
+        (torch.randn, "torch.randn"),
+        (torch.autograd.grad, "torch.autograd.grad"),
+        (subprocess.run, "subprocess.run"),
+    ],
+)
+def test_names(function: object, name: str) -> None:
+    assert name_of(function) == name
+
+
+def test_nature() -> None:
+    assert traits_of(torch.Tensor.view).view
+    assert traits_of(torch.Tensor.t).view
+    assert not traits_of(torch.add).view
+    assert not traits_of(torch.Tensor.reshape).mutates
+    assert traits_of(torch.Tensor.mul_).mutates
+    assert not traits_of(torch.Tensor.__add__).mutates
+    assert traits_of(torch.rand).random
+    assert traits_of(F.dropout).random
+    assert traits_of(torch.exp).random is False
+    assert traits_of(subprocess.run).random is None
+    assert traits_of(torch.Tensor.shape.__get__).bookkeeping
+    assert traits_of(torch.Tensor.numel).bookkeeping
+    assert traits_of(torch.Tensor.backward).transparent
+    assert traits_of(torch.zeros).factory
+    assert traits_of(torch.Tensor.half).conversion
+    assert traits_of(torch.Tensor.cuda).transfer
+
+
+@pytest.mark.parametrize(
+    "name", ["torch.hub.load", "torch.save", "os.system", "torch.load", "torch.from_file", "torch.compile"]
+)
+def test_only_operators_are_looked_up_for_replay(name: str) -> None:
+    with pytest.raises(ArchiveError, match="no operator"):
+        function_of(name)
+
+
+def test_operators_are_looked_up_for_replay() -> None:
+    assert function_of("torch.nn.functional.linear") is F.linear
+    assert function_of("torch.Tensor.add") is torch.Tensor.add
+    assert function_of("torch._foreach_add") is torch._foreach_add
+
+
+def test_importing_op_tools_activates_and_imports_nothing_else() -> None:
+    code = (
+        "import sys, op_tools, torch; "
+        "assert 'ditorch' not in sys.modules and 'rich' not in sys.modules and 'pandas' not in sys.modules; "
+        "assert torch._C._len_torch_function_stack() == 0"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=_root())
+    assert done.returncode == 0, done.stderr
+
+
+def _root() -> str:
+    from pathlib import Path
+
+    return str(Path(__file__).resolve().parents[3])
