@@ -121,7 +121,7 @@ def measure_calls(ditorch: Any, real: str, repeat: int) -> dict[str, float]:
         }
 
     best: dict[str, dict[str, float]] = {"ditorch": {}, "by hand": {}}
-    for _ in range(7):
+    for _ in range(40):
         for name in best:
             if not ditorch.backend.native:
                 ditorch.activate() if name == "ditorch" else ditorch.deactivate()
@@ -135,7 +135,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", help="backend (DITORCH_DEVICE)")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--repeat", type=int, default=5000)
+    parser.add_argument("--repeat", type=int, default=500)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--batch", type=int, default=4)

@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+import ditorch
+
 PROGRAMS = Path(__file__).parent / "programs"
 PROJECT = Path(__file__).resolve().parents[3]
 
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.slow,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices"),
+    pytest.mark.skipif(ditorch.backend.module.device_count() < 2, reason="needs two devices"),
 ]
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import ditorch
+
 PROJECT = Path(__file__).resolve().parents[3]
 EXAMPLES = PROJECT / "examples"
 pytestmark = pytest.mark.slow
@@ -54,7 +56,7 @@ def test_image_classifier_with_amp_and_workers(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+@pytest.mark.skipif(ditorch.backend.module.device_count() < 2, reason="needs two devices")
 def test_ddp_under_torchrun(tmp_path: Path) -> None:
     module = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
     output = ditorch_run(*module, str(EXAMPLES / "train_ddp.py"), "--steps", "4", folder=tmp_path)
