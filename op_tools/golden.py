@@ -89,6 +89,7 @@ class GoldenResult:
     run: Run | None = None
     seconds: float = 0.0
     note: str = ""
+    random: bool = False
 
     @property
     def outputs(self) -> Any:
@@ -178,7 +179,7 @@ def _first_that_works(source: Source, dtype_cast: Cast | None, backward: bool) -
         try:
             done = _execute(source, cast, backward, guard)
         except _DrawsRandomNumbers:
-            return GoldenResult(False, "random: two runs draw different numbers", source)
+            return GoldenResult(False, "random: two runs draw different numbers", source, random=True)
         except Exception as error:
             first_error = first_error or _one_line(error)
             continue

@@ -295,7 +295,7 @@ _LOW_ON_CPU: Final = _words("""
     native_batch_norm_backward native_batch_norm_legit native_batch_norm_legit_no_training batch_norm_with_update
     batch_norm_no_update batch_norm_backward upsample_linear1d upsample_bilinear2d upsample_bicubic2d
     upsample_trilinear3d grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward mse_loss
-    linalg_cross logit addr
+    linalg_cross logit addr special_i0e
     """)
 _LOW: Final = {"cpu": _LOW_ON_CPU, "soft": _LOW_ON_CPU, "privateuseone": _LOW_ON_CPU}
 
@@ -449,3 +449,27 @@ def chosen_values(name: str, source: Any, device: Tensor, golden: Tensor) -> Ten
         repeated = (ordered.diff(dim=dim) == 0).any(dim, keepdim=True)
         different = different | repeated.expand_as(different)
     return different
+
+
+# --- vectors of unit length: their sign (or phase) is free ----------------------------------------------------
+
+_FREE_VECTORS: Final[dict[tuple[str, int], int]] = {  # (function, number of the result): dimension along a vector
+    ("eigh", 1): -2,
+    ("eig", 1): -2,
+    ("svd", 0): -2,
+    ("svd", 2): -1,
+}
+
+
+def turned(name: str, number: int, device: Any, golden: Any) -> Any:
+    """The golden vectors with the signs that the device chose, where signs are free (`torch.linalg.eigh`)."""
+    last = last_name(name)
+    along = _FREE_VECTORS.get((last, number))
+    if along is None or not isinstance(device, Tensor) or device.shape != golden.shape or device.dim() < 2:
+        return golden
+    if last == "svd" and number == 2 and ".linalg." not in name:
+        along = -2  # torch.svd returns V, torch.linalg.svd its conjugate transpose
+    wide = device.detach().to(golden.dtype)
+    product = (golden.conj() * wide).sum(along, keepdim=True)
+    phase = torch.where(product.abs() > 0, product.sgn(), torch.ones_like(product))
+    return golden * phase

@@ -22,6 +22,7 @@ from .op_facts import Facts, Kind
 Tensor = torch.Tensor
 
 _SINGLE: Final = 2.0**-24
+_LANES: Final = 256
 _TIE: Final = 1e-13  # breaks ties, invisible beside any rounding
 _WIDE: Final = (torch.float64, torch.complex128, torch.float32, torch.complex64)
 
@@ -148,8 +149,8 @@ class Noise(TorchDispatchMode):
         if facts.kind == Kind.POINTWISE:
             return inner * facts.accuracy, inner * facts.accuracy
         length = op_facts.length_of_sums(func, args, kwargs)
-        # One rounding for each term of a sum: they add up like a random walk.
-        grown = inner * math.sqrt(length) * facts.accuracy
+        grown = self._precision.inner * math.sqrt(_roundings(facts.kind, length))
+        grown = max(grown, inner) * facts.accuracy
         if self._inside is not None:
             return grown, grown
         if facts.kind == Kind.SCATTER:
@@ -220,6 +221,16 @@ class Noise(TorchDispatchMode):
             tensor.add_(self._signs(tensor).mul_(precision.smallest / 2).mul_(tensor != 0))
             tensor.masked_fill_(tensor > precision.largest, math.inf)
             tensor.masked_fill_(tensor < -precision.largest, -math.inf)
+
+
+def _roundings(kind: str, length: int) -> float:
+    """How many roundings a term meets on its way into a sum; they add up like a random walk.
+
+    Products of matrices run along the whole sum; other sums are done in parallel lanes that are joined pairwise.
+    """
+    if kind == Kind.CONTRACT:
+        return length
+    return min(length, 1 + math.log2(length) + length / _LANES)
 
 
 def _opened(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from . import op_facts, settings
+from . import chance, op_facts, settings
 from .golden import GoldenResult, Run
 from .opcall import Tensor, children, tensors_in
 from .rounding import Noise, Precision, Trace, unit
@@ -30,6 +30,8 @@ STANDARDS: Final = ("ulp", "torch", "dual", "seed")
 STORED: Final = 2.0
 SIGMAS: Final = 4.0
 PROBES: Final = 16
+_TF32: Final = 2.0**-11
+FEWEST_PROBES: Final = 4  # also when time is short
 
 _SEED_TOLERANCE: Final[dict[torch.dtype, float]] = {
     torch.float16: 1e-4,
@@ -146,6 +148,8 @@ def judge(
         row = Row(f"{name} {part}", False, math.inf, math.inf, 0, 0, mismatch, verdict=WRONG, reason=mismatch)
         return Judgement(WRONG, mismatch, (row,))
     spread = _Spread(result, part, [d for d, _ in pairs], max_seconds) if result is not None else None
+    if part == "output":
+        pairs = [(d, op_facts.turned(name, number, d, g)) for number, (d, g) in enumerate(pairs)]
     rows = []
     for number, (left, right) in enumerate(pairs):
         label = f"{name} {part}" if len(pairs) == 1 else f"{name} {part}[{number}]"
@@ -174,7 +178,7 @@ def judge_call(
     'right'
     """
     if not result.comparable:
-        return Judgement(NOT_COMPARABLE, result.reason)
+        return _judge_random(name, result, outputs)
     total = Judgement(RIGHT, "")
     options: dict[str, Any] = {"result": result, "rules": rules, "max_seconds": max_seconds}
     if outputs is not None:
@@ -186,6 +190,15 @@ def judge_call(
     if grad_inputs is not None and result.grad_inputs is not None:
         total += judge(name, list(grad_inputs), result.grad_inputs, part="grad_input", **options)
     return total
+
+
+def _judge_random(name: str, result: GoldenResult, outputs: Any) -> Judgement:
+    found = chance.judge(name, result.source, outputs) if result.random else None
+    if found is None:
+        return Judgement(NOT_COMPARABLE, result.reason)
+    right, reason = found
+    row = Row(f"{name} output", right, 0.0, 0.0, 0.0, 0.0, "random", verdict=RIGHT if right else WRONG, reason=reason)
+    return Judgement(row.verdict, reason, (row,))
 
 
 # --- pairs of leaves --------------------------------------------------------------------------------------
@@ -439,7 +452,7 @@ class _Spread:
         self.result, self.part = result, part
         self.probes = 0
         self.precision = Precision(_coarsest(result, part, device), result.source.device)
-        self._max_seconds = max_seconds
+        self._max_seconds, self._started = max_seconds, time.perf_counter()
         self._trace: Trace | None = None
         self._exact: list[Any] = []
         self._squares: list[Tensor | None] = []
@@ -461,7 +474,8 @@ class _Spread:
         """Do a few more probes; False when there have been enough."""
         _ = self.trace  # the exact results, before any that are moved
         target = min(PROBES, max(1, 2 * self.probes))
-        if target <= self.probes:
+        late = self._max_seconds is not None and time.perf_counter() - self._started > self._max_seconds
+        if target <= self.probes or (late and self.probes >= FEWEST_PROBES):
             return False
         while self.probes < target:
             self._probe()
@@ -614,11 +628,13 @@ def _explained(pair: _Pair, check: _Check, suspects: Tensor) -> str:
     wrong_device, wrong_golden = check.device[suspects], check.golden[suspects]
     if bool(wrong_device.isnan().any()):
         return "NaN where a number should be"
+    if pair.spread is not None and pair.spread.trace.contracts and pair.device.dtype == torch.float32:
+        # the sums' share of sigma, if every product had the ten bits of TF32
+        grown = _TF32 / (check.precision.stored * math.sqrt(pair.spread.trace.longest_sum))
+        limit = check.bound(STORED, None) + pair.spread.sigma(pair.number, check.golden) * (SIGMAS * max(grown, 1.0))
+        if bool((check.error[suspects] <= limit[suspects]).all()):
+            return "as large as products in TF32 make it (allow_tf32)"
     tiny = torch.finfo(check.precision.dtype).smallest_normal
     if bool((wrong_device == 0).all()) and bool((wrong_golden.abs() < tiny).all()):
         return "subnormal numbers are flushed to zero"
     return ""
-
-
-def _timed(seconds: float | None, started: float) -> bool:
-    return seconds is not None and time.perf_counter() - started > seconds
