@@ -128,8 +128,10 @@ class Runner:
                 raise SystemExit(3) from error  # this process can no longer use the device
             return
         golden_args, golden_kwargs = before
-        result = self.golden.run(call, golden_args, golden_kwargs, name=name, traits=traits, grad_outputs=grad_outputs, device=self.device)
-        judgement = self.verdict.judge_call(name, result, outputs=outputs, grad_inputs=grad_inputs)
+        result = self.golden.run(
+            call, golden_args, golden_kwargs, name=name, traits=traits, grad_outputs=grad_outputs, device=self.device
+        )
+        judgement = self.verdict.judge_call(name, result, outputs=outputs, grad_inputs=grad_inputs, max_seconds=10)
         _count(outcome.verdicts, judgement.verdict)
         outcome.probes += judgement.probes
         for row in judgement.rows:
