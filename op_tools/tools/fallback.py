@@ -49,6 +49,9 @@ _STAY: Final = frozenset(
         "view",
         "_unsafe_view",
         "_reshape_alias",
+        "unsafe_split",
+        "unsafe_chunk",
+        "unsafe_split_with_sizes",
         "is_same_size",
     ]
 )
@@ -497,8 +500,23 @@ def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.layout != torch.strided or not can_pin(device.type) or tensor.numel() == 0:
         return tensor.to(device)
     pinned = torch.empty_like(tensor, pin_memory=True)
+    if pinned.stride() != tensor.stride():
+        return _bytes_to_device(tensor, device)
     pinned.copy_(tensor)
     return pinned.to(device, non_blocking=True)
+
+
+def _bytes_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A result with gaps or overlaps in its memory keeps them."""
+    first, last = span_of(tensor)
+    size = tensor.element_size()
+    flat = torch.empty(0, dtype=torch.uint8)
+    flat.set_(tensor.untyped_storage(), first * size, ((last - first) * size,), (1,))
+    moved = torch.empty(0, dtype=tensor.dtype, device=device)
+    moved.set_(flat.to(device).untyped_storage(), 0, tensor.shape, tensor.stride())
+    if tensor.is_conj():
+        moved = torch._conj(moved)
+    return torch._neg_view(moved) if tensor.is_neg() else moved
 
 
 class _CannotRunWhole(Exception):

@@ -140,11 +140,20 @@ def same_kernels(device: str) -> bool:
     return torch.empty(0, device=device).device.type == "soft" or not torch.cuda.get_device_name().startswith("NVIDIA")
 
 
+# PyTorch computes the gradients of these by another formula while a dispatch mode is on, which OpFallback is
+# (it asks whether tensors are "subclass like"): the last bit may differ.
+OTHER_FORMULA = {"masked_fill", "masked.prod", "linalg.householder_product", "prod"}
+
+
+def without_other_formulas(wrong: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in wrong.items() if not (k.split(" ")[0] in OTHER_FORMULA and v == ["gradients"])}
+
+
 def test_sampled_operators_under_fallback(device: str) -> None:
     if not same_kernels(device):
         pytest.skip("the device's kernels round otherwise than the CPU's")
     wrong, checked = sweep(operators(False), device, 2, {"OpFallback": op_tools.OpFallback})
-    assert wrong == {}
+    assert without_other_formulas(wrong) == {}
     assert checked > 100
 
 
@@ -154,7 +163,7 @@ def test_all_operators_under_fallback(device: str) -> None:
     if not same_kernels(device):
         pytest.skip("the device's kernels round otherwise than the CPU's")
     wrong, checked = sweep(operators(True), device, 3, {"OpFallback": op_tools.OpFallback})
-    assert wrong == {}
+    assert without_other_formulas(wrong) == {}
     assert checked > 1000
 
 
