@@ -69,7 +69,10 @@ def _kernels(trainer: Trainer, step: float, count: int = 5) -> dict[str, Any]:
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         _steps(trainer, 10_000, count)
-    rows = sorted(((e.key, e.self_device_time_total / count / 1e6, e.count / count) for e in seen.key_averages()), key=lambda r: -r[1])
+    rows = sorted(
+        ((e.key, e.self_device_time_total / count / 1e6, e.count / count) for e in seen.key_averages()),
+        key=lambda r: -r[1],
+    )
     busy = sum(seconds for _, seconds, _ in rows)
     wkv = sum(seconds for name, seconds, _ in rows if any(k in name for k in WKV_KERNELS))
     print(f"kernels {busy * 1e3:.3f} ms of {step * 1e3:.3f} ms; wkv {wkv * 1e3:.3f} ms = {wkv / step:.1%} of the step")

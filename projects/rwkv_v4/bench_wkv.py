@@ -167,7 +167,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"not here: {alternative}: {why}")
     sets = [[x.to(args.device) for x in inputs(*args.shape, dtype, seed)] for seed in range(SETS)]
     rows, wrong = {}, 0
-    print(f"{'variant':22} {'fwd ms':>8} {'bwd ms':>8} {'sum ms':>8} {'GB/s':>7} {'of copy':>8} {'error':>9} {'extreme':>9}")
+    print(
+        f"{'variant':22} {'fwd ms':>8} {'bwd ms':>8} {'sum ms':>8} {'GB/s':>7} {'of copy':>8} {'error':>9} {'extreme':>9}"
+    )
     for variant in found:
         try:
             usual = errors(variant, args.device, dtype, extreme=False)

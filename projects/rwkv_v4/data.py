@@ -120,7 +120,9 @@ class Sampler:
         """Where the samples of an iteration start in the text."""
         if self.corpus.same_slice:
             return torch.ones(self.batch, dtype=torch.long)
-        generator = torch.Generator().manual_seed((self.seed << 32) + iteration)
+        # Mixed by numpy: a torch generator on the CPU uses the low 32 bits of its seed only.
+        mixed = np.random.SeedSequence([self.seed, iteration]).generate_state(1)
+        generator = torch.Generator().manual_seed(int(mixed[0]))
         return torch.randint(len(self.ids) - self.corpus.ctx_len - 1, (self.batch,), generator=generator)
 
 
@@ -129,7 +131,9 @@ def windows(corpus: CharCorpus, split: str, batch: int, limit: int | None = None
     ids, step = corpus.split(split), corpus.ctx_len
     count = (len(ids) - 1) // step
     if count < 1:
-        raise CorpusError(f"the {split} part of {corpus.name} has {len(ids)} characters, less than one context of {step}")
+        raise CorpusError(
+            f"the {split} part of {corpus.name} has {len(ids)} characters, less than one context of {step}"
+        )
     starts = np.arange(count) * step
     batches = [starts[i : i + batch] for i in range(0, math.ceil(count / batch) * batch, batch)]
     return [ids[s[:, None] + np.arange(step + 1)] for s in batches[:limit]]

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import random
 
-_WHO = ("the gardener", "a sailor", "the old clock", "my neighbour", "the mill", "a grey cat", "the teacher", "our train")
+_WHO = (
+    "the gardener",
+    "a sailor",
+    "the old clock",
+    "my neighbour",
+    "the mill",
+    "a grey cat",
+    "the teacher",
+    "our train",
+)
 _DOES = ("waits for", "remembers", "paints", "follows", "counts", "forgets", "visits", "draws")
 _WHAT = ("the harbour", "seven apples", "a blue door", "the long winter", "every bridge", "the café", "an empty page")
 _WHEN = ("in the morning", "before the rain", "at noon", "after the harvest", "on Sunday", "when the lamps are lit")

@@ -233,7 +233,9 @@ class Trainer:
             f"{found['bits_per_character']:.4f} bits per character, {found['bits_per_byte']:.4f} bits per byte"
         )
         if hasattr(self, "metrics"):
-            self.metrics.add({"iteration": self.iteration - 1, "split": options.split, "characters": round(characters), **found})
+            self.metrics.add(
+                {"iteration": self.iteration - 1, "split": options.split, "characters": round(characters), **found}
+            )
         return found
 
     # --- checkpoints --------------------------------------------------------------------------------------------

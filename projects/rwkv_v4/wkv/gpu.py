@@ -108,9 +108,7 @@ def _walking(name: str, chunk: int | None, block: int = 64, warps: int = 1) -> V
             kernels.chunk_forward_sums[blocks, chunks - 1, batch](
                 w, k, v, sums, steps, channels, chunks, CHUNK=length, **tail
             )
-        kernels.walk_forward[blocks, chunks, batch](
-            w, u, k, v, y, total, sums, steps, channels, chunks, length, **tail
-        )
+        kernels.walk_forward[blocks, chunks, batch](w, u, k, v, y, total, sums, steps, channels, chunks, length, **tail)
         return y, total
 
     def backward(

@@ -38,7 +38,9 @@ def wkv(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _check(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> None:
     if k.dim() != 3 or k.shape != v.shape:
-        raise ValueError(f"wkv: k and v must both be (batch, time, channels), got {tuple(k.shape)} and {tuple(v.shape)}")
+        raise ValueError(
+            f"wkv: k and v must both be (batch, time, channels), got {tuple(k.shape)} and {tuple(v.shape)}"
+        )
     channels = k.shape[2:]
     if w.shape != channels or u.shape != channels:
         raise ValueError(

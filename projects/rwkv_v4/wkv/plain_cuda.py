@@ -23,7 +23,17 @@ def build() -> Variant:
         raise FileNotFoundError("no nvcc on the PATH or in /usr/local/cuda/bin")
     major, minor = torch.cuda.get_device_capability()
     target = Path(tempfile.mkdtemp(prefix="wkv-plain-")) / "plain.so"
-    command = [nvcc, "-O3", f"-arch=sm_{major}{minor}", "-shared", "-Xcompiler", "-fPIC", str(SOURCE), "-o", str(target)]
+    command = [
+        nvcc,
+        "-O3",
+        f"-arch=sm_{major}{minor}",
+        "-shared",
+        "-Xcompiler",
+        "-fPIC",
+        str(SOURCE),
+        "-o",
+        str(target),
+    ]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode:
         raise RuntimeError(f"nvcc failed: {made.stderr.strip()[:500]}")

@@ -100,9 +100,7 @@ def chunk_forward_sums(w_ptr, k_ptr, v_ptr, sums_ptr, T, C, CHUNKS, CHUNK: tl.co
 
 
 @triton.jit
-def walk_forward(
-    w_ptr, u_ptr, k_ptr, v_ptr, y_ptr, total_ptr, sums_ptr, T, C, CHUNKS, CHUNK, BLOCK: tl.constexpr
-):
+def walk_forward(w_ptr, u_ptr, k_ptr, v_ptr, y_ptr, total_ptr, sums_ptr, T, C, CHUNKS, CHUNK, BLOCK: tl.constexpr):
     """Outputs of one chunk, from the joined sums of the chunks before it. One chunk of length T: sequential."""
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     n = tl.program_id(1)
@@ -278,9 +276,7 @@ def join_forward(l_decay, l_top, l_weighted, l_weights, r_decay, r_top, r_weight
 
 
 @triton.jit
-def tile_forward(
-    w_ptr, u_ptr, k_ptr, v_ptr, y_ptr, total_ptr, T, C, TILE: tl.constexpr, BLOCK: tl.constexpr
-):
+def tile_forward(w_ptr, u_ptr, k_ptr, v_ptr, y_ptr, total_ptr, T, C, TILE: tl.constexpr, BLOCK: tl.constexpr):
     """Outputs of a batch row and block of channels, a tile of time steps at once."""
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     b = tl.program_id(1)
@@ -322,9 +318,7 @@ def tile_forward(
 
 
 @triton.jit
-def join_backward(
-    l_steps, l_decay, l_top, l_v, l_1, l_sv, l_s1, r_steps, r_decay, r_top, r_v, r_1, r_sv, r_s1
-):
+def join_backward(l_steps, l_decay, l_top, l_v, l_1, l_sv, l_s1, r_steps, r_decay, r_top, r_v, r_1, r_sv, r_s1):
     """What two neighbouring stretches ask of the past, the later one first."""
     before = l_top + r_decay
     past, mine = scales(before, r_top)

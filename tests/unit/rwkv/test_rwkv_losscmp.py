@@ -1,0 +1,129 @@
+"""losscmp tells noise from divergence, and reads what runs and logs leave."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from op_tools import losscmp
+from op_tools.losscmp import Curve, LosscmpError, compare, main, read_run
+
+STEPS = np.arange(400)
+
+
+def curve(name: str, seed: int, noise: float = 0.05, extra: np.ndarray | float = 0.0, ahead: float = 0.0) -> Curve:
+    """A loss that falls like a real one, with noise from batch to batch."""
+    falling = 1.5 + 4 * np.exp(-(STEPS + ahead) / 60)
+    scatter = noise * np.random.default_rng(seed).standard_normal(len(STEPS))
+    return Curve(name, STEPS, falling + scatter + extra, True)
+
+
+def rounding(seed: int, size: float = 1e-4) -> np.ndarray:
+    return size * np.random.default_rng(seed).standard_normal(len(STEPS)) * STEPS / 400
+
+
+def drift(start: int, size: float) -> np.ndarray:
+    return np.where(start <= STEPS, size, 0.0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_two_seeds_are_noise(seed: int) -> None:
+    verdict = compare(curve("a", seed), curve("b", seed + 1, ahead=4))
+    assert verdict.kind == "noise"
+    assert not verdict.paired
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), size=st.sampled_from([1e-7, 1e-5, 1e-3]))
+def test_two_devices_differ_by_rounding(seed: int, size: float) -> None:
+    verdict = compare(curve("a", seed), curve("b", seed, extra=rounding(seed + 1, size)))
+    assert verdict.kind == "rounding"
+    assert verdict.paired
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), start=st.integers(40, 300))
+def test_a_small_drift_between_devices_is_found_where_it_begins(seed: int, start: int) -> None:
+    # One per cent: a fifth of the noise from batch to batch, invisible without pairing.
+    faulty = curve("b", seed, extra=rounding(seed + 1) + drift(start, 0.02))
+    verdict = compare(curve("a", seed), faulty)
+    assert verdict.kind == "diverges"
+    assert verdict.step is not None
+    assert abs(verdict.step - start) <= 20
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_a_large_drift_is_found_in_other_data_too(seed: int) -> None:
+    verdict = compare(curve("a", seed), curve("b", seed + 1, extra=drift(200, 0.3)))
+    assert verdict.kind == "diverges"
+    assert verdict.step is not None
+    assert abs(verdict.step - 200) <= 30
+
+
+def test_identical_and_not_finite() -> None:
+    a = curve("a", 0)
+    assert compare(a, a).kind == "identical"
+    broken = a.losses.copy()
+    broken[123] = np.nan
+    verdict = compare(a, Curve("b", STEPS, broken, True))
+    assert (verdict.kind, verdict.step) == ("diverges", 123)
+    with pytest.raises(LosscmpError, match="0 iterations in common"):
+        compare(a, Curve("b", STEPS + 1000, broken, True))
+
+
+LOG = """[08/24 02:43:17 libai]: Rank of current process: 0. World size: 2
+[08/24 02:43:44 lb.utils.events]:  eta: 0:26:36  iteration: 19/10000  consumed_samples: 160  total_loss: 9.68  time: 0.1
+[08/24 02:43:48 lb.utils.events]:  eta: 0:26:33  iteration: 39/10000  consumed_samples: 320  total_loss: 5.177  time: 0.1
+"""
+
+
+def write_run(folder: Path, losses: np.ndarray) -> Path:
+    folder.mkdir()
+    with (folder / "metrics.json").open("w") as file:
+        for i in range(19, len(losses), 20):
+            chunk = losses[i - 19 : i + 1].tolist()
+            file.write(json.dumps({"iteration": i, "total_loss": float(np.median(chunk)), "losses": chunk}) + "\n")
+    return folder
+
+
+def test_a_log_is_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log.txt").write_text(LOG)
+    read = read_run(tmp_path / "log.txt")
+    assert read.steps.tolist() == [19, 39]
+    assert read.losses.tolist() == [9.68, 5.177]
+    run = write_run(tmp_path / "run", np.linspace(9.7, 5, 40))
+    assert main([str(tmp_path / "log.txt"), str(run)]) in (0, 1)
+    shown = capsys.readouterr().out
+    assert "9.68" in shown
+    assert "5.177" in shown
+    assert "(2 iterations" in shown
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b, c = curve("a", 0), curve("b", 0, extra=rounding(1)), curve("c", 0, extra=drift(200, 0.1))
+    runs = [str(write_run(tmp_path / x.name, x.losses)) for x in (a, b, c)]
+    assert main(runs[:2]) == 0
+    assert "b agrees to rounding with a" in capsys.readouterr().out
+    assert main(runs) == 1
+    assert "c DIVERGES from a at iteration " in capsys.readouterr().out
+    assert main(runs[:1]) == 2
+    assert "give at least two" in capsys.readouterr().err
+    assert main([*runs, "gone"]) == 2
+    assert "no such file" in capsys.readouterr().err
+    (tmp_path / "text").write_text("nothing of use")
+    assert main([runs[0], str(tmp_path / "text")]) == 2
+    assert "neither JSON records with a loss nor log lines" in capsys.readouterr().err
+
+
+def test_it_draws(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    image = tmp_path / "curves.png"
+    losscmp.draw([curve("a", 0), curve("b", 1)], image)
+    assert image.read_bytes()[:4] == b"\x89PNG"
