@@ -1,4 +1,4 @@
-"""Times the training step and says where it goes: ``python -m projects.rwkv_v4.bench_step --config configs/enwik8.py``."""
+"""Times the training step and says where it goes: ``python -m projects.rwkv_v4.bench_step --config FILE``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
     parser.add_argument("opts", nargs="*", metavar="key=value")
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
     config = Config(get_config(args.config))
     config.override(args.opts)
     ranks = Ranks.join()

@@ -89,7 +89,7 @@ def errors(variant: Variant, device: str, dtype: torch.dtype, extreme: bool) -> 
 
 
 def timed(call: Callable[[int], Any], device: str, budget: float = 0.4) -> tuple[float, float]:
-    """Median seconds of a call and the spread (quartiles), after warming up; ``call`` gets the number of the input set."""
+    """Median seconds of a call and its spread (quartiles), warmed up; ``call`` gets the number of the input set."""
     for i in range(SETS if device == "cuda" else 1):
         call(i)
     _wait(device)
@@ -165,7 +165,8 @@ def main(arguments: list[str] | None = None) -> int:
     found, missing = variants(args.device)
     for alternative, why in missing.items():
         print(f"not here: {alternative}: {why}")
-    sets = [[x.to(args.device) for x in inputs(*args.shape, dtype, seed)] for seed in range(SETS)]
+    batch, steps, channels = args.shape
+    sets = [[x.to(args.device) for x in inputs(batch, steps, channels, dtype, seed)] for seed in range(SETS)]
     rows, wrong = {}, 0
     print(
         f"{'variant':22} {'fwd ms':>8} {'bwd ms':>8} {'sum ms':>8} {'GB/s':>7} {'of copy':>8} {'error':>9} {'extreme':>9}"
@@ -196,7 +197,12 @@ def main(arguments: list[str] | None = None) -> int:
     if gpu_here:
         print(f"the operator uses: {used}")
     if args.out:
-        result = {"device": name, "torch": torch.__version__, "shape": list(args.shape), "dtype": str(dtype)}
+        result: dict[str, Any] = {
+            "device": name,
+            "torch": torch.__version__,
+            "shape": list(args.shape),
+            "dtype": str(dtype),
+        }
         result |= {"copy_bandwidth": bandwidth, "used": used, "variants": rows, "missing": missing}
         args.out.write_text(json.dumps(result, indent=1) + "\n")
     return int(wrong > 0)

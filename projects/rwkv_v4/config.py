@@ -1,7 +1,7 @@
 """Configurations as Python files: lazy objects, dotted overrides, one yaml file with everything in it.
 
-A config file defines ``model``, ``data``, ``optim`` and ``train``; ``LazyCall(f)(...)`` writes a call down without making
-it. omegaconf and hydra-core do the work where they are installed; without them a few lines below do the part that
+A config file defines ``model``, ``data``, ``optim`` and ``train``; ``LazyCall(f)(...)`` writes a call down without
+making it. omegaconf and hydra-core do the work where they are installed; without them a few lines below do the part that
 these configs use (dotted overrides, ``${a.b}`` references, ``_target_`` calls), so that a bare machine can train too.
 """
 
@@ -69,7 +69,7 @@ class Config:
     0.0004
     """
 
-    def __init__(self, sections: dict[str, Any], library: ModuleType | None | bool = True) -> None:
+    def __init__(self, sections: dict[str, Any], library: ModuleType | bool | None = True) -> None:
         self._omegaconf = _optional("omegaconf") if library is True else (library or None)
         self._tree: Any = self._omegaconf.OmegaConf.create(sections) if self._omegaconf else copy.deepcopy(sections)
 

@@ -129,8 +129,8 @@ def plot_losses(metrics: Path, image: Path) -> bool:
     if raw:
         axes.plot(*zip(*raw), color="0.8", linewidth=0.8, label="each iteration")
         axes.plot([r["iteration"] for r in records], [r["total_loss"] for r in records], label="as printed")
+        axes.legend()
     axes.set(xlabel="iteration", ylabel="loss (nats per character)", yscale="log")
-    axes.legend()
     figure.tight_layout()
     figure.savefig(image, dpi=120)
     pyplot.close(figure)

@@ -112,6 +112,9 @@ class GPT(nn.Module):
     torch.Size([1, 8, 11])
     """
 
+    copy_mask: Tensor
+    token_ids: Tensor
+
     def __init__(
         self,
         vocab_size: int,
@@ -158,7 +161,7 @@ class GPT(nn.Module):
         if self.causal_copy:
             length = idx.shape[1]
             scores = scores * self.copy_mask[:length, :length]
-        return scores @ (idx.unsqueeze(-1) == self.token_ids).to(scores.dtype)
+        return scores @ torch.eq(idx.unsqueeze(-1), self.token_ids).to(scores.dtype)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         logits = widened(logits).flatten(0, 1)

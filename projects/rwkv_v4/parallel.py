@@ -85,7 +85,8 @@ def _fsdp(model: GPT, ranks: Ranks) -> nn.Module:
     mesh = init_device_mesh("cuda", (ranks.world,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 class TensorParallel(nn.Module):

@@ -1,8 +1,8 @@
 """The page with the curves: ``python -m projects.rwkv_v4.report RUN... --out docs/rwkv.md``.
 
-A RUN is a folder with ``metrics.json``, or a folder with the files that ``run_gpu.sh`` leaves (``seed_log.metrics.json``,
-``enwik8.metrics.json``, ``wkv.json``, ``step.json``, ``autocompare.txt``). Every number of the page that was measured comes
-from these files. The page's text around the numbers is kept in ``report_page.md`` beside this module.
+A RUN is a folder with ``metrics.json``, or one with the files that ``run_gpu.sh`` leaves (``seed_log.metrics.json``,
+``enwik8.metrics.json``, ``wkv.json``, ``step.json``, ``autocompare.txt``). Every number of the page that was measured
+comes from these files; the text around them is in ``report_page.md`` beside this module.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def speed_lines(runs: dict[str, Run], other: dict[str, Any]) -> list[str]:
         rate = event["total_throughput"]
         lines.append(
             f"- `{name}`: {rate:.1f} samples/s ({event['time'] * 1e3:.2f} ms per iteration), "
-            f"{rate / LOGGED_SAMPLES_PER_SECOND:.1f} × the log's {LOGGED_SAMPLES_PER_SECOND} on two GPUs."
+            f"{rate / LOGGED_SAMPLES_PER_SECOND:.1f} times the log's {LOGGED_SAMPLES_PER_SECOND} on two GPUs."
         )
     step = other.get("step")
     if step:
@@ -177,7 +177,8 @@ def page(runs: dict[str, Run], other: dict[str, Any], image: str, origin: str) -
         "later": later_table(honest) if honest else ["(not measured yet)"],
         "validation": [
             f"On the {e['split']} part ({e['characters']} characters that training never saw), after iteration "
-            f"{e['iteration']}: **{e['bits_per_character']:.4f} bits per character**, {e['bits_per_byte']:.4f} bits per byte."
+            f"{e['iteration']}: **{e['bits_per_character']:.4f} bits per character**, "
+            f"{e['bits_per_byte']:.4f} bits per byte."
             for e in (honest.evaluations[-1:] if honest else [])
         ]
         or ["(not measured yet)"],

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-import ditorch  # noqa: F401  ("cuda" below means this machine's accelerator)
+import ditorch  # "cuda" below means this machine's accelerator
 
 from . import checkpoint
 from .checkpoint import CheckpointError
@@ -34,7 +34,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--eval-only", action="store_true", help="evaluate the newest checkpoint and end")
     parser.add_argument("--fast-dev-run", action="store_true", help="20 iterations with every part of the trainer")
     parser.add_argument("opts", nargs="*", metavar="key=value", help="changes to the configuration")
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:

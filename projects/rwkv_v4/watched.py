@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--out", type=Path, help="write the report to this file too")
     parser.add_argument("opts", nargs="*", metavar="key=value")
-    args = parser.parse_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
     config = Config(get_config(args.config))
     config.override(["train.compile=false", *args.opts])
     ranks = Ranks.join()

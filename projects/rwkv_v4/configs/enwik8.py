@@ -21,24 +21,24 @@ data = LazyCall(CharCorpus)(path=None, ctx_len="${train.ctx_len}", same_slice=Fa
 
 optim = LazyCall(torch.optim.Adam)(lr="${train.lr}", betas=[0.9, 0.99], eps=1e-8)
 
-train = dict(
-    output_dir="output/enwik8",
-    seed=0,
-    ctx_len=1024,
-    train_iter=10000,
-    stop_after=None,  # stop after this many iterations, as if interrupted: the schedule is that of train_iter
-    max_seconds=None,  # stop after this much training time, evaluation not counted
-    global_batch_size=8,
-    lr=8e-4,
-    final_lr=1e-5,  # reached exponentially at train_iter; null keeps lr
-    log_period=20,
-    loss_window=20,  # the printed loss is a median over this many iterations
-    amp="bf16",  # bf16 or null
-    deterministic=False,
-    compile=None,  # true, false, or null: where the device is a GPU
-    compile_mode="default",
-    load_weight=None,
-    checkpoint=dict(period=1000, keep=2),
-    evaluation=dict(period=0, split="valid", batch_size=8, max_batches=None, at_end=True),
-    dist=dict(strategy="ddp"),  # with several ranks: ddp, fsdp or tensor
-)
+train = {
+    "output_dir": "output/enwik8",
+    "seed": 0,
+    "ctx_len": 1024,
+    "train_iter": 10000,
+    "stop_after": None,  # stop after this many iterations, as if interrupted: the schedule is that of train_iter
+    "max_seconds": None,  # stop after this much training time, evaluation not counted
+    "global_batch_size": 8,
+    "lr": 8e-4,
+    "final_lr": 1e-5,  # reached exponentially at train_iter; null keeps lr
+    "log_period": 20,
+    "loss_window": 20,  # the printed loss is a median over this many iterations
+    "amp": "bf16",  # bf16 or null
+    "deterministic": False,
+    "compile": None,  # true, false, or null: where the device is a GPU
+    "compile_mode": "default",
+    "load_weight": None,
+    "checkpoint": {"period": 1000, "keep": 2},
+    "evaluation": {"period": 0, "split": "valid", "batch_size": 8, "max_batches": None, "at_end": True},
+    "dist": {"strategy": "ddp"},  # with several ranks: ddp, fsdp or tensor
+}

@@ -79,7 +79,7 @@ def test_same_slice_gives_characters_1_to_1025() -> None:
 
 
 def test_bad_texts_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CorpusError, match="no text at gone.txt"):
+    with pytest.raises(CorpusError, match=r"no text at gone\.txt"):
         CharCorpus("gone.txt")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(CorpusError, match="not UTF-8 text"):

@@ -79,8 +79,8 @@ def test_identical_and_not_finite() -> None:
 
 
 LOG = """[08/24 02:43:17 libai]: Rank of current process: 0. World size: 2
-[08/24 02:43:44 lb.utils.events]:  eta: 0:26:36  iteration: 19/10000  consumed_samples: 160  total_loss: 9.68  time: 0.1
-[08/24 02:43:48 lb.utils.events]:  eta: 0:26:33  iteration: 39/10000  consumed_samples: 320  total_loss: 5.177  time: 0.1
+[08/24 02:43:44 lb.utils.events]:  eta: 0:26:36  iteration: 19/10000  consumed_samples: 160  total_loss: 9.68
+[08/24 02:43:48 lb.utils.events]:  eta: 0:26:33  iteration: 39/10000  consumed_samples: 320  total_loss: 5.177
 """
 
 

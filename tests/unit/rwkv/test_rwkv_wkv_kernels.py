@@ -90,7 +90,7 @@ def test_half_inputs_are_widened_not_computed_in(name: str) -> None:
 
 
 def test_strided_inputs() -> None:
-    w, u, k, v, grad = case(2, 16, 12, -5, 3, 1)
+    w, u, k, v, _ = case(2, 16, 12, -5, 3, 1)
     strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k, v)]
     assert not strided[0].is_contiguous()
     assert torch.equal(native.forward(w, u, *strided)[0], native.forward(w, u, k, v)[0])
