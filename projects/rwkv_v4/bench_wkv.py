@@ -168,9 +168,8 @@ def main(arguments: list[str] | None = None) -> int:
     batch, steps, channels = args.shape
     sets = [[x.to(args.device) for x in inputs(batch, steps, channels, dtype, seed)] for seed in range(SETS)]
     rows, wrong = {}, 0
-    print(
-        f"{'variant':22} {'fwd ms':>8} {'bwd ms':>8} {'sum ms':>8} {'GB/s':>7} {'of copy':>8} {'error':>9} {'extreme':>9}"
-    )
+    heads = ("fwd ms", "bwd ms", "sum ms", "GB/s", "of copy", "error", "extreme")
+    print(f"{'variant':22} " + " ".join(head.rjust(n) for head, n in zip(heads, (8, 8, 8, 7, 8, 9, 9))))
     for variant in found:
         try:
             usual = errors(variant, args.device, dtype, extreme=False)

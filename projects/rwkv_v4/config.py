@@ -1,8 +1,8 @@
 """Configurations as Python files: lazy objects, dotted overrides, one yaml file with everything in it.
 
 A config file defines ``model``, ``data``, ``optim`` and ``train``; ``LazyCall(f)(...)`` writes a call down without
-making it. omegaconf and hydra-core do the work where they are installed; without them a few lines below do the part that
-these configs use (dotted overrides, ``${a.b}`` references, ``_target_`` calls), so that a bare machine can train too.
+making it. omegaconf and hydra-core do the work where they are installed. Without them, a few lines below do the part
+that these configs use (dotted overrides, ``${a.b}`` references, ``_target_`` calls): a bare machine can train too.
 """
 
 from __future__ import annotations
