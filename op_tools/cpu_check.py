@@ -11,7 +11,7 @@ import torch
 
 from . import settings
 from .opcall import Tensor, children, map_tensors, tensors_in
-from .snapshot import Staged, Unpacker, has_opaque, rebuild, stage
+from .snapshot import Staged, Unpacker, rebuild, stage
 from .traits import OpTraits
 
 _UPCAST: Final = {
@@ -104,9 +104,8 @@ def run(
 ) -> Golden:
     """Run `function` on the CPU with the arguments, which are on the host, in the dtypes of `cast`."""
     staged = inputs.staged
-    odd = has_opaque(staged.tree)
-    if odd:
-        raise NotComparable(f"arguments of type {', '.join(odd)} cannot be copied")
+    if staged.opaque:
+        raise NotComparable(f"arguments of type {', '.join(staged.opaque)} cannot be copied")
     storages = [s.clone() for s in staged.storages] if mutates else staged.storages
     with torch.no_grad():
         raw = rebuild(staged.tree, storages, cast)

@@ -15,7 +15,7 @@ from . import backward, settings, store, writer
 from .console import View
 from .devices import quiet
 from .location import call_site
-from .opcall import Described, Finding, Tensor, describe, tensors_in
+from .opcall import Described, Finding, Tensor, TensorMeta, describe, tensors_in
 from .traits import COLLECTIVES, OpTraits, traits_of
 
 if TYPE_CHECKING:
@@ -72,6 +72,9 @@ class Call:
     @property
     def device(self) -> torch.device:
         """The device of the call: that of the first tensor that is not on the CPU, or the one it names."""
+        for part in self.inputs.args:  # described already: cheaper than asking the tensors again
+            if type(part) is TensorMeta and part.device.type != "cpu":
+                return part.device
         seen = False
         for tensor in itertools.chain(tensors_in(self.args), tensors_in(self.kwargs), tensors_in(self.result)):
             if not tensor.is_cpu:

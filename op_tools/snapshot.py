@@ -53,6 +53,7 @@ class Staged(NamedTuple):
     storages: tuple[Tensor, ...]
     event: Any
     nbytes: int
+    opaque: tuple[str, ...] = ()  # kinds of tensors that could not be copied
 
 
 def span_of(tensor: Tensor) -> tuple[int, int]:
@@ -115,9 +116,14 @@ def stage(value: Any, event: bool = True) -> Staged:
         if copy.device.type != "cpu":
             device = copy.device
 
+    opaque: list[str] = []
+
     def replace(tensor: Tensor) -> Any:
-        if not _is_plain(tensor):
-            return _stage_odd(tensor)
+        if id(tensor) not in keys:
+            odd = _stage_odd(tensor)
+            if isinstance(odd, Opaque):
+                opaque.append(odd.kind)
+            return odd
         index, start = placed[keys[id(tensor)]]
         return Ref(
             index,
@@ -137,7 +143,7 @@ def stage(value: Any, event: bool = True) -> Staged:
         if kind is not None:
             mark = kind()
             mark.record()
-    return Staged(tree, tuple(storages), mark, nbytes)
+    return Staged(tree, tuple(storages), mark, nbytes, tuple(opaque))
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -276,16 +282,3 @@ def map_leaves(value: Any, change: Any) -> Any:
             return slice(*(map_leaves(v, change) for v in (value.start, value.stop, value.step)))
         return value
     return _rebuild(value, kind, [map_leaves(v, change) for v in parts[1]])
-
-
-def has_opaque(tree: Any) -> list[str]:
-    """Kinds of tensors in a staged tree that could not be copied."""
-    found: list[str] = []
-
-    def look(leaf: Any) -> Any:
-        if isinstance(leaf, Opaque):
-            found.append(leaf.kind)
-        return leaf
-
-    map_leaves(tree, look)
-    return found

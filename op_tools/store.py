@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import csv
+import functools
 import json
 import os
 import sqlite3
@@ -194,7 +195,12 @@ def _close_at_exit() -> None:
 
 def time_label() -> str:
     """The time in file names (`"2024-10-09-11-42-15"`)."""
-    return time.strftime("%Y-%m-%d-%H-%M-%S")
+    return _label_of(int(time.time()))
+
+
+@functools.lru_cache(maxsize=2)
+def _label_of(second: int) -> str:
+    return time.strftime("%Y-%m-%d-%H-%M-%S", time.localtime(second))
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -16,13 +17,19 @@ _all: weakref.WeakSet[Writer] = weakref.WeakSet()
 class Writer:
     """Threads that do jobs in the background; `reserve` waits (or refuses) while too many bytes are queued.
 
+    With some `patience` jobs are left alone while there is room, so that a short burst is not slowed down by
+    threads that compete for the interpreter: work begins when the queue is half full, when the oldest job has
+    waited that many seconds, or when somebody waits for the end.
+
     >>> writer = Writer(most_bytes=1 << 20)
     >>> writer.reserve(10) and writer.submit(10, lambda: None)
     >>> writer.drain()
     """
 
-    def __init__(self, most_bytes: int, threads: int = 1, drop_when_full: bool = False) -> None:
-        self.most_bytes, self.drop_when_full = most_bytes, drop_when_full
+    def __init__(self, most_bytes: int, threads: int = 1, drop_when_full: bool = False, patience: float = 0.0) -> None:
+        self.most_bytes, self.drop_when_full, self.patience = most_bytes, drop_when_full, patience
+        self._busy = False
+        self._awaited = 0
         self.dropped = 0
         self.waited = 0  # how often the run had to wait for the disk
         self.peak_bytes = 0
@@ -43,7 +50,10 @@ class Writer:
                     self.dropped += 1
                     return False
                 self.waited += 1
+                self._awaited += 1
+                self._change.notify_all()
                 self._change.wait(1.0)
+                self._awaited -= 1
             self._bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self._bytes)
         return True
@@ -62,19 +72,20 @@ class Writer:
                 thread.op_tools_internal = True  # type: ignore[attr-defined]
                 self._threads.append(thread)
                 thread.start()
-            self._jobs.append((nbytes, job))
+            self._jobs.append((time.monotonic(), nbytes, job))
             self._unfinished += 1
             self._change.notify()
 
     def _work(self) -> None:
         while True:
             with self._change:
-                while not self._jobs:
-                    self._change.wait()
+                while not self._may_begin():
+                    self._change.wait(self.patience / 2 if self._jobs else None)
                 item = self._jobs.popleft()
+                self._busy = bool(self._jobs)
             if item is _STOP:
                 return
-            nbytes, job = item
+            _, nbytes, job = item
             try:
                 job()
             except Exception as error:  # a job that fails must not end the thread
@@ -86,11 +97,21 @@ class Writer:
                     self._unfinished -= 1
                     self._change.notify_all()
 
+    def _may_begin(self) -> bool:
+        if not self._jobs:
+            return False
+        if self._busy or self._awaited or not self.patience or self._jobs[0] is _STOP:
+            return True
+        return 2 * self._bytes >= self.most_bytes or time.monotonic() - self._jobs[0][0] >= self.patience
+
     def drain(self) -> None:
         """Wait until every job is done (`writer.drain()`)."""
         with self._change:
+            self._awaited += 1
+            self._change.notify_all()
             while self._unfinished:
                 self._change.wait(1.0)
+            self._awaited -= 1
 
     def close(self) -> None:
         """Finish all jobs and end the threads (`writer.close()`)."""
@@ -105,9 +126,10 @@ class Writer:
 
 
 @atexit.register
-def _drain_all() -> None:
+def _close_all() -> None:
+    # No thread of ours may be inside PyTorch when the interpreter goes down: it would take the process with it.
     for writer in list(_all):
-        writer.drain()
+        writer.close()
 
 
 def forget_in_child() -> None:

@@ -17,11 +17,12 @@ from .. import archive, console, settings, store
 from ..devices import accelerator_type, get_rng_state, module_of, quiet
 from ..intercept import Call
 from ..opcall import Described, Tensor, TensorMeta, describe, labelled
-from ..snapshot import Staged, Unpacker, has_opaque, measure, stage
+from ..snapshot import Staged, Unpacker, measure, stage
 from ..writer import Writer
 from .base import Tool
 
 _MEBI: Final = 1 << 20
+_PATIENCE: Final = 1.0  # seconds that a burst of captures goes undisturbed by its own writing
 _GIVE_UP_AFTER: Final = 3  # failed writes in a row
 
 
@@ -60,7 +61,7 @@ class OpCapture(Tool):
         drop = settings.choice("OP_CAPTURE_WHEN_FULL", ("block", "drop")) == "drop"
         threads = max(1, int(settings.number("OP_CAPTURE_WRITERS", 2, minimum=1)))
         room = settings.number("OP_CAPTURE_QUEUE_MB", _default_queue() / _MEBI, minimum=1)
-        self.writer = Writer(int(room * _MEBI), threads, drop)
+        self.writer = Writer(int(room * _MEBI), threads, drop, _PATIENCE)
         self._label = settings.process_label()
         self._shown: deque[_Shown] = deque()
         self._unpackers: dict[int, Unpacker] = {}
@@ -115,12 +116,12 @@ class OpCapture(Tool):
             outputs = stage(call.result)
         self.calls[call.op] += 1
         stamp = store.time_label()
-        folder = self.folder / call.op / self._label / str(call.id) / stamp
-        call.notes[self] = (folder, stamp)
+        folder = f"{self.folder}/{call.op}/{self._label}/{call.id}/{stamp}"
+        call.notes[self] = folder
         total = nbytes + claimed.take()
-        kinds = has_opaque(inputs.tree)
-        if kinds:
-            self.found(call, "not-captured", f"arguments of type {', '.join(kinds)} were not captured", once=True)
+        if inputs.opaque:
+            kinds = ", ".join(inputs.opaque)
+            self.found(call, "not-captured", f"arguments of type {kinds} were not captured", once=True)
         self.writer.submit(
             total,
             lambda: self._write(
@@ -155,7 +156,7 @@ class OpCapture(Tool):
             "grad_outputs": (outputs, {"name": call.op}),
         }
         shown = self._to_show(call, described)
-        self.writer.submit(nbytes, lambda: self._write(call, noted[0], parts, shown, inputs.event))
+        self.writer.submit(nbytes, lambda: self._write(call, noted, parts, shown, inputs.event))
         if self.only is not None:
             self._settle()
 
@@ -171,14 +172,15 @@ class OpCapture(Tool):
     def _write(
         self,
         call: Call,
-        folder: Path,
+        place: str,
         parts: dict[str, tuple[Staged, dict[str, Any]]],
         shown: _Shown | None,
         event: Any,
     ) -> None:
         try:
             began = time.perf_counter()
-            os.makedirs(folder, exist_ok=True)
+            os.makedirs(place, exist_ok=True)
+            folder = Path(place)
             unpacker = self._unpackers.setdefault(threading.get_ident(), Unpacker())
             paths = []
             described: dict[str, Any] = {}
@@ -202,7 +204,7 @@ class OpCapture(Tool):
         except Exception as error:
             self._broken += 1
             self._dropped += 1
-            self.failed(call, error, f"a capture could not be written to {folder}")
+            self.failed(call, error, f"a capture could not be written to {place}")
         finally:
             if shown is not None:
                 shown.done = True

@@ -142,3 +142,22 @@ def test_a_job_that_fails_frees_its_room_and_the_next_one_runs() -> None:
     assert writer._bytes == 0
     assert str(writer.last_error) == "no"
     writer.close()
+
+
+def test_a_patient_writer_leaves_a_burst_alone_then_works() -> None:
+    writer = Writer(most_bytes=100, patience=0.3)
+    done: list[int] = []
+    for n in range(4):
+        assert writer.reserve(10)
+        writer.submit(10, lambda n=n: done.append(n))
+    assert done == []
+    end = time.monotonic() + 10
+    while len(done) < 4 and time.monotonic() < end:
+        time.sleep(0.05)
+    assert done == [0, 1, 2, 3]
+    for n in range(8):  # more than half full: no patience
+        assert writer.reserve(10)
+        writer.submit(10, lambda n=n: done.append(n))
+    writer.drain()
+    assert len(done) == 12
+    writer.close()
