@@ -77,7 +77,7 @@ def load() -> None:
 def _register() -> None:
     import torch
 
-    from . import collectives, module
+    from . import collectives, module, threads
 
     torch.utils.rename_privateuse1_backend("soft")
     torch._register_device_module("soft", module)
@@ -86,6 +86,7 @@ def _register() -> None:
     )
     module.fill_in()
     collectives.register()
+    threads.finish_at_exit()
 
 
 def _device_count() -> int:

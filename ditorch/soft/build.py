@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -30,7 +31,8 @@ SOURCES = Path(__file__).parent / "csrc"
 
 # Sources that include the same headers are compiled together: parsing those headers is most of the work.
 UNITS = {
-    "core": ("runtime.cpp", "memory.cpp", "generator.cpp", "fallback.cpp", "kernels.cpp", "autocast.cpp"),
+    # rnn.cpp comes before fallback.cpp, which looks for kernels of the CPU when it is loaded.
+    "core": ("runtime.cpp", "memory.cpp", "generator.cpp", "rnn.cpp", "fallback.cpp", "kernels.cpp", "autocast.cpp"),
     "python": ("module.cpp", "collectives.cpp", "profiler.cpp"),
 }
 # Nothing in "python" runs often enough to be worth the optimizer's time.
@@ -45,19 +47,22 @@ def library() -> Path:
     """Path of the compiled library, built now if this is the first use.
 
     >>> library()  # doctest: +SKIP
-    PosixPath('.../soft-torch2.13.0+cpu-cpython-311-3f2a.../_ditorch_soft.so')
+    PosixPath('.../soft-torch2.13.0+cpu-cpython-311-3f2a...-g++-12.2.0/_ditorch_soft.so')
     """
     compiler = find_compiler()
-    folder = cache_root() / f"soft-torch{torch.__version__}-{_python_tag()}-{_fingerprint(compiler)}"
-    built = folder / f"{MODULE}.so"
-    if built.exists():
-        return built
+    name = f"soft-torch{torch.__version__}-{_python_tag()}-{_fingerprint()}"
     if compiler is None:
+        for there in sorted(cache_root().glob(f"{name}-*/{MODULE}.so")):
+            return there  # built when there was one
         raise BuildError(
             "no C++ compiler found (looked for $CXX, g++, c++ and clang++), which the software accelerator "
             "is built with on first use. Install one (Debian, Ubuntu: apt-get install g++ python3-dev), "
             "or set DITORCH_DEVICE=cpu, which works without."
         )
+    folder = cache_root() / f"{name}-{_compiler_version(compiler)}"
+    built = folder / f"{MODULE}.so"
+    if built.exists():
+        return built
     _check_python_headers()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -93,20 +98,18 @@ def _python_tag() -> str:
     return sysconfig.get_config_var("SOABI") or platform.python_version()
 
 
-def _fingerprint(compiler: str | None) -> str:
+def _fingerprint() -> str:
     digest = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         if source.suffix in (".cpp", ".h"):
             digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    digest.update(repr((UNITS, OPTIMIZE, _flags(), platform.machine(), _compiler_version(compiler))).encode())
+    digest.update(repr((UNITS, OPTIMIZE, _flags(), platform.machine())).encode())
     return digest.hexdigest()[:16]
 
 
-def _compiler_version(compiler: str | None) -> str:
-    if compiler is None:
-        return "none"
+def _compiler_version(compiler: str) -> str:
     asked = subprocess.run([compiler, "-dumpfullversion", "-dumpversion"], capture_output=True, text=True, check=False)
-    return f"{os.path.basename(compiler)} {asked.stdout.strip()}"
+    return re.sub(r"[^\w.+]+", "-", f"{os.path.basename(compiler)}-{asked.stdout.strip()}")
 
 
 def _torch_root() -> Path:
@@ -158,6 +161,8 @@ def _lock(path: Path) -> Iterator[None]:
 def _build(compiler: str, built: Path) -> None:
     say(f"building the software accelerator for torch {torch.__version__} (once, up to a minute) ...")
     started = time.monotonic()
+    for abandoned in built.parent.glob("build-*"):  # by a process that was killed: the lock is ours
+        shutil.rmtree(abandoned, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="build-", dir=built.parent) as scratch:
         folder = Path(scratch)
         running: set[subprocess.Popen[str]] = set()
@@ -169,11 +174,12 @@ def _build(compiler: str, built: Path) -> None:
             _link(compiler, objects, target, running)
             os.replace(target, built)
         except BaseException:  # Ctrl-C too: leave neither compilers nor half a library behind
+            pool.shutdown(wait=False, cancel_futures=True)
             for process in list(running):
                 process.kill()
             raise
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown(wait=True)
     say(f"built in {time.monotonic() - started:.0f} s; kept in {built.parent}")
 
 

@@ -203,6 +203,9 @@ def ipc_collect() -> None:
     """Nothing to collect: memory is not shared between processes."""
 
 
+_initialized = True  # checkpointing saves the state of the generators only then
+
+
 def _is_in_bad_fork() -> bool:
     return False  # there is no driver state that a fork could break
 

@@ -149,8 +149,9 @@ class SoftBackend final : public c10d::Backend {
     return wrap(inner_->allgather(host_outputs, host_inputs, options), flat(outputs));
   }
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options = {}) override {
-    auto host_output = host_alias(output);
-    auto host_input = host_alias(input);
+    // Flat, since gloo would have the output's first dimension grow, and no other shape.
+    auto host_output = host_alias(output).view({-1});
+    auto host_input = host_alias(input).view({-1});
     return wrap(inner_->_allgather_base(host_output, host_input, options), {output});
   }
   WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,

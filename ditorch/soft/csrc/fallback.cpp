@@ -6,10 +6,10 @@
 // storage back.
 #include "soft.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/_efficientzerotensor.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
@@ -63,9 +63,8 @@ HostTensors host_tensor_rule(const std::string& base, const c10::OperatorHandle&
   if (any.count(base)) {
     return HostTensors::any;
   }
-  if (scalars.count(base) || starts_with(base, "aten::_foreach_") || starts_with(base, "aten::_fused_")) {
-    // The fused optimizers and foreach calls take their scalars as CPU tensors.
-    return starts_with(base, "aten::_foreach_") ? HostTensors::any : HostTensors::scalars;
+  if (scalars.count(base) || starts_with(base, "aten::_fused_")) { // the fused optimizers' steps and rates
+    return HostTensors::scalars;
   }
   const auto tags = op.getTags();
   for (const auto tag : tags) {
@@ -170,6 +169,9 @@ class Call {
       check_host_tensors(stack, first, count);
     }
     if (plan_.generator_arg >= 0) {
+      // A soft generator alone brings a call here: its tensors are then the CPU's.
+      TORCH_CHECK(device_ >= 0 || !host_tensor_seen_,
+                  "Expected a 'cpu' device type for generator but found 'soft' (in ", plan_.name, ")");
       auto& generator = stack[first + plan_.generator_arg];
       generator = generator.isNone() ? host_generator(default_generator(device()))
                                      : host_generator(generator.toGenerator());
@@ -365,8 +367,8 @@ class Call {
     }
     const auto* impl = host.unsafeGetTensorImpl();
     TORCH_CHECK_NOT_IMPLEMENTED(
-        impl->layout() == c10::kStrided && !host.is_quantized(), "soft: ", plan_.name, " would return a ",
-        host.is_quantized() ? "quantized" : c10::str(impl->layout()),
+        impl->layout() == c10::kStrided && !host.is_quantized() && !host.is_nested(), "soft: ", plan_.name,
+        " would return a ", host.is_quantized() ? "quantized" : host.is_nested() ? "nested" : c10::str(impl->layout()),
         " tensor; the software accelerator has dense, strided tensors only. Move the input to the CPU first (.cpu()).");
     if (C10_UNLIKELY(impl->key_set().has(c10::DispatchKey::ZeroTensor))) {
       return at::_efficientzerotensor(
@@ -416,6 +418,19 @@ class Call {
   bool host_tensor_seen_ = false;
 };
 
+// What the kernel calls in turn belongs to it: neither autograd nor the CPU's autocast may step in between.
+constexpr auto kBelow = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
+
+void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(kBelow);
+  try {
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  } catch (const c10::Error& error) {
+    rethrow_if_out_of_memory(error);
+    throw;
+  }
+}
+
 void run(const c10::OperatorHandle& op, const Plan& plan, Stack* stack) {
   const auto& schema = op.schema();
   Call call(plan);
@@ -427,10 +442,7 @@ void run(const c10::OperatorHandle& op, const Plan& plan, Stack* stack) {
     const Stack arguments(stack->end() - static_cast<std::ptrdiff_t>(schema.arguments().size()), stack->end());
     token = hook->before(op, call.device(), arguments);
   }
-  {
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
-  }
+  run_on_host(op, stack);
   if (C10_UNLIKELY(token != nullptr)) {
     const Stack outputs(stack->end() - static_cast<std::ptrdiff_t>(schema.returns().size()), stack->end());
     hook->after(token, outputs);
@@ -527,6 +539,10 @@ bool wants_planned_kernel(const c10::OperatorHandle& op) {
       "aten::_lazy_clone", "aten::resize_as_", "aten::native_dropout_backward",
   };
   const auto& schema = op.schema();
+  // Lists may span devices, so they are left to be made of one call per tensor.
+  if (starts_with(schema.name(), "aten::_foreach_")) {
+    return false;
+  }
   if (elsewhere.count(schema.name()) || returns_view(schema) || has_tag(op, at::Tag::inplace_view) ||
       takes(schema, "Storage") || takes(schema, "Stream")) {
     return false;
@@ -557,6 +573,16 @@ TORCH_LIBRARY_IMPL(_, QuantizedPrivateUse1, m) {
 }
 TORCH_LIBRARY_IMPL(_, NestedTensorPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_nested>());
+}
+
+// The constructors, too, which are made of dense tensors and would only fail at the first use of their result.
+TORCH_LIBRARY_IMPL(aten, SparseCsrPrivateUse1, m) {
+  m.impl("_sparse_compressed_tensor_unsafe", torch::CppFunction::makeFromBoxedFunction<&refuse_sparse>());
+}
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("_sparse_compressed_tensor_unsafe", torch::CppFunction::makeFromBoxedFunction<&refuse_sparse>());
+  m.impl("_nested_tensor_from_tensor_list", torch::CppFunction::makeFromBoxedFunction<&refuse_nested>());
+  m.impl("_nested_view_from_buffer", torch::CppFunction::makeFromBoxedFunction<&refuse_nested>());
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {

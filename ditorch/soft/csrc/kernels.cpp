@@ -2,9 +2,11 @@
 // few that choose their path by device type.
 #include "soft.h"
 
+#include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/native/transformers/attention.h>
 #include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -23,6 +25,15 @@ namespace {
 
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
+// Uninitialized memory gets known contents in deterministic mode, as on other devices.
+at::Tensor filled_if_deterministic(at::Tensor tensor) {
+  const auto& context = at::globalContext();
+  if (C10_UNLIKELY(context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory())) {
+    at::native::fill_empty_deterministic_(tensor);
+  }
+  return tensor;
+}
+
 void check_options(std::optional<c10::Layout> layout, std::optional<bool> pin_memory) {
   TORCH_CHECK(!pin_memory.value_or(false), "Only dense CPU tensors can be pinned");
   TORCH_CHECK_NOT_IMPLEMENTED(layout.value_or(c10::kStrided) == c10::kStrided,
@@ -34,7 +45,8 @@ at::Tensor empty_memory_format(at::IntArrayRef size, std::optional<at::ScalarTyp
                                std::optional<bool> pin_memory, std::optional<at::MemoryFormat> memory_format) {
   check_options(layout, pin_memory);
   const c10::DeviceGuard guard(checked_device(device));
-  return at::detail::empty_generic(size, allocator(), kKeys, c10::dtype_or_default(dtype), memory_format);
+  return filled_if_deterministic(
+      at::detail::empty_generic(size, allocator(), kKeys, c10::dtype_or_default(dtype), memory_format));
 }
 
 at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
@@ -42,7 +54,8 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
                          std::optional<bool> pin_memory) {
   check_options(layout, pin_memory);
   const c10::DeviceGuard guard(checked_device(device));
-  return at::detail::empty_strided_generic(size, stride, allocator(), kKeys, c10::dtype_or_default(dtype));
+  return filled_if_deterministic(
+      at::detail::empty_strided_generic(size, stride, allocator(), kKeys, c10::dtype_or_default(dtype)));
 }
 
 // Zeros that own no memory, which forward-mode differentiation uses.
@@ -76,10 +89,33 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& target
   return target;
 }
 
+// The CPU's own kernels, which allocate on the current device: that must be the tensor's.
+const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> memory_format) {
+  const c10::DeviceGuard guard(self.device());
+  return at::native::resize_(self, size, memory_format);
+}
+
+at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size,
+                        at::IntArrayRef stride) {
+  const c10::DeviceGuard guard(self.device());
+  return at::native::set_storage_cpu_(self, std::move(source), offset, size, stride);
+}
+
 at::Tensor& set_empty(at::Tensor& self) {
   const c10::DeviceGuard guard(self.device());
   const c10::Storage storage(c10::Storage::use_byte_size_t(), 0, allocator(), /*resizable=*/true);
   return at::native::set_storage_cpu_(self, storage, 0, {0}, {});
+}
+
+// Lets `parameter.data = ...` go from one device to another, so that module.to() keeps its parameters: ties between
+// them, and the optimizers that hold them.
+bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& from) {
+  auto dense = [](const at::Tensor& tensor) {
+    const auto keys = tensor.key_set();
+    return (keys.has(c10::DispatchKey::CPU) || keys.has(c10::DispatchKey::PrivateUse1)) &&
+        !keys.has(c10::DispatchKey::Python);
+  };
+  return (dense(self) && dense(from)) || self.unsafeGetTensorImpl()->has_compatible_shallow_copy_type(from.key_set());
 }
 
 void record_stream(at::Tensor& /*self*/, c10::Stream /*stream*/) {} // work never outlives the call that issues it
@@ -108,15 +144,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", &at::native::unfold);
   m.impl("view_as_real", &at::native::view_as_real);
   m.impl("view_as_complex", &at::native::view_as_complex);
-  m.impl("resize_", static_cast<const at::Tensor& (*)(const at::Tensor&, at::IntArrayRef,
-                                                       std::optional<at::MemoryFormat>)>(&at::native::resize_));
-  m.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
+  m.impl("resize_", &resize);
+  m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("set_.source_Storage", static_cast<at::Tensor& (*)(at::Tensor&, at::Storage)>(&at::native::set_));
   m.impl("set_.source_Tensor", &at::native::set_tensor_);
   m.impl("set_", &set_empty);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("record_stream", &record_stream);
+  m.impl("_has_compatible_shallow_copy_type", &has_compatible_shallow_copy_type);
   // Made of other operators on the CPU too; run here, it draws from the device's generator.
   m.impl("native_dropout", &at::native::native_dropout_cpu);
 }

@@ -14,6 +14,7 @@
 #include <array>
 #include <atomic>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <shared_mutex>
 
@@ -23,12 +24,18 @@ namespace {
 struct Counter {
   std::atomic<int64_t> current{0}, peak{0}, added{0}, removed{0};
 
-  void add(int64_t amount) {
+  // False, and no change, if that would be more than `most` (0: no bound).
+  bool add(int64_t amount, int64_t most = 0) {
     const auto value = current.fetch_add(amount, std::memory_order_relaxed) + amount;
+    if (C10_UNLIKELY(most > 0 && value > most)) {
+      current.fetch_sub(amount, std::memory_order_relaxed);
+      return false;
+    }
     added.fetch_add(amount, std::memory_order_relaxed);
     auto seen = peak.load(std::memory_order_relaxed);
     while (value > seen && !peak.compare_exchange_weak(seen, value, std::memory_order_relaxed)) {
     }
+    return true;
   }
   void remove(int64_t amount) {
     current.fetch_sub(amount, std::memory_order_relaxed);
@@ -55,42 +62,47 @@ std::string readable(int64_t bytes) {
   return text;
 }
 
-void check_limit(c10::DeviceIndex device, int64_t bytes) {
-  auto& ledger = g_ledger[device];
-  const auto limit = ledger.limit.load(std::memory_order_relaxed);
-  if (C10_LIKELY(limit == 0)) {
-    return;
+// Bytes of a device, counted for as long as this lives.
+struct Charge {
+  Charge(int64_t bytes, c10::DeviceIndex device) : bytes(bytes), device(device) {
+    auto& ledger = g_ledger[device];
+    const auto limit = ledger.limit.load(std::memory_order_relaxed);
+    if (C10_UNLIKELY(!ledger.bytes.add(bytes, limit))) {
+      ++ledger.ooms;
+      TORCH_CHECK_WITH(OutOfMemoryError, false, "soft out of memory. Tried to allocate ", readable(bytes),
+                       ". Device soft:", static_cast<int>(device), " has a limit of ", readable(limit), ", of which ",
+                       readable(ledger.bytes.current), " is in use. Free tensors, use a smaller batch, or raise the "
+                       "limit (DITORCH_SOFT_MEMORY_LIMIT or torch.soft.set_memory_limit).");
+    }
+    ledger.blocks.add(1);
   }
-  const auto allocated = ledger.bytes.current.load(std::memory_order_relaxed);
-  if (allocated + bytes > limit) {
-    ++ledger.ooms;
-    TORCH_CHECK_WITH(OutOfMemoryError, false, "soft out of memory. Tried to allocate ", readable(bytes),
-                     ". Device soft:", static_cast<int>(device), " has a limit of ", readable(limit), ", of which ",
-                     readable(allocated), " is in use. Free tensors, use a smaller batch, or raise the limit "
-                     "(DITORCH_SOFT_MEMORY_LIMIT or torch.soft.set_memory_limit).");
+  ~Charge() {
+    g_ledger[device].bytes.remove(bytes);
+    g_ledger[device].blocks.remove(1);
   }
-}
+  Charge(const Charge&) = delete;
+  Charge& operator=(const Charge&) = delete;
 
+  const int64_t bytes;
+  const c10::DeviceIndex device;
+};
+
+// Memory of a device: its own, or a CPU storage that became a result.
 struct Block {
+  Block(int64_t bytes, c10::DeviceIndex device) : charge(bytes, device) {}
+
+  Charge charge;
   c10::Storage host;
   c10::DataPtr memory;
-  int64_t bytes;
-  c10::DeviceIndex device;
 };
 
 void release(void* context) {
-  auto* block = static_cast<Block*>(context);
-  auto& ledger = g_ledger[block->device];
-  ledger.bytes.remove(block->bytes);
-  ledger.blocks.remove(1);
-  delete block;
+  delete static_cast<Block*>(context);
 }
 
-c10::DataPtr account(Block* block, void* data) {
-  auto& ledger = g_ledger[block->device];
-  ledger.bytes.add(block->bytes);
-  ledger.blocks.add(1);
-  return {data, block, &release, c10::Device(kSoft, block->device)};
+c10::DataPtr handed_out(std::unique_ptr<Block> block, void* data) {
+  const c10::Device device(kSoft, block->charge.device);
+  return {data, block.release(), &release, device};
 }
 
 #if SOFT_TORCH_AT_LEAST(2, 9)
@@ -105,10 +117,15 @@ struct DeviceMemory final : public AllocatorBase {
     if (bytes == 0) {
       return {nullptr, c10::Device(kSoft, device)};
     }
-    check_limit(device, static_cast<int64_t>(bytes));
-    auto memory = c10::GetCPUAllocator()->allocate(bytes);
-    void* data = memory.get();
-    return account(new Block{{}, std::move(memory), static_cast<int64_t>(bytes), device}, data);
+    auto block = std::make_unique<Block>(static_cast<int64_t>(bytes), device);
+    try {
+      block->memory = c10::GetCPUAllocator()->allocate(bytes);
+    } catch (const c10::Error& error) {
+      rethrow_if_out_of_memory(error);
+      throw;
+    }
+    void* data = block->memory.get();
+    return handed_out(std::move(block), data);
   }
   c10::DeleterFnPtr raw_deleter() const override {
     return nullptr; // the context is a Block, never the data pointer itself
@@ -121,7 +138,7 @@ struct DeviceMemory final : public AllocatorBase {
   bool initialized() override {
     return true;
   }
-  void emptyCache(c10::MempoolId_t /*pool*/ = {0, 0}) override {}
+  void emptyCache(c10::MempoolId_t /*pool*/) override {}
   void recordStream(const c10::DataPtr& /*ptr*/, c10::Stream /*stream*/) override {}
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     const auto from = memory_stats(device);
@@ -149,11 +166,7 @@ struct DeviceMemory final : public AllocatorBase {
   void resetPeakStats(c10::DeviceIndex device) override {
     reset_peak(device);
   }
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device)
-#if SOFT_TORCH_AT_LEAST(2, 10)
-      override
-#endif
-  {
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) { // virtual since 2.10
     const auto [free, total] = memory_info(device);
     return {static_cast<size_t>(free), static_cast<size_t>(total)};
   }
@@ -216,8 +229,18 @@ c10::DataPtr adopt(c10::Storage host, c10::DeviceIndex device) {
   if (data == nullptr) {
     return {nullptr, c10::Device(kSoft, device)};
   }
-  check_limit(device, bytes);
-  return account(new Block{std::move(host), {}, bytes, device}, data);
+  auto block = std::make_unique<Block>(bytes, device);
+  block->host = std::move(host);
+  return handed_out(std::move(block), data);
+}
+
+void rethrow_if_out_of_memory(const c10::Error& error) {
+  const std::string message = error.what_without_backtrace();
+  if (message.find("can't allocate memory") != std::string::npos) {
+    ++g_ledger[current_device()].ooms;
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "soft out of memory: the host has no more to give (", message,
+                     "). Free tensors or use a smaller batch.");
+  }
 }
 
 MemoryStats memory_stats(c10::DeviceIndex index) {

@@ -7,6 +7,10 @@
 
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#if __has_include(<c10/core/DeviceCapability.h>)
+#include <c10/core/DeviceCapability.h>
+#define SOFT_HAS_DEVICE_CAPABILITY
+#endif
 
 #include <array>
 #include <atomic>
@@ -98,6 +102,15 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
   c10::DeviceIndex deviceCount() const noexcept override {
     return device_count();
   }
+#ifdef SOFT_HAS_DEVICE_CAPABILITY
+  c10::DeviceCapability getDeviceCapability(c10::Device device) const override {
+    checked_index(device.index());
+    c10::DeviceCapability capability; // every type, less the quantized ones
+    auto& has = capability.capability_data.supported_scalar_types;
+    has.has_QInt8 = has.has_QUInt8 = has.has_QInt32 = has.has_QUInt4x2 = has.has_QUInt2x4 = 0;
+    return capability;
+  }
+#endif
 
   // noexcept, as releases before 2.7 demand: an index that does not exist means the current device.
   c10::Stream getStream(c10::Device device) const noexcept override {
@@ -195,7 +208,7 @@ struct Hooks final : public at::PrivateUse1HooksInterface {
     return new_generator(index);
   }
   c10::Device getDeviceFromPtr(void* /*data*/) const {
-    return {kSoft, current_device()};
+    return {kSoft, current_device()}; // all of them share the host's memory
   }
   bool isPinnedPtr(const void* data) const {
     return is_pinned(data);

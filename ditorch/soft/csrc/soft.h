@@ -12,6 +12,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Storage.h>
+#include <c10/util/Exception.h>
 #include <torch/version.h>
 
 #include <cstdint>
@@ -47,6 +48,8 @@ struct MemoryStats {
   int64_t ooms, limit;
 };
 c10::Allocator* allocator();
+// Turns the host's "can't allocate memory" into torch.OutOfMemoryError; returns for any other error.
+void rethrow_if_out_of_memory(const c10::Error& error);
 // A soft DataPtr that keeps `host` alive and accounts for its bytes.
 c10::DataPtr adopt(c10::Storage host, c10::DeviceIndex device);
 MemoryStats memory_stats(c10::DeviceIndex device);

@@ -1,0 +1,490 @@
+"""Planted faults: every kind and condition does what it says, the same each time, and can be taken away."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ditorch.soft import faults
+from ditorch.soft.faults import KINDS, Fault, FaultSyntaxError, Slowdown, parse, plant
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.linspace(-2, 2, 64, device="soft").view(8, 8)
+
+
+# --- kinds ----------------------------------------------------------------------------
+
+
+def test_noise_is_relative_and_reaches_every_element(x):
+    right = x.exp()
+    with plant("exp: noise=1e-2") as fault:
+        wrong = x.exp()
+    error = ((wrong - right) / right).abs()
+    assert 0.005 < error.max().item() <= 0.01 * (1 + 1e-6)
+    assert (error > 0).float().mean().item() > 0.9
+    assert fault.hits == 1
+
+
+def test_element_changes_exactly_one(x):
+    right = x.exp()
+    with plant("exp: element=0.5"):
+        wrong = x.exp()
+    changed = wrong != right
+    assert int(changed.sum()) == 1
+    assert (wrong[changed] / right[changed]).item() == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.bfloat16])
+def test_element_works_on_every_type(dtype):
+    value = torch.ones(5, device="soft").to(dtype)
+    with plant("clone: element=0.5"):
+        assert int((value.clone() != value).sum()) == 1
+
+
+@pytest.mark.parametrize("low", ["bfloat16", "float16"])
+def test_accumulate_rounds_the_sum_after_each_term(low):
+    dtype = getattr(torch, low)
+    a, b = torch.full((2, 3000), 1.0, device="soft"), torch.full((3000, 2), 1.0, device="soft")
+    with plant(f"mm: accumulate={low}"):
+        wrong = a @ b
+    assert wrong.dtype == torch.float32
+    # Ones add up until one more is lost to rounding: 2 to the number of the type's digits.
+    stuck = 2 ** (1 - math.log2(torch.finfo(dtype).eps))
+    assert wrong.tolist() == [[min(3000.0, stuck)] * 2] * 2
+    assert (a @ b).tolist() == [[3000.0] * 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("operator", "call"),
+    [
+        ("bmm", lambda t: t[None] @ t[None]),
+        ("mv", lambda t: t @ t[0]),
+        ("dot", lambda t: t[0].dot(t[1])),
+        ("addmm", lambda t: torch.addmm(t, t, t)),
+        ("baddbmm", lambda t: torch.baddbmm(t[None], t[None], t[None])),
+        ("sum", lambda t: t.sum()),
+        ("sum.dim_IntList", lambda t: t.sum((0, 1), keepdim=True)),
+        ("mean", lambda t: t.mean()),
+        ("mean.dim", lambda t: t.mean(1)),
+        ("cumsum", lambda t: t.cumsum(1)),
+        ("_softmax", lambda t: t.softmax(1)),
+        ("_log_softmax", lambda t: t.log_softmax(1)),
+        ("native_layer_norm", lambda t: torch.nn.functional.layer_norm(t, (8,), t[0], t[1])),
+        ("convolution", lambda t: torch.nn.functional.conv2d(t.view(1, 2, 8, 4), t.view(4, 2, 4, 2), t[0, :4])),
+    ],
+)
+def test_accumulate_is_a_little_off_everywhere_it_can_be_emulated(x, operator, call):
+    x = x + 0.37
+    right = call(x)
+    with plant(f"{operator}: accumulate=bfloat16") as fault:
+        wrong = call(x)
+    assert fault.hits >= 1
+    assert wrong.shape == right.shape
+    assert wrong.dtype == right.dtype
+    assert not torch.equal(wrong, right)
+    assert torch.allclose(wrong, right, rtol=0.1, atol=0.2)
+
+
+def test_denormals_are_flushed():
+    tiny = torch.tensor([1e-40, -1e-40, 1e-30, 0.0], device="soft")
+    with plant("mul.Tensor: denormals"):
+        assert (tiny * 1).tolist()[:2] == [0, 0]
+        assert (tiny * 1)[2].item() == pytest.approx(1e-30)
+    assert (tiny * 1)[0].item() != 0
+
+
+@pytest.mark.parametrize(("kind", "test"), [("nan", torch.isnan), ("inf", torch.isinf)])
+def test_special_values_appear_as_often_as_asked(x, kind, test):
+    with plant(f"exp: {kind}"):
+        assert int(test(x.exp()).sum()) == 1
+    with plant(f"exp: {kind}=5"):
+        assert int(test(x.exp()).sum()) == 5
+
+
+def test_overflow_above_a_magnitude():
+    value = torch.tensor([1.0, -70000.0, 70000.0], device="soft")
+    with plant("mul.Tensor: overflow"):
+        assert (value * 1).tolist() == [1, -math.inf, math.inf]
+    with plant("mul.Tensor: overflow=0.5"):
+        assert (value * 1)[0].item() == math.inf
+
+
+def test_swap_exchanges_two_results():
+    value = torch.tensor([[3.0, 1.0], [2.0, 4.0]], device="soft")
+    low, high = torch.aminmax(value, dim=1)
+    with plant("aminmax: swap"):
+        first, second = torch.aminmax(value, dim=1)
+    assert torch.equal(first, high)
+    assert torch.equal(second, low)
+
+
+def test_drop_write_loses_in_place_and_out_results(x):
+    kept = x.clone()
+    with plant("add_.Tensor: drop_write") as fault:
+        assert x.add_(1) is x
+    assert torch.equal(x, kept)
+    assert fault.hits == 1
+    out = torch.full((8, 8), 7.0, device="soft")
+    with plant("exp.out: drop_write"):
+        torch.exp(x, out=out)
+    assert out.unique().tolist() == [7]
+    with plant("exp.out: drop_write"):
+        torch.exp(x, out=(grown := torch.empty(0, device="soft")))
+    assert grown.shape == (8, 8)
+    assert grown.abs().sum().item() == 0
+
+
+def test_missing_raises_as_a_vendor_does(x):
+    with (
+        plant("erf: missing"),
+        pytest.raises(NotImplementedError, match=r"Could not run 'aten::erf'.*'soft' backend.*on purpose"),
+    ):
+        x.erf()
+    assert x.erf().isfinite().all()
+
+
+def test_no_float64(x):
+    wide = x.double()
+    with plant("*: no_float64"):
+        assert x.exp().isfinite().all()
+        with pytest.raises(TypeError, match=r"'aten::exp' on soft does not support float64"):
+            wide.exp()
+        with pytest.raises(TypeError, match="float64"):
+            x.double()
+
+
+def test_slow_by_a_time_and_by_a_factor(x):
+    start = time.perf_counter()
+    with plant("exp: slow=30ms"):
+        x.exp()
+    assert time.perf_counter() - start >= 0.03
+    big = torch.randn(400, 400, device="soft")
+    with plant("mm: slow=10ms"), plant("mm: slow=2x"):  # the second doubles what the first took
+        start = time.perf_counter()
+        big @ big
+        assert time.perf_counter() - start >= 0.02
+
+
+def test_hang_ends_after_its_time(x):
+    start = time.perf_counter()
+    with plant("exp: hang=50ms"):
+        x.exp()
+    assert time.perf_counter() - start >= 0.05
+
+
+def test_abort_takes_the_process_down(python):
+    done = python("torch.ones(2, device='soft').exp()", DITORCH_SOFT_FAULTS="exp: abort")
+    assert done.returncode == -6
+
+
+def test_every_kind_is_tested_here():
+    text = Path(__file__).read_text()
+    for kind in KINDS:
+        assert f": {kind}" in text or f'"{kind}"' in text, kind
+
+
+# --- conditions ---------------------------------------------------------------------------
+
+
+def hit(call) -> bool:
+    return bool(call().isnan().any())
+
+
+def test_dtype(x):
+    with plant("exp: nan, dtype=float16"):
+        assert not hit(x.exp)
+        assert hit(x.half().exp)
+
+
+def test_layout(x):
+    with plant("exp: nan, layout=noncontiguous"):
+        assert not hit(x.exp)
+        assert hit(x.t().exp)
+        assert hit(x[:, ::2].exp)
+    with plant("exp: nan, layout=contiguous"):
+        assert hit(x.exp)
+        assert not hit(x.t().exp)
+
+
+def test_size(x):
+    with plant("exp: nan, min_numel=65"):
+        assert not hit(x.exp)
+        assert hit(x.repeat(2, 1).exp)
+
+
+def test_nth_and_every(x):
+    with plant("exp: nan, nth=2") as fault:
+        assert [hit(x.exp) for _ in range(4)] == [False, True, False, False]
+        assert (fault.calls, fault.hits) == (4, 1)
+    with plant("exp: nan, every=2") as fault:
+        assert [hit(x.exp) for _ in range(4)] == [False, True, False, True]
+        assert fault.hits == 2
+
+
+def test_device(x):
+    with plant("exp: nan, device=1"):
+        assert not hit(x.exp)
+        assert hit(x.to("soft:1").exp)
+
+
+def test_conditions_are_met_together(x):
+    with plant("exp: nan, dtype=float16, nth=2, min_numel=10") as fault:
+        x.exp(), x.half()[0].exp(), x.half().exp()
+        assert (fault.calls, fault.hits) == (1, 0)
+        assert hit(x.half().exp)
+
+
+def test_phase_forward_and_backward():
+    weight = torch.ones(3, 3, device="soft", requires_grad=True)
+    value = torch.ones(3, 3, device="soft")
+
+    def run() -> tuple[bool, bool]:
+        weight.grad = None
+        out = value @ weight
+        out.sum().backward()
+        return bool(out.isnan().any()), bool(weight.grad.isnan().any())
+
+    with plant("mm: nan, phase=backward"):
+        assert run() == (False, True)
+    with plant("mm: nan, phase=forward"):
+        assert run() == (True, False)
+    with plant("sigmoid_backward: nan"):  # a kernel that only backward calls
+        weight.grad = None
+        weight.sigmoid().sum().backward()
+        assert weight.grad.isnan().any()
+
+
+def test_errors_travel_out_of_the_backward_thread():
+    weight = torch.ones(3, device="soft", requires_grad=True)
+    out = weight.sigmoid().sum()
+    with (
+        plant("sigmoid_backward: missing"),
+        pytest.raises(NotImplementedError, match="aten::sigmoid_backward"),
+    ):
+        out.backward()
+    weight.sigmoid().sum().backward()
+    assert weight.grad.isfinite().all()
+
+
+def test_operator_names_with_and_without_overload(x):
+    assert plant("add.Tensor: nan").operators == {"aten::add.Tensor"}
+    faults.clear()
+    planted = plant("add: nan")
+    assert {"aten::add.Tensor", "aten::add.out"} <= planted.operators
+    assert "aten::add_.Tensor" not in planted.operators
+    assert hit(lambda: x + 1)
+    faults.clear()
+    assert plant("aten::exp: nan").operators == {"aten::exp", "aten::exp.out"}
+    assert len(plant("*_backward: nan").operators) > 20
+    assert len(plant("*: nan").operators) > 1000
+
+
+# --- bookkeeping ----------------------------------------------------------------------------
+
+
+def test_the_same_seed_gives_the_same_fault_call_for_call(x):
+    def run(seed: int) -> list[torch.Tensor]:
+        with plant(f"exp: noise=1e-2, seed={seed}"):
+            return [x.exp(), x.exp()]
+
+    first, again, other = run(1), run(1), run(2)
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first[0], other[0])
+
+
+def test_random_streams_are_not_disturbed(x):
+    torch.manual_seed(1)
+    expected = torch.rand(3), torch.rand(3, device="soft")
+    torch.manual_seed(1)
+    with plant("exp: noise=1e-2"), plant("exp: nan=3"):
+        x.exp()
+    assert torch.equal(expected[0], torch.rand(3))
+    assert torch.equal(expected[1], torch.rand(3, device="soft"))
+
+
+def test_faults_add_up_and_are_removed_one_by_one(x):
+    right = x.exp()
+    first, second = plant("exp: noise=1e-3"), plant("exp: nan")
+    assert [str(f) for f in faults.active()] == ["exp: noise=0.001", "exp: nan=1"]
+    assert hit(x.exp)
+    second.remove()
+    second.remove()
+    assert not hit(x.exp)
+    assert not torch.equal(x.exp(), right)
+    first.remove()
+    assert torch.equal(x.exp(), right)
+    assert faults.active() == []
+
+
+def test_a_block_that_fails_removes_its_fault(x):
+    with pytest.raises(ValueError, match="inside"), plant("exp: nan"):
+        raise ValueError("inside")
+    assert not hit(x.exp)
+
+
+def test_other_devices_and_operators_stay_right(x):
+    with plant("exp: nan"):
+        assert not hit(x.cpu().exp)
+        assert not hit(x.sin)
+
+
+def test_strides_aliases_and_gradients_survive_a_fault(x):
+    with plant("*: noise=1e-3"):
+        y = x.t().contiguous().t() * 2
+        assert y.stride() == (1, 8)
+        z = y.t().view(-1)[::2]
+        z.add_(1)
+        assert z.data_ptr() == y.data_ptr()
+        leaf = x.clone().requires_grad_()
+        leaf.sin().sum().backward()
+    assert torch.allclose(leaf.grad, x.cos(), rtol=0.02, atol=0.01)
+
+
+def test_overrides_by_keyword(x):
+    with plant("exp: nan", dtype=torch.float16, nth=1) as fault:
+        assert str(fault.fault) == "exp: nan=1, dtype=float16, nth=1"
+        assert not hit(x.exp)
+    with plant(Fault("exp", "nan", 2), min_numel=10):
+        assert int(x.exp().isnan().sum()) == 2
+
+
+def test_the_environment_plants(python):
+    done = python(
+        """
+        from ditorch.soft import faults
+        x = torch.ones(4, device="soft")
+        print([str(fault) for fault in faults.active()], int(x.exp().isnan().sum()), int(x.sin().isnan().sum()))
+        """,
+        DITORCH_SOFT_FAULTS="exp: nan=2, dtype=float32; mm: noise=1e-2",
+    )
+    assert done.stdout.strip() == "['exp: nan=2, dtype=float32', 'mm: noise=0.01'] 2 0", done.stderr
+
+
+def test_the_environment_is_validated_as_a_whole(monkeypatch):
+    monkeypatch.setenv("DITORCH_SOFT_FAULTS", "exp: nan; mm: nois=1")
+    with pytest.raises(FaultSyntaxError, match=r"DITORCH_SOFT_FAULTS: .*Did you mean noise\?"):
+        faults.from_environment()
+    assert faults.active() == []
+
+
+# --- the grammar -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("exp", r"cannot read the fault 'exp'\. Write OPERATOR: KIND"),
+        ("exp: ", r"neither a kind nor a condition"),
+        ("exp: nois=1", r"Did you mean noise\?.*Kinds: noise, element"),
+        ("exp: dtype=float32", r"names no kind of fault\. Kinds:"),
+        ("exp: nan, inf", r"two kinds, nan and inf; write two faults"),
+        ("exp: nan, nth=1, nth=2", r"gives nth twice"),
+        ("exp: noise", r"noise needs a value, for example noise=1e-2"),
+        ("exp: noise=-1", r"must be a positive number"),
+        ("exp: noise=abc", r"noise=abc"),
+        ("exp: missing=3", r"missing takes no value"),
+        ("exp: nan, dtype=flaot32", r"no such dtype; did you mean float32\?"),
+        ("exp: nan, phase=sideways", r"must be forward or backward"),
+        ("exp: nan, layout=odd", r"must be contiguous or noncontiguous"),
+        ("exp: nan, nth=0", r"must be a whole number, 1 or more"),
+        ("exp: nan=0", r"must be a whole number, 1 or more"),
+        ("exp: slow=fast", r"a factor like 3x or a time like 20ms"),
+        ("exp: slow=0.5x", r"must be 1x or more"),
+        ("mm: accumulate=float32", r"must be float16 or bfloat16"),
+        ("exp: nan, device=-1", r"must be a whole number, 0 or more"),
+        ("expp: nan", r"there is no operator 'expp'\. Did you mean .*exp"),
+        ("exp.Nope: nan", r"there is no operator 'exp\.Nope'"),
+        ("linear: nan", r"no kernel of its own on soft.*linear is addmm and mm"),
+        ("view: nan", r"no kernel of its own on soft"),
+        ("exp: accumulate=bfloat16", r"accumulate does not apply to 'exp': it can be emulated for"),
+        ("exp: swap", r"swap does not apply to 'exp': it returns fewer than two tensors"),
+        ("mm: drop_write, phase=forward; exp: nan", r"expected one fault, got 2"),
+        ("sin: drop_write", None),
+    ],
+)
+def test_bad_faults_are_explained(text, message):
+    if message is None:
+        assert plant(text).operators == {"aten::sin.out"}
+        return
+    with pytest.raises(FaultSyntaxError, match=message):
+        plant(text)
+    assert faults.active() == []
+
+
+def test_bad_overrides_are_explained():
+    with pytest.raises(FaultSyntaxError, match="no such condition: size"):
+        plant("exp: nan", size=3)
+    with pytest.raises(FaultSyntaxError, match="must be a whole number, 1 or more"):
+        plant("exp: nan", nth=0)
+
+
+def test_several_faults_and_spaces():
+    assert parse("") == []
+    assert parse(" ; ;") == []
+    assert parse("mm:noise=1e-2;;  *:no_float64 ,  device = 1 ;") == [
+        Fault("mm", "noise", 0.01),
+        Fault("*", "no_float64", device=1),
+    ]
+
+
+positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
+times = st.one_of(
+    st.floats(1, 1e6).map(lambda f: Slowdown(factor=float(f"{f:g}"))),
+    st.floats(0, 1e4).map(lambda s: Slowdown(seconds=s)),
+)
+VALUES = {
+    "noise": positive,
+    "element": positive,
+    "overflow": positive,
+    "nan": st.integers(1, 10**6),
+    "inf": st.integers(1, 10**6),
+    "accumulate": st.sampled_from([torch.float16, torch.bfloat16]),
+    "slow": times,
+    "hang": times,
+}
+operators = st.from_regex(r"(aten::)?[a-z_][a-z0-9_]{0,12}(\.[A-Za-z_]{1,8})?|\*|[a-z]{1,5}\*", fullmatch=True)
+
+
+@st.composite
+def any_fault(draw: st.DrawFn) -> Fault:
+    kind = draw(st.sampled_from(sorted(KINDS)))
+    maybe = lambda strategy: draw(st.one_of(st.none(), strategy))  # noqa: E731
+    return Fault(
+        draw(operators),
+        kind,
+        draw(VALUES[kind]) if kind in VALUES else None,
+        dtype=maybe(st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.complex64])),
+        phase=maybe(st.sampled_from(["forward", "backward"])),
+        layout=maybe(st.sampled_from(["contiguous", "noncontiguous"])),
+        min_numel=maybe(st.integers(0, 10**9)),
+        nth=maybe(st.integers(1, 10**6)),
+        every=maybe(st.integers(1, 10**6)),
+        device=maybe(st.integers(0, 63)),
+        seed=draw(st.integers(0, 2**32)),
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(any_fault(), max_size=3))
+def test_what_is_written_reads_back_the_same(several):
+    assert parse("; ".join(str(fault) for fault in several)) == several
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(alphabet="ab:=,;.*1e-x _nathoise", max_size=30))
+def test_any_text_is_read_or_refused_cleanly(text):
+    try:
+        read = parse(text)
+    except FaultSyntaxError:  # any other exception fails the test
+        return
+    assert parse("; ".join(str(fault) for fault in read)) == read
