@@ -12,7 +12,8 @@ sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or os.curdir
 
 def _load(name, path):
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
