@@ -71,6 +71,9 @@ def cases() -> list[Case]:
     def two(d: Draw) -> tuple[Any, ...]:
         return d.normal(64, 256), d.normal(64, 256)
 
+    def wide(d: Draw) -> tuple[Any, ...]:
+        return (d.normal(8, 4096),)
+
     def positive(d: Draw) -> tuple[Any, ...]:
         return (d.positive(64, 256),)
 
@@ -114,7 +117,8 @@ def cases() -> list[Case]:
         Case("torch.nn.functional.linear", "addmm", F.linear, affine, sums, "mm", 4096),
         Case("torch.nn.functional.conv2d", "convolution", F.conv2d, conv, sums, "convolution_backward", 576),
         Case("torch.softmax", "_softmax", lambda x: x.softmax(-1), one, sums, "_softmax_backward_data"),
-        Case("torch.log_softmax", "_log_softmax", lambda x: x.log_softmax(-1), one, sums, "_log_softmax_backward_data"),
+        Case("torch.log_softmax", "_log_softmax", lambda x: x.log_softmax(-1), wide, sums,
+             "_log_softmax_backward_data"),
         Case("torch.nn.functional.layer_norm", "native_layer_norm",
              lambda x, w, b: F.layer_norm(x, (1024,), w, b),
              lambda d: (d.normal(32, 1024), d.normal(1024), d.normal(1024)), "noise element nan inf accumulate",
@@ -262,9 +266,8 @@ def matrix(bench: Bench, pattern: str) -> int:
                 counts[1] += 1
                 if not found["ulp"] or not found["hits"]:
                     missed += 1
-                    print(
-                        f"MISSED {case.name} {str(dtype)[6:]} {fault}: hits {found['hits']} excess {found['excess']:.3g}"
-                    )
+                    size = f"hits {found['hits']} excess {found['excess']:.3g}"
+                    print(f"MISSED {case.name} {str(dtype)[6:]} {fault}: {size}")
     for kind, (found_, of) in sorted(by_kind.items()):
         print(f"{kind:12s} {found_}/{of}")
     print(f"{total} faults planted in {len(cases())} operators, {missed} missed")

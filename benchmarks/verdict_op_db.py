@@ -22,6 +22,7 @@ import re
 import sys
 import time
 import traceback
+import types
 import warnings
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -75,6 +76,16 @@ def op_name(info: Any) -> str:
     return f"{info.name}.{info.variant_test_name}" if info.variant_test_name else info.name
 
 
+def _without_console() -> None:
+    """Where rich is not installed, take the modules of op_tools without the package's own imports."""
+    try:
+        import op_tools  # noqa: F401
+    except ImportError:
+        package = types.ModuleType("op_tools")
+        package.__path__ = [str(Path(__file__).resolve().parents[1] / "op_tools")]
+        sys.modules["op_tools"] = package
+
+
 class Runner:
     """Runs samples of op_db on the device, through the golden run and the verdict."""
 
@@ -91,9 +102,10 @@ class Runner:
         if device == "cuda":
             torch.backends.cuda.matmul.allow_tf32 = False
             torch.backends.cudnn.allow_tf32 = False
-        from op_tools import golden, op_facts, verdict  # after op_db, which asks for the real torch.cuda
+        _without_console()
+        from op_tools import golden, verdict  # after op_db, which asks for the real torch.cuda
 
-        self.golden, self.verdict, self.facts = golden, verdict, op_facts
+        self.golden, self.verdict = golden, verdict
 
     def pair(self, index: int, dtype_name: str) -> Outcome:
         info, dtype = self.op_db[index], getattr(torch, dtype_name)
@@ -339,8 +351,9 @@ def run_all(options: argparse.Namespace, items: list[tuple[int, str]], names: li
 def report(outcome: Outcome, options: argparse.Namespace) -> None:
     for alarm in outcome.alarms[: options.show]:
         print(
-            f"WRONG {outcome.key} sample {alarm['sample']}: {alarm['row']}: {alarm['reason']} "
-            f"| ulp {alarm['max_ulp']:.3g} cos {alarm['cosine']:.6f} {alarm['inputs']} {alarm['args']} {alarm['kwargs']}",
+            f"WRONG {outcome.key} sample {alarm['sample']}: {alarm['row'].split()[-1]}: {alarm['reason']} "
+            f"| ulp {alarm['max_ulp']:.3g} cos {alarm['cosine']:.6f} "
+            f"{alarm['inputs']} {alarm['args']} {alarm['kwargs']}",
             flush=True,
         )
     for reason, count in outcome.errors.items():

@@ -281,9 +281,9 @@ class _Copies:
         if not _is_strided(tensor):
             return
         key = (tensor.untyped_storage()._cdata, tensor.dtype)
-        first = last = tensor.storage_offset()
+        first = last = int(tensor.storage_offset())
         if tensor.numel():
-            last += 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
+            last += 1 + sum(int(n - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride()))
         known = self._spans.get(key)
         self._spans[key] = (first, last) if known is None else (min(first, known[0]), max(last, known[1]))
 

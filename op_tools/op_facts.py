@@ -184,7 +184,7 @@ _SCATTER: Final = _words("""
     unfold_backward col2im histc bincount histogram histogramdd_from_bin_cts nll_loss2d_backward
     index_select_backward as_strided_scatter as_strided_backward segment_reduce_backward
     """)
-_SCAN: Final = _words("cumsum cumprod logcumsumexp cumulative_trapezoid")
+_SCAN: Final = _words("prod cumsum cumprod logcumsumexp cumulative_trapezoid")
 _FACTORY: Final = _words(
     """linspace logspace range bartlett_window blackman_window hamming_window hann_window kaiser_window"""
 )
@@ -278,6 +278,12 @@ def facts_of(func: Any) -> Facts:
 
 
 @functools.cache
+def jumps(func: Any) -> bool:
+    """Whether a quotient is rounded to the dtype and then to a whole number: one step more or less is no error."""
+    return base_name(func) in ("floor_divide", "fmod", "remainder") or func._overloadname.endswith("_mode")
+
+
+@functools.cache
 def is_composition(func: Any) -> bool:
     """Whether an operator is made of other operators that the dispatcher does not show on its own."""
     if func.namespace not in ("aten", "prims", "prim"):
@@ -295,9 +301,10 @@ _LOW_ON_CPU: Final = _words("""
     native_batch_norm_backward native_batch_norm_legit native_batch_norm_legit_no_training batch_norm_with_update
     batch_norm_no_update batch_norm_backward upsample_linear1d upsample_bilinear2d upsample_bicubic2d
     upsample_trilinear3d grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward mse_loss
-    linalg_cross logit addr special_i0e
+    linalg_cross logit addr special_i0e binary_cross_entropy binary_cross_entropy_backward polygamma prod
     """)
-_LOW: Final = {"cpu": _LOW_ON_CPU, "soft": _LOW_ON_CPU, "privateuseone": _LOW_ON_CPU}
+_LOW_ON_CUDA: Final = _words("mse_loss smooth_l1_loss huber_loss addr linalg_cross")
+_LOW: Final = {"cuda": _LOW_ON_CUDA, "cpu": _LOW_ON_CPU, "soft": _LOW_ON_CPU, "privateuseone": _LOW_ON_CPU}
 
 
 def computes_low(func: Any, device: str) -> bool:
@@ -421,6 +428,7 @@ def chosen_values(name: str, source: Any, device: Tensor, golden: Tensor) -> Ten
 
     Equal values may be chosen in any order, unless the call asks for a stable one.
     """
+    shape = device.shape
     last = last_name(name)
     if last not in _INDEX_DEFAULTS or not source.args or not isinstance(source.args[0], Tensor):
         return None
@@ -435,7 +443,7 @@ def chosen_values(name: str, source: Any, device: Tensor, golden: Tensor) -> Ten
         values, dim = values.reshape(-1), 0
         device, golden = device.reshape(-1) if device.dim() else device[None], golden.reshape(-1)
     if values.dim() == 0:
-        return device != golden
+        return (device != golden).reshape(shape)
     if device.dim() == values.dim() - 1:
         device, golden = device.unsqueeze(dim), golden.unsqueeze(dim)
     if device.dim() != values.dim():
@@ -448,7 +456,7 @@ def chosen_values(name: str, source: Any, device: Tensor, golden: Tensor) -> Ten
         ordered = device.sort(dim).values
         repeated = (ordered.diff(dim=dim) == 0).any(dim, keepdim=True)
         different = different | repeated.expand_as(different)
-    return different
+    return different.reshape(shape)
 
 
 # --- vectors of unit length: their sign (or phase) is free ----------------------------------------------------

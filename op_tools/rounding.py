@@ -51,7 +51,9 @@ class Trace(TorchDispatchMode):
         super().__init__()
         self.operators: list[Any] = []
         self.longest_sum = 1
+        self.selects = self.selects_first = False
         self.contracts = False
+        self._worked = False
         self._writers: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -66,6 +68,9 @@ class Trace(TorchDispatchMode):
         outputs = list(_tensors((result,)))
         for tensor in (*outputs, *_mutated(func, args, kwargs or {})):
             self._writers[_address(tensor)] = number
+        self.selects_first = self.selects_first or (facts.kind == Kind.SELECT and not self._worked)
+        self.selects = self.selects or facts.kind == Kind.SELECT
+        self._worked = True
         if facts.kind not in (Kind.EXACT, Kind.SELECT, Kind.POINTWISE):
             self.longest_sum = max(self.longest_sum, op_facts.length_of_sums(func, args, kwargs or {}))
             self.contracts = self.contracts or facts.kind == Kind.CONTRACT
@@ -91,6 +96,7 @@ class Noise(TorchDispatchMode):
         super().__init__()
         self._precision, self._last, self._generator = precision, last, generator
         self._inside = inside  # of one kernel: its unit; nothing is stored
+        self.breaks_ties = True
         self._number = -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -99,10 +105,12 @@ class Noise(TorchDispatchMode):
             return _opened(self, func, args, kwargs)
         self._number += 1
         facts = op_facts.facts_of(func)
-        if facts.kind in (Kind.VIEW, Kind.EXACT):
+        if facts.kind in (Kind.VIEW, Kind.EXACT) or any(t.layout != torch.strided for t in _tensors(args)):
             return func(*args, **kwargs)
         if facts.kind == Kind.SELECT:
-            args = self._changed_inputs(func, args, lambda t: self._shifted(t, _TIE))
+            if not self.breaks_ties:
+                return func(*args, **kwargs)
+            args = self._changed_inputs(func, args, self._without_ties)
             return func(*args, **kwargs)
         return self._rounded(func, facts, args, kwargs)
 
@@ -147,7 +155,8 @@ class Noise(TorchDispatchMode):
         """Units of rounding to apply to the inputs (the terms of a sum) and to the result."""
         inner, stored = self._unit_inside(func), self._precision.stored
         if facts.kind == Kind.POINTWISE:
-            return inner * facts.accuracy, inner * facts.accuracy
+            unit = inner * facts.accuracy
+            return (stored if op_facts.jumps(func) else unit), unit
         length = op_facts.length_of_sums(func, args, kwargs)
         grown = self._precision.inner * math.sqrt(_roundings(facts.kind, length))
         grown = max(grown, inner) * facts.accuracy
@@ -207,6 +216,11 @@ class Noise(TorchDispatchMode):
         size = torch.where(size.isfinite(), size, 0.0)
         size = size.amax((-2, -1), keepdim=True) if size.dim() >= 2 else size.amax()
         return tensor + self._signs(tensor).mul_(by) * size
+
+    def _without_ties(self, tensor: Tensor) -> Tensor:
+        largest = tensor.abs().nan_to_num(posinf=0.0).max() if tensor.numel() else 0.0
+        drawn = torch.rand(tensor.shape, generator=self._generator, dtype=torch.float64)
+        return tensor + drawn.to(tensor.real.dtype) * (_TIE * max(float(largest), 1e-30))
 
     def _round_in_place(self, tensor: Tensor, by: float, facts: Facts) -> None:
         precision = self._precision

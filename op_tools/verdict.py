@@ -369,7 +369,8 @@ def ulps(exact: Tensor, dtype: torch.dtype) -> Tensor:
     """Distance between neighbouring numbers of a dtype at these float64 magnitudes (`ulps(x, torch.half)`)."""
     info = torch.finfo(dtype)
     exponent = torch.frexp(exact.abs())[1].to(torch.float64) - 1
-    return torch.exp2(exponent).mul_(info.eps).clamp_(min=info.smallest_normal * info.eps)
+    distance = torch.exp2(exponent).mul_(info.eps).masked_fill_(exact == 0, 0.0)
+    return distance.clamp_(min=info.smallest_normal * info.eps)
 
 
 def _largest_ulp(left: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
@@ -459,6 +460,13 @@ class _Spread:
         self._unsettled: list[Tensor | None] = []
 
     @property
+    def usable(self) -> bool:
+        """Kernels of other layouts rely on more than values: they are not run with anything but the truth."""
+        source = self.result.source
+        tensors = tensors_in((source.args, source.kwargs, self.result.outputs))
+        return all(t.layout == torch.strided and not t.is_quantized and not t.is_nested for t in tensors)
+
+    @property
     def trace(self) -> Trace:
         """The operators that the call is made of."""
         if self._trace is None:
@@ -484,6 +492,8 @@ class _Spread:
     def _probe(self) -> None:
         self.probes += 1
         noise = Noise(self.precision, self._last, torch.Generator().manual_seed(self.probes))
+        # ties among the inputs themselves are looked at exactly, in _shared_among_ties
+        noise.breaks_ties = self.part != "grad_input" or not self.trace.selects_first
         moved = self._leaves(self.result.again(noise, self.part == "grad_input"))
         for number, (here, there) in enumerate(zip(self._exact, moved)):
             if isinstance(here, Tensor) and isinstance(there, Tensor) and here.shape == there.shape:
@@ -522,6 +532,8 @@ class _Spread:
 
     def unsettled(self, number: int, wanted: Tensor) -> Tensor:
         """`not_settled` after as many probes as the wanted places need."""
+        if not self.usable:
+            return torch.zeros(wanted.shape, dtype=torch.bool)
         while bool((wanted & ~self.not_settled(number, wanted)).any()) and self.grow():
             pass
         return self.not_settled(number, wanted)
@@ -548,15 +560,37 @@ def _judge_rounding(row: Row, pair: _Pair) -> Row:
     if pair.spread is None:
         suspects = check.suspects(stored=STORED, sigma=None, unsettled=None)
         return _concluded(row, check, suspects, STORED, None, None, "")
+    if not pair.spread.usable:
+        # sparse and the like: the only measure is the size of the whole result
+        flat = torch.full_like(check.size, float(check.size.nan_to_num(posinf=0.0).max()) * check.precision.stored)
+        return _concluded(row, check, check.suspects(STORED, flat, None), STORED, flat, None, "")
     stored = 1.0 if pair.spread.trace.exact else STORED
-    sigma = unsettled = None
     while True:
+        sigma = pair.spread.sigma(pair.number, check.golden)
+        unsettled = pair.spread.not_settled(pair.number, check.golden)
         suspects = check.suspects(stored, sigma, unsettled)
         if not bool(suspects.any()) or not pair.spread.grow():
             break
-        sigma = pair.spread.sigma(pair.number, check.golden)
-        unsettled = pair.spread.not_settled(pair.number, check.golden)
+    if pair.spread.part == "grad_input" and pair.spread.trace.selects and bool(suspects.any()):
+        suspects = suspects & ~_shared_among_ties(pair, check, stored, sigma)
     return _concluded(row, check, suspects, stored, sigma, unsettled, _explained(pair, check, suspects))
+
+
+def _shared_among_ties(pair: _Pair, check: _Check, stored: float, sigma: Tensor) -> Tensor:
+    """Where an input has equal values and only the shares of the gradient among them differ.
+
+    Which of several equal values is the largest is free, and so is the one that gets the gradient.
+    """
+    inputs = list(tensors_in((pair.spread.result.source.args, pair.spread.result.source.kwargs)))  # type: ignore[union-attr]
+    values = inputs[pair.number].detach().reshape(-1)
+    _, group, count = torch.unique(values, return_inverse=True, return_counts=True)
+
+    def summed(x: Tensor) -> Tensor:
+        return torch.zeros(count.numel(), dtype=x.dtype).index_add_(0, group, x.reshape(-1))
+
+    slack = summed(check.bound(stored, sigma)) + summed(check.size) * check.precision.stored
+    agree = (summed(check.device - check.golden).abs() <= slack) & (count > 1)
+    return agree[group].reshape(check.device.shape)
 
 
 class _Check:

@@ -1,0 +1,321 @@
+"""The verdict: no alarm on correct results, no fault above the rounding bound missed. No device is needed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from op_tools import golden, verdict
+from op_tools.settings import SettingsError
+from op_tools.verdict import NOT_COMPARABLE, RIGHT, WRONG, Rules
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def judged(
+    function: Callable[..., Any],
+    *args: Any,
+    break_it: Callable[[Any], Any] | None = None,
+    break_gradient: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    rules: Rules | None = None,
+    device: str = "cpu",
+    name: str | None = None,
+    **kwargs: Any,
+) -> verdict.Judgement:
+    """Run on the CPU in the given dtypes as if it were a device, break the result, and ask for the verdict."""
+    inputs = list(golden.tensors_in((args, kwargs)))
+    saved = [t.detach().clone().requires_grad_(t.requires_grad) for t in inputs]
+    copies = iter(saved)
+    before = golden.map_tensors((args, kwargs), lambda t: next(copies))
+    outputs = function(*args, **kwargs)
+    wanted = [t for t in inputs if t.requires_grad]
+    tensors = list(golden.tensors_in(outputs))
+    grad_outputs = grad_inputs = None
+    if wanted and any(t.requires_grad for t in tensors):
+        generator = torch.Generator().manual_seed(1)
+        grad_outputs = [
+            torch.randn(t.shape, generator=generator).to(t.dtype) if t.requires_grad else None for t in tensors
+        ]
+        used = [t for t in tensors if t.requires_grad]
+        found = iter(torch.autograd.grad(used, wanted, [g for g in grad_outputs if g is not None], allow_unused=True))
+        grad_inputs = [next(found) if t.requires_grad else None for t in inputs]
+        if break_gradient:
+            grad_inputs[0] = break_gradient(grad_inputs[0].clone())
+    outputs = golden.map_tensors(outputs, lambda t: t.detach().clone())
+    if break_it:
+        outputs = break_it(outputs)
+    result = golden.run(function, *before, grad_outputs=grad_outputs, device=device, name=name)
+    return verdict.judge_call(result.source.name, result, outputs=outputs, grad_inputs=grad_inputs, rules=rules)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+
+def scaled_at(index: tuple[int, ...], by: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(x: torch.Tensor) -> torch.Tensor:
+        x[index] *= by
+        return x
+
+    return change
+
+
+CORRECT: list[tuple[str, Callable[[torch.dtype], Any]]] = [
+    ("linear", lambda d: judged(F.linear, normal(33, 200, dtype=d), normal(50, 200, dtype=d, seed=1))),
+    ("softmax", lambda d: judged(F.softmax, normal(16, 300, dtype=d), -1)),
+    ("log_softmax", lambda d: judged(F.log_softmax, (normal(16, 300, dtype=d) * 9).detach().requires_grad_(), -1)),
+    ("layer_norm", lambda d: judged(F.layer_norm, normal(16, 256, dtype=d), (256,))),
+    ("gelu", lambda d: judged(F.gelu, normal(40, 50, dtype=d))),
+    ("var with a large mean", lambda d: judged(torch.var, (normal(16, 100, dtype=d) + 30).detach(), 1)),
+    ("sum", lambda d: judged(torch.sum, normal(5000, dtype=d))),
+    ("cumsum", lambda d: judged(torch.cumsum, normal(8, 500, dtype=d), -1)),
+    ("conv2d", lambda d: judged(F.conv2d, normal(2, 8, 9, 9, dtype=d), normal(6, 8, 3, 3, dtype=d, seed=2))),
+    ("batch_norm", lambda d: judged(F.batch_norm, normal(8, 3, 6, 6, dtype=d), None, None, training=True)),
+    ("cancellation", lambda d: judged(torch.sub, normal(999, dtype=d), normal(999, dtype=d))),
+    ("sin of large numbers", lambda d: judged(torch.sin, (normal(500, dtype=d) * 1000).detach())),
+    ("norm", lambda d: judged(torch.linalg.vector_norm, normal(50, 60, dtype=d), dim=1)),
+    ("tanh", lambda d: judged(torch.tanh, normal(1000, dtype=d))),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("make", [make for _, make in CORRECT], ids=[name for name, _ in CORRECT])
+def test_correct_results_are_right(make: Callable[[torch.dtype], Any], dtype: torch.dtype) -> None:
+    judgement = make(dtype)
+    assert judgement.verdict == RIGHT, judgement.reason
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_wrong_element_in_a_big_tensor_is_found(dtype: torch.dtype) -> None:
+    judgement = judged(torch.mul, normal(500, 400, dtype=dtype), normal(500, 400, dtype=dtype, seed=1),
+                       break_it=scaled_at((321, 7), 1 + 8 * torch.finfo(dtype).eps))  # fmt: skip
+    assert judgement.verdict == WRONG
+    assert judgement.rows[0].where == (321, 7)
+    assert "1 of 200000 elements" in judgement.reason
+
+
+def test_a_wrong_gradient_alone_is_found() -> None:
+    judgement = judged(F.gelu, normal(100), break_gradient=lambda g: g * 1.001)
+    assert [row.verdict for row in judgement.rows] == [RIGHT, WRONG]
+
+
+def test_a_copy_must_be_exact() -> None:
+    x = normal(100)
+    nudged = lambda y: torch.nextafter(y, torch.tensor(math.inf))  # noqa: E731
+    assert judged(torch.clone, x, break_it=nudged).verdict == WRONG
+    assert judged(torch.exp, x, break_it=nudged).verdict == RIGHT  # functions may be off by an ulp
+
+
+def test_sums_in_low_precision_are_found() -> None:
+    a, b = normal(8, 4096, dtype=torch.bfloat16), normal(4096, 8, dtype=torch.bfloat16, seed=1)
+
+    def accumulate(_: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(8, 8, dtype=torch.bfloat16)
+        for k in range(4096):
+            total = total + a.detach()[:, k : k + 1] * b.detach()[k : k + 1]
+        return total
+
+    assert judged(torch.mm, a, b).verdict == RIGHT
+    assert judged(torch.mm, a, b, break_it=accumulate).verdict == WRONG
+
+
+def test_products_in_tf32_are_named() -> None:
+    a, b = normal(64, 256), normal(256, 64, seed=1)
+
+    def tf32(x: torch.Tensor) -> torch.Tensor:
+        return (x.detach().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+    judgement = judged(torch.mm, a, b, break_it=lambda _: tf32(a) @ tf32(b))
+    assert judgement.verdict == WRONG
+    assert "TF32" in judgement.reason
+
+
+def test_flushed_denormals_are_found() -> None:
+    x = (normal(100) * 1e-40).detach()
+    judgement = judged(torch.mul, x, 0.5, break_it=torch.zeros_like)
+    assert judgement.verdict == WRONG
+    assert "subnormal" in judgement.reason
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_nan_and_infinity_are_found(bad: float) -> None:
+    assert judged(torch.exp, normal(50), break_it=lambda y: y.index_fill(0, torch.tensor([3]), bad)).verdict == WRONG
+
+
+def test_expected_nan_and_infinity_are_right_and_must_be_there() -> None:
+    x = torch.tensor([-1.0, 0.0, 4.0])
+    assert judged(torch.log, x).verdict == RIGHT
+    assert judged(torch.log, x, break_it=torch.nan_to_num).verdict == WRONG
+
+
+def test_overflow_of_the_dtype_is_no_error() -> None:
+    x = torch.full((3,), 300.0, dtype=torch.float16)
+    assert judged(torch.mul, x, x).verdict == RIGHT
+    assert judged(torch.mul, x, torch.ones_like(x), break_it=lambda y: y * math.inf).verdict == WRONG
+
+
+def test_swapped_results_are_found() -> None:
+    assert judged(torch.std_mean, normal(8, 50), -1, break_it=lambda y: (y[1], y[0])).verdict == WRONG
+
+
+def test_ties_may_be_broken_in_any_way() -> None:
+    x = torch.tensor([[1.0, 3.0, 3.0, 0.0]])
+    right = judged(torch.argmax, x, 1, break_it=lambda _: torch.tensor([2]))
+    assert right.verdict == RIGHT
+    assert "equal values" in right.rows[0].error_info
+    assert judged(torch.argmax, x, 1, break_it=lambda _: torch.tensor([0])).verdict == WRONG
+    assert judged(torch.argmax, x, 1, break_it=lambda _: torch.tensor([9])).verdict == WRONG
+
+
+def test_sort_must_stay_a_permutation() -> None:
+    x = torch.tensor([2.0, 1.0, 2.0, 0.0])
+    assert judged(torch.sort, x, break_it=lambda y: (y[0], torch.tensor([3, 1, 2, 0]))).verdict == RIGHT
+    assert judged(torch.sort, x, break_it=lambda y: (y[0], torch.tensor([3, 1, 2, 2]))).verdict == WRONG
+
+
+def test_gradients_at_ties_may_go_to_either() -> None:
+    x = torch.zeros(1, 1, 4, 4, requires_grad=True)
+
+    def elsewhere(g: torch.Tensor) -> torch.Tensor:
+        return g.flip(-1, -2)
+
+    assert judged(F.max_pool2d, x, 2, break_gradient=elsewhere).verdict == RIGHT
+    assert judged(F.max_pool2d, x, 2, break_gradient=lambda g: g * 1.5).verdict == WRONG
+    distinct = torch.arange(16.0).view(1, 1, 4, 4).requires_grad_()
+    assert judged(F.max_pool2d, distinct, 2, break_gradient=elsewhere).verdict == WRONG
+
+
+def test_whole_numbers_and_truth_values_must_be_equal() -> None:
+    x = torch.arange(10)
+    assert judged(torch.mul, x, 3).verdict == RIGHT
+    assert judged(torch.mul, x, 3, break_it=lambda y: y + (y == 9)).verdict == WRONG
+    assert judged(torch.gt, x, 3, break_it=torch.logical_not).verdict == WRONG
+
+
+def test_shape_and_dtype_differences() -> None:
+    x = normal(4)
+    assert "shape" in judged(torch.exp, x, break_it=lambda y: y[:3]).reason
+    assert judged(torch.argmax, x.detach(), break_it=lambda y: y.int()).verdict == WRONG
+    assert judged(torch.exp, x, break_it=lambda y: y.long()).verdict == WRONG
+    assert judged(torch.std_mean, x, 0, break_it=lambda y: y[0]).verdict == WRONG
+
+
+def test_strides_are_noted_and_not_wrong() -> None:
+    judgement = judged(torch.exp, normal(4, 5), break_it=lambda y: y.t().contiguous().t())
+    assert judgement.verdict == RIGHT
+    assert "stride" in judgement.rows[0].error_info
+
+
+def test_signs_of_eigenvectors_are_free() -> None:
+    x = normal(6, 6).detach()
+    judgement = judged(torch.linalg.eigh, x + x.T, break_it=lambda y: (y[0], y[1] * -1))
+    assert judgement.verdict == RIGHT, judgement.reason
+    assert judged(torch.linalg.eigh, x + x.T, break_it=lambda y: (y[0], y[1] * 1.01)).verdict == WRONG
+
+
+def test_random_operators_by_distribution() -> None:
+    x = torch.ones(4000)
+    assert judged(F.dropout, x, 0.3).verdict == RIGHT
+    assert judged(F.dropout, x, 0.3, break_it=lambda y: y * 0.9).verdict == WRONG
+    assert judged(F.dropout, x, 0.3, break_it=torch.zeros_like).verdict == WRONG
+    assert judged(torch.rand, 4000).verdict == RIGHT
+    assert judged(torch.rand, 4000, break_it=lambda y: y * 0.8).verdict == WRONG
+    assert judged(torch.rand, 4).verdict == NOT_COMPARABLE
+    assert judged(F.gumbel_softmax, x).verdict == NOT_COMPARABLE
+
+
+def test_seed_columns_are_filled() -> None:
+    row = judged(torch.exp, normal(10, dtype=torch.bfloat16)).rows[0]
+    assert row.name == "torch.exp output"
+    assert (row.atol, row.rtol, row.allclose) == (1e-3, 1e-3, True)
+    assert row.error_info == "Inconsistent dtypes: torch.bfloat16 torch.float64"
+    assert row.cosine > 0.99
+    assert 0 < row.max_ulp <= 0.5
+
+
+def test_tolerances_that_are_set_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = normal(20)
+    off = lambda y: y * 1.01  # noqa: E731
+    assert judged(torch.exp, x, break_it=off).verdict == WRONG
+    monkeypatch.setenv("AUTOCOMPARE_ERROR_TOLERANCE_FLOAT32", "1,1")
+    assert judged(torch.exp, x, break_it=off, rules=Rules.from_environment()).verdict == RIGHT
+    monkeypatch.setenv("EXP_AUTOCOMPARE_ERROR_TOLERANCE_FLOAT32", "1e-9,1e-9")
+    assert judged(torch.exp, x, break_it=off, rules=Rules.from_environment()).verdict == WRONG
+    monkeypatch.setenv("AUTOCOMPARE_ERROR_TOLERANCE", "nonsense")
+    with pytest.raises(SettingsError, match="AUTOCOMPARE_ERROR_TOLERANCE"):
+        Rules.from_environment()
+
+
+def test_standards_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = normal(1000, dtype=torch.bfloat16)
+    seed = judged(torch.mul, (x * 100).detach(), 1.0, rules=Rules("seed"),
+                  break_it=lambda y: (y.view(torch.int16) + 1).view(torch.bfloat16))  # fmt: skip
+    assert seed.verdict == WRONG  # one ulp fails a fixed tolerance
+    small = (normal(100) * 1e-7).detach()
+    for standard, expected in (("seed", RIGHT), ("torch", RIGHT), ("dual", RIGHT), ("ulp", WRONG)):
+        assert judged(torch.mul, small, 1.5, rules=Rules(standard), break_it=lambda y: y * 1.01).verdict == expected
+    monkeypatch.setenv("OP_AUTOCOMPARE_STANDARD", "exact")
+    with pytest.raises(SettingsError, match="ulp, torch, dual, seed"):
+        Rules.from_environment()
+
+
+def test_later_results_use_the_probes_of_earlier_ones() -> None:
+    x = (normal(6, 200) * 30).detach().requires_grad_()
+    judgement = judged(lambda t: tuple(t.log_softmax(-1).unbind(0)), x)
+    assert judgement.verdict == RIGHT, judgement.reason
+
+
+def test_sparse_tensors_are_compared_whole() -> None:
+    a = torch.eye(5).to_sparse_csr()
+    assert judged(torch.mm, a, normal(5, 3).detach()).verdict == RIGHT
+    assert judged(torch.mm, a, normal(5, 3).detach(), break_it=lambda y: y * 1.1).verdict == WRONG
+
+
+def test_numbers_read_from_tensors() -> None:
+    x = torch.tensor(0.1, dtype=torch.bfloat16)
+    assert judged(torch.Tensor.item, x).verdict == RIGHT
+    assert judged(torch.Tensor.item, x, break_it=lambda y: y * 1.1).verdict == WRONG
+
+
+def test_ulps() -> None:
+    x = torch.tensor([1.0, 1.5, 2.0, 0.0], dtype=torch.float64)
+    assert verdict.ulps(x, torch.float32).tolist() == [2.0**-23, 2.0**-23, 2.0**-22, 2.0**-149]
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 200), st.sampled_from(DTYPES), st.integers(0, 10**6))
+def test_products_of_any_size_in_any_order_of_summation_are_right(
+    m: int, k: int, dtype: torch.dtype, seed: int
+) -> None:
+    a, b = normal(m, k, dtype=dtype, seed=seed).detach(), normal(k, 5, dtype=dtype, seed=seed + 1).detach()
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(seed))
+
+    def other_order(_: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros(m, 5)
+        for i in order:
+            total = total + a[:, i : i + 1].float() * b[i : i + 1].float()
+        return total.to(dtype)
+
+    judgement = judged(torch.mm, a, b, break_it=other_order)
+    assert judgement.verdict == RIGHT, judgement.reason
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 300), st.sampled_from(DTYPES), st.integers(0, 10**6), st.floats(4, 1000))
+def test_any_element_off_by_more_than_the_bound_is_found(n: int, dtype: torch.dtype, seed: int, ulp: float) -> None:
+    x = normal(n, dtype=dtype, seed=seed).detach()
+    at = seed % n
+    if x[at] == 0:
+        return
+    factor = 1 + 2 * ulp * torch.finfo(dtype).eps
+    judgement = judged(torch.mul, x, 1.5, break_it=scaled_at((at,), factor))
+    assert judgement.verdict == WRONG
+    assert judgement.rows[0].where == (at,)
