@@ -4,7 +4,8 @@
     python benchmarks/verdict_op_db.py --device cpu --dtypes bfloat16 --ops 'nn.functional.*'
 
 On a device with correct kernels there must be none, except those in `verdict_ledger.txt`, which say why.
-`--device refs` takes the CPU with PyTorch's reference implementations: other correct kernels, that round elsewhere.
+`--device refs --dtypes float32` takes the CPU with fused kernels done step by step: other correct kernels, that
+round in other places.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 LEDGER = Path(__file__).with_name("verdict_ledger.txt")
 
@@ -84,6 +86,18 @@ def _without_console() -> None:
         package = types.ModuleType("op_tools")
         package.__path__ = [str(Path(__file__).resolve().parents[1] / "op_tools")]
         sys.modules["op_tools"] = package
+
+
+class _Decomposed(TorchDispatchMode):
+    """Fused kernels done step by step: as correct as the kernel, but rounded in other places."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from op_tools import op_facts
+
+        steps = op_facts.decomposition(func)
+        if steps is None:
+            return func(*args, **(kwargs or {}))
+        return steps(*args, **(kwargs or {}))
 
 
 class Runner:
@@ -204,9 +218,7 @@ class Runner:
     def mode(self) -> Any:
         if not self.refs:
             return contextlib.nullcontext()
-        from torch._prims.context import TorchRefsMode
-
-        return TorchRefsMode()
+        return _Decomposed()
 
     def moved(self, value: Any, device: str) -> Any:
         """Private copies on a device, with strides and sharing kept; device arguments follow."""

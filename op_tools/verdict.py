@@ -452,6 +452,7 @@ class _Spread:
     def __init__(self, result: GoldenResult, part: str, device: Sequence[Any], max_seconds: float | None) -> None:
         self.result, self.part = result, part
         self.probes = 0
+        self._few = False
         self.precision = Precision(_coarsest(result, part, device), result.source.device)
         self._max_seconds, self._started = max_seconds, time.perf_counter()
         self._trace: Trace | None = None
@@ -483,7 +484,10 @@ class _Spread:
         _ = self.trace  # the exact results, before any that are moved
         target = min(PROBES, max(1, 2 * self.probes))
         late = self._max_seconds is not None and time.perf_counter() - self._started > self._max_seconds
-        if target <= self.probes or (late and self.probes >= FEWEST_PROBES):
+        if target <= self.probes:
+            return False
+        if late and self.probes >= FEWEST_PROBES:
+            self._few = True
             return False
         while self.probes < target:
             self._probe()
@@ -523,7 +527,11 @@ class _Spread:
         total = self._squares[number] if number < len(self._squares) else None
         if total is None or self.probes == 0:
             return torch.zeros(like.shape, dtype=torch.float64)
-        return (total / self.probes).sqrt()
+        mean = total / self.probes
+        if self._few and mean.dim():
+            # too few probes to trust each element's own: lean on its neighbours in the row
+            mean = (mean * self.probes + mean.mean(-1, keepdim=True)) / self.probes
+        return mean.sqrt()
 
     def not_settled(self, number: int, like: Tensor) -> Tensor:
         """Where a probe gave another whole number, or infinity or NaN instead of a number."""
@@ -569,7 +577,11 @@ def _judge_rounding(row: Row, pair: _Pair) -> Row:
         sigma = pair.spread.sigma(pair.number, check.golden)
         unsettled = pair.spread.not_settled(pair.number, check.golden)
         suspects = check.suspects(stored, sigma, unsettled)
-        if not bool(suspects.any()) or not pair.spread.grow():
+        if not bool(suspects.any()):
+            break
+        if not pair.spread.grow():
+            sigma = pair.spread.sigma(pair.number, check.golden)
+            suspects = check.suspects(stored, sigma, unsettled)
             break
     if pair.spread.part == "grad_input" and pair.spread.trace.selects and bool(suspects.any()):
         suspects = suspects & ~_shared_among_ties(pair, check, stored, sigma)
