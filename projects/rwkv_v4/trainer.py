@@ -56,6 +56,7 @@ class Trainer:
         """Model, optimizer and batches on the device."""
         self.model = self.config.build("model", vocab_size=self.corpus.vocab_size).to(self.ranks.device)
         if self._compiled():
+            _avoid_mixed_order_reductions()
             self.model.from_embedding = torch.compile(self.model.from_embedding, mode=self.options.compile_mode)
         self.parallel = spread(self.model, self.strategy, self.ranks)
         # One kernel over all parameters: elsewhere it may not exist.
@@ -302,3 +303,11 @@ class Trainer:
             optim_state_dict=state["optimizer"],
             options=options,
         )
+
+
+def _avoid_mixed_order_reductions() -> None:
+    """torch 2.11 fuses the sums of a layer norm's backward and gives gradients of (1, 1, C) weights as (C,)."""
+    from torch._inductor import config
+
+    if hasattr(config.triton, "mix_order_reduction"):
+        config.triton.mix_order_reduction = False
