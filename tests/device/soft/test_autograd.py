@@ -64,10 +64,11 @@ def test_backward_runs_on_threads_of_the_devices():
 
 def test_backward_from_many_threads_at_once():
     results: list[torch.Tensor | None] = [None] * 8
+    # Made here: models that are initialised in threads would draw from one generator at the same time.
+    nets = [model().to(f"soft:{index % 2}") for index in range(8)]
 
     def work(index: int) -> None:
-        device = f"soft:{index % 2}"
-        net = model().to(device)
+        device, net = f"soft:{index % 2}", nets[index]
         for _ in range(5):
             net.zero_grad()
             net(torch.full((3, 8), float(index), device=device)).sum().backward()
