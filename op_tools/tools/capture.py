@@ -122,16 +122,9 @@ class OpCapture(Tool):
         if inputs.opaque:
             kinds = ", ".join(inputs.opaque)
             self.found(call, "not-captured", f"arguments of type {kinds} were not captured", once=True)
-        self.writer.submit(
-            total,
-            lambda: self._write(
-                call,
-                folder,
-                {"input": (inputs, {**state, "kind": "input"}), "output": (outputs, {"name": call.op})},
-                self._to_show(call, None),
-                outputs.event,
-            ),
-        )
+        parts = {"input": (inputs, {**state, "kind": "input"}), "output": (outputs, {"name": call.op})}
+        shown = self._to_show(call, None)  # here, not on the writer's thread: shown in the order of the calls
+        self.writer.submit(total, lambda: self._write(call, folder, parts, shown, outputs.event))
         self._settle()
 
     def _settle(self) -> None:

@@ -36,6 +36,7 @@ class Recorder(Tool):
 def attributed_gradients(sample: Sample, device: str) -> str | None:
     """None when what is attributed to the call equals the truth, else what is wrong."""
     args, kwargs, leaves = sample.on(device)
+    before = {id(t): t.grad_fn for t in _tensors((args, kwargs))}
     seed()
     traits = traits_of(sample.function, f"sample.{sample.name}")
     with Recorder() as recorder:
@@ -43,10 +44,10 @@ def attributed_gradients(sample: Sample, device: str) -> str | None:
         truth = gradients_of(result, leaves)
     if not truth or all(g is None for g in truth):
         return None
-    # an input handed back as it is has no backward of its own
-    returned = {id(t) for t in _tensors(result)} if not sample.inplace else set()
+    # an input handed back as it is (dropout_ in evaluation, too) has no backward of its own
+    returned = {id(t) for t in _tensors(result) if t.grad_fn is before.get(id(t), before)}
     if not recorder.heard:
-        return None if returned & {id(t) for t in _tensors((args, kwargs))} else "no backward was heard of"
+        return None if returned else "no backward was heard of"
     if len(recorder.heard) != 1:
         return f"{len(recorder.heard)} backward passes were heard of"
     _, _, found = recorder.heard[0]
