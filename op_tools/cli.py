@@ -36,10 +36,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _replay_parser(commands.add_parser("replay", help="run captured operators again"))
     records = commands.add_parser("records", help="show what a records file holds")
     records.add_argument("file", type=Path)
-    options = parser.parse_args(arguments)
-    if options.command == "replay":
-        return run_replay(options)
-    return show_records(options.file)
+    commands.add_parser("losscmp", help="compare the losses of several runs", add_help=False)
+    options, rest = parser.parse_known_args(arguments)
+    if options.command == "losscmp":
+        from .losscmp import main as losscmp
+
+        return losscmp(rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return run_replay(options) if options.command == "replay" else show_records(options.file)
 
 
 def run_from_data(arguments: Sequence[str] | None = None) -> int:
