@@ -112,6 +112,45 @@ class GoldenResult:
         present = {t.dtype for t in tensors_in((self.source.args, self.source.kwargs))}
         return {source: target for source, target in self.cast.items() if source in present}
 
+    def at(self, shape: tuple[int, ...], places: Tensor, backward: bool) -> GoldenResult | None:
+        """The same elementwise call on some elements only; None where it is not that simple (`result.at(...)`)."""
+        made: dict[Any, Tensor] = {}
+
+        def pick(tensor: Tensor) -> Tensor:
+            key = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
+            if key not in made:
+                picked = tensor.detach().expand(shape).reshape(-1)[places]
+                made[key] = picked.requires_grad_(tensor.requires_grad)
+            return made[key]
+
+        source = self.source
+        if backward and any(t.requires_grad and t.shape != shape for t in tensors_in((source.args, source.kwargs))):
+            return None
+        try:
+            sent = [None if g is None else pick(g) for g in source.grad_outputs or ()]
+            fewer = dataclasses.replace(
+                source,
+                args=map_tensors(source.args, pick),
+                kwargs=map_tensors(source.kwargs, pick),
+                grad_outputs=sent if source.grad_outputs is not None else None,
+            )
+            return dataclasses.replace(self, source=fewer, run=_execute(fewer, self.cast, backward, None))
+        except Exception:  # shapes that do not broadcast, arguments that name a shape
+            return None
+
+    def squared(self, backward: bool) -> Run:
+        """The call on the squares of its numbers: for sums of products, the sums of the squared terms."""
+
+        def square(tensor: Tensor) -> Tensor:
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                return tensor
+            return tensor.detach().abs().to(torch.float64).square_().requires_grad_(tensor.requires_grad)
+
+        source = self.source
+        sent = None if source.grad_outputs is None else map_tensors(list(source.grad_outputs), square)
+        args, kwargs = map_tensors(source.args, square), map_tensors(source.kwargs, square)
+        return _execute(dataclasses.replace(source, args=args, kwargs=kwargs, grad_outputs=sent), {}, backward, None)
+
     def again(self, mode: TorchDispatchMode | None = None, backward: bool = False) -> Run:
         """Run once more on fresh copies, under a dispatch mode (`result.again(noise)`)."""
         return _execute(self.source, self.cast, backward, mode)

@@ -226,7 +226,7 @@ def decomposition(func: Any) -> Callable[..., Any] | None:
 # Largest error of a function in units of rounding errors of the dtype it is computed in, where it is more than
 # a few: from the accuracy tables of CUDA's mathematical library, and measured for those without an entry there.
 _ACCURACY: Final[dict[str, float]] = {
-    "pow": 4, "lgamma": 4, "mvlgamma": 8, "erfc": 3, "erfinv": 3, "special_ndtri": 8,
+    "pow": 4, "lgamma": 4, "erf": 3, "mvlgamma": 8, "erfc": 3, "erfinv": 3, "special_ndtri": 8,
     "special_log_ndtr": 8, "log_ndtr": 8,
     "digamma": 8, "polygamma": 32, "special_zeta": 32, "igamma": 64, "igammac": 64, "special_gammainc": 64,
     "special_bessel_j0": 16, "special_bessel_j1": 16, "special_bessel_y0": 16, "special_bessel_y1": 16,
@@ -281,6 +281,24 @@ def facts_of(func: Any) -> Facts:
 def jumps(func: Any) -> bool:
     """Whether a quotient is rounded to the dtype and then to a whole number: one step more or less is no error."""
     return base_name(func) in ("floor_divide", "fmod", "remainder") or func._overloadname.endswith("_mode")
+
+
+_SUMS_OF_PRODUCTS: Final = _words("""
+    mm bmm addmm baddbmm mv addmv dot convolution convolution_backward mkldnn_convolution sum
+    """)
+_PLAIN_MOVES: Final = _words("""
+    clone copy to cat stack zeros zeros_like empty empty_like empty_strided new_zeros new_empty
+    new_empty_strided constant_pad_nd unsafe_view select_backward slice_backward fill ones_like zero
+    """)
+
+
+def is_sum_of_products(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether squaring all numbers squares every term: products, sums and moves without factors."""
+    name = base_name(func)
+    if _is_view(func) or name in _PLAIN_MOVES:
+        return True
+    factors = [v for k, v in kwargs.items() if k in ("alpha", "beta")]
+    return name in _SUMS_OF_PRODUCTS and all(f == 1 for f in factors) and not any(t.is_complex() for t in _flat(args))
 
 
 @functools.cache

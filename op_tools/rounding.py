@@ -22,6 +22,7 @@ from .op_facts import Facts, Kind
 Tensor = torch.Tensor
 
 _SINGLE: Final = 2.0**-24
+PROBES: Final = 16  # a power of two
 _LANES: Final = 256
 _TIE: Final = 1e-13  # breaks ties, invisible beside any rounding
 _WIDE: Final = (torch.float64, torch.complex128, torch.float32, torch.complex64)
@@ -44,6 +45,13 @@ class Precision:
         self.smallest = info.smallest_normal * info.eps  # the distance between subnormal numbers
 
 
+def sigma_of_products(precision: Precision, length: int, squares: Tensor, result: Tensor) -> Tensor:
+    """What the probes of a sum of products tend to, from the sums of its squared terms (see `Noise._units`)."""
+    grown = precision.inner * math.sqrt(length)
+    terms = squares.mul(2 * max(grown, precision.stored) ** 2)
+    return terms.add_(result.square(), alpha=grown**2).sqrt_()
+
+
 class Trace(TorchDispatchMode):
     """Notes which operators a call is made of, and which of them wrote each piece of memory last."""
 
@@ -53,6 +61,7 @@ class Trace(TorchDispatchMode):
         self.longest_sum = 1
         self.selects = self.selects_first = False
         self.contracts = False
+        self.sums_of_products = True
         self._worked = False
         self._writers: dict[int, int] = {}
 
@@ -62,6 +71,8 @@ class Trace(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         number = len(self.operators)
         self.operators.append(func)
+        if self.sums_of_products:
+            self.sums_of_products = op_facts.is_sum_of_products(func, args, kwargs or {})
         facts = op_facts.facts_of(func)
         if facts.kind == Kind.VIEW:
             return result
@@ -82,19 +93,62 @@ class Trace(TorchDispatchMode):
         exact = (Kind.VIEW, Kind.EXACT, Kind.SELECT)
         return all(op_facts.facts_of(f).kind in exact for f in self.operators)
 
+    @property
+    def elementwise(self) -> bool:
+        """Whether each element of a result depends on the same element of the inputs alone, as far as one can see."""
+        kinds = (Kind.VIEW, Kind.EXACT, Kind.POINTWISE)
+        return all(op_facts.facts_of(f).kind in kinds for f in self.operators)
+
     def last_writers(self, results: Sequence[Tensor]) -> frozenset[int]:
         """Numbers of the operators that wrote these results: they are rounded once more by being stored."""
         return frozenset(self._writers.get(_address(t), -1) for t in results)
 
 
-class Noise(TorchDispatchMode):
-    """Does every rounding of a correct kernel at random; the same seed gives the same roundings."""
+class Signs:
+    """Which way each rounding of one probe goes.
 
-    def __init__(
-        self, precision: Precision, last: frozenset[int], generator: torch.Generator, inside: float | None = None
-    ) -> None:
+    Drawn at random for the place, and turned from probe to probe by a row of a Hadamard matrix. Roundings of different
+    operators at one place get different rows: over all probes their mixed terms cancel exactly, so that the mean
+    square movement is the sum of the squares, without the luck of the draw.
+    """
+
+    def __init__(self, probe: int) -> None:
+        parities = [bin(probe & row).count("1") % 2 for row in range(PROBES)]
+        self._table = torch.tensor([1.0 - 2.0 * parity for parity in parities], dtype=torch.float64)
+        self._probe, self._drawn = probe, 0
+        self._rows: dict[int, Tensor] = {}
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """+1 or -1 in float64 for each element of one more rounding."""
+        self._drawn += 1
+        drawn = torch.empty(tensor.shape, dtype=torch.int8).random_(0, 2, generator=self._generator(0))
+        rows = self._rows_of(tensor.numel())
+        turned = self._table.roll(-self._drawn).take(rows).view(tensor.shape)
+        return turned.mul_(drawn.to(torch.float64).mul_(2).sub_(1))
+
+    def uniform(self, tensor: Tensor) -> Tensor:
+        """Numbers in [0, 1) that differ from probe to probe."""
+        self._drawn += 1
+        return torch.rand(tensor.shape, generator=self._generator(self._probe + 1), dtype=torch.float64)
+
+    def _generator(self, salt: int) -> torch.Generator:
+        return torch.Generator().manual_seed(self._drawn * PROBES * 4 + salt)
+
+    def _rows_of(self, numel: int) -> Tensor:
+        rows = self._rows.get(numel)
+        if rows is None:
+            # scattered, so that the terms of a sum along any dimension meet all rows
+            rows = torch.arange(numel).mul_(2654435761).bitwise_right_shift_(15).bitwise_and_(PROBES - 1)
+            self._rows[numel] = rows
+        return rows
+
+
+class Noise(TorchDispatchMode):
+    """Does every rounding of a correct kernel at random; the same probe gives the same roundings."""
+
+    def __init__(self, precision: Precision, last: frozenset[int], signs: Signs, inside: float | None = None) -> None:
         super().__init__()
-        self._precision, self._last, self._generator = precision, last, generator
+        self._precision, self._last, self._signs = precision, last, signs
         self._inside = inside  # of one kernel: its unit; nothing is stored
         self.breaks_ties = True
         self._number = -1
@@ -135,7 +189,7 @@ class Noise(TorchDispatchMode):
             return
         copies = tuple(a.clone() if isinstance(a, Tensor) else a for a in args)  # running statistics are written to
         try:
-            with Noise(self._precision, frozenset(), self._generator, self._unit_inside(func)):
+            with Noise(self._precision, frozenset(), self._signs, self._unit_inside(func)):
                 rounded = _tensors((steps(*copies, **kwargs),))
         except Exception:  # a decomposition that does not know these arguments
             return
@@ -197,17 +251,13 @@ class Noise(TorchDispatchMode):
             return value
         if float(torch.tensor(value, dtype=self._precision.dtype)) == value:
             return value
-        sign = float(torch.randint(0, 2, (), generator=self._generator)) * 2 - 1
+        sign = float(self._signs.like(torch.empty(1)))
         return value * (1 + sign * self._precision.stored)
-
-    def _signs(self, like: Tensor) -> Tensor:
-        drawn = torch.empty(like.shape, dtype=torch.int8).random_(0, 2, generator=self._generator)
-        return drawn.to(torch.float64).mul_(2).sub_(1)
 
     def _scaled(self, tensor: Tensor, by: float) -> Tensor:
         if by == 0:
             return tensor
-        return tensor * self._signs(tensor).mul_(by).add_(1).to(tensor.real.dtype)
+        return tensor * self._signs.like(tensor).mul_(by).add_(1).to(tensor.real.dtype)
 
     def _shifted(self, tensor: Tensor, by: float) -> Tensor:
         if by == 0 or tensor.numel() == 0:
@@ -215,24 +265,23 @@ class Noise(TorchDispatchMode):
         size = tensor.abs()
         size = torch.where(size.isfinite(), size, 0.0)
         size = size.amax((-2, -1), keepdim=True) if size.dim() >= 2 else size.amax()
-        return tensor + self._signs(tensor).mul_(by) * size
+        return tensor + self._signs.like(tensor).mul_(by) * size
 
     def _without_ties(self, tensor: Tensor) -> Tensor:
         largest = tensor.abs().nan_to_num(posinf=0.0).max() if tensor.numel() else 0.0
-        drawn = torch.rand(tensor.shape, generator=self._generator, dtype=torch.float64)
-        return tensor + drawn.to(tensor.real.dtype) * (_TIE * max(float(largest), 1e-30))
+        return tensor + self._signs.uniform(tensor).to(tensor.real.dtype) * (_TIE * max(float(largest), 1e-30))
 
     def _round_in_place(self, tensor: Tensor, by: float, facts: Facts) -> None:
         precision = self._precision
         if facts.kind in (Kind.MATRIX, Kind.FACTORY):
             tensor.copy_(self._shifted(tensor, by))
         elif by:
-            tensor.mul_(self._signs(tensor).mul_(by).add_(1).to(tensor.real.dtype))
+            tensor.mul_(self._signs.like(tensor).mul_(by).add_(1).to(tensor.real.dtype))
         if self._inside is not None or self._number in self._last or tensor.dtype not in _WIDE:
             return
-        tensor.mul_(self._signs(tensor).mul_(precision.stored).add_(1).to(tensor.real.dtype))
+        tensor.mul_(self._signs.like(tensor).mul_(precision.stored).add_(1).to(tensor.real.dtype))
         if precision.dtype == torch.float16 and not tensor.is_complex():  # the others have range enough
-            tensor.add_(self._signs(tensor).mul_(precision.smallest / 2).mul_(tensor != 0))
+            tensor.add_(self._signs.like(tensor).mul_(precision.smallest / 2).mul_(tensor != 0))
             tensor.masked_fill_(tensor > precision.largest, math.inf)
             tensor.masked_fill_(tensor < -precision.largest, -math.inf)
 

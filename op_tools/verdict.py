@@ -18,7 +18,7 @@ import torch
 from . import chance, op_facts, settings
 from .golden import GoldenResult, Run
 from .opcall import Tensor, children, tensors_in
-from .rounding import Noise, Precision, Trace, unit
+from .rounding import PROBES, Noise, Precision, Signs, Trace, sigma_of_products, unit
 
 RIGHT: Final = "right"
 WRONG: Final = "wrong"
@@ -29,7 +29,7 @@ STANDARDS: Final = ("ulp", "torch", "dual", "seed")
 # roundings inside the call move the element on average (root mean square of the probes).
 STORED: Final = 2.0
 SIGMAS: Final = 4.0
-PROBES: Final = 16
+_EXPONENT: Final = 0x7FF0000000000000  # of a float64
 _TF32: Final = 2.0**-11
 FEWEST_PROBES: Final = 4  # also when time is short
 
@@ -157,7 +157,7 @@ def judge(
     verdict = WRONG if any(r.verdict == WRONG for r in rows) else RIGHT
     worst = max(rows, key=lambda r: (r.verdict == WRONG, r.excess), default=None)
     reason = f"{worst.name}: {worst.reason}" if worst is not None and worst.reason else ""
-    return Judgement(verdict, reason, tuple(rows), spread.probes if spread else 0)
+    return Judgement(verdict, reason, tuple(rows), spread.probes + spread.narrow_probes if spread else 0)
 
 
 def judge_call(
@@ -338,6 +338,8 @@ def _measured(row: Row, device: Tensor, golden: Tensor) -> Row:
     rounded = exact
     if device.is_floating_point() or device.is_complex():
         rounded = _wide(exact.to(device.dtype))
+    if torch.equal(left, rounded):  # nothing to measure but the rounding of the reference
+        return dataclasses.replace(row, cosine=_cosine(left, exact), max_ulp=_largest_ulp(left, exact, device.dtype))
     close = torch.isclose(left, rounded, atol=row.atol, rtol=row.rtol, equal_nan=True)
     difference = (left - rounded).abs()
     difference = difference.masked_fill(left == rounded, 0.0)
@@ -368,19 +370,15 @@ def _cosine(left: Tensor, right: Tensor) -> float:
 def ulps(exact: Tensor, dtype: torch.dtype) -> Tensor:
     """Distance between neighbouring numbers of a dtype at these float64 magnitudes (`ulps(x, torch.half)`)."""
     info = torch.finfo(dtype)
-    exponent = torch.frexp(exact.abs())[1].to(torch.float64) - 1
-    distance = torch.exp2(exponent).mul_(info.eps).masked_fill_(exact == 0, 0.0)
-    return distance.clamp_(min=info.smallest_normal * info.eps)
+    power = exact.to(torch.float64).contiguous().view(torch.int64).bitwise_and(_EXPONENT).view(torch.float64)
+    return (power * info.eps).clamp_(min=info.smallest_normal * info.eps)
 
 
 def _largest_ulp(left: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
-    finite = left.isfinite() & exact.isfinite()
-    if not bool(finite.any()):
-        return 0.0
-    error = (left - exact).abs()[finite]
-    return float((error / ulps(exact.abs()[finite], dtype)).max())
+    ratio = (left - exact).abs().div_(ulps(exact.abs(), dtype))
+    return float(ratio.nan_to_num_(nan=0.0, posinf=0.0).max())
 
 
 # --- other standards --------------------------------------------------------------------------------------
@@ -449,12 +447,20 @@ def _first(mask: Tensor) -> tuple[int, ...]:
 class _Spread:
     """How far roundings inside a call move each of its results; computed only when asked, probe by probe."""
 
-    def __init__(self, result: GoldenResult, part: str, device: Sequence[Any], max_seconds: float | None) -> None:
+    def __init__(
+        self,
+        result: GoldenResult,
+        part: str,
+        device: Sequence[Any],
+        max_seconds: float | None,
+        precision: Precision | None = None,
+    ) -> None:
         self.result, self.part = result, part
-        self.probes = 0
+        self.probes = self.narrow_probes = 0
+        self._squared: list[Any] | None = None
         self._few = False
-        self.precision = Precision(_coarsest(result, part, device), result.source.device)
-        self._max_seconds, self._started = max_seconds, time.perf_counter()
+        self.precision = precision or Precision(_coarsest(result, part, device), result.source.device)
+        self.max_seconds, self._started = max_seconds, time.perf_counter()
         self._trace: Trace | None = None
         self._exact: list[Any] = []
         self._squares: list[Tensor | None] = []
@@ -472,18 +478,29 @@ class _Spread:
         """The operators that the call is made of."""
         if self._trace is None:
             trace = Trace()
-            self._exact = self._leaves(self.result.again(trace, self.part == "grad_input"))
+            self._exact = self.leaves(self.result.again(trace, self.part == "grad_input"))
             self._trace = trace
             self._last = trace.last_writers([t for t in self._exact if isinstance(t, Tensor)])
             self._squares = [None] * len(self._exact)
             self._unsettled = [None] * len(self._exact)
         return self._trace
 
+    def by_formula(self, number: int, golden: Tensor) -> Tensor | None:
+        """Sigma of a sum of products, from one run on the squares; None for everything else."""
+        if not self.trace.sums_of_products or not self.trace.contracts or golden.is_complex():
+            return None
+        if self._squared is None:
+            self._squared = self.leaves(self.result.squared(self.part == "grad_input"))
+        squares = self._squared[number] if number < len(self._squared) else None
+        if not isinstance(squares, Tensor) or squares.shape != golden.shape:
+            return None
+        return sigma_of_products(self.precision, self.trace.longest_sum, _wide(squares), golden)
+
     def grow(self) -> bool:
         """Do a few more probes; False when there have been enough."""
         _ = self.trace  # the exact results, before any that are moved
         target = min(PROBES, max(1, 2 * self.probes))
-        late = self._max_seconds is not None and time.perf_counter() - self._started > self._max_seconds
+        late = self.max_seconds is not None and time.perf_counter() - self._started > self.max_seconds
         if target <= self.probes:
             return False
         if late and self.probes >= FEWEST_PROBES:
@@ -495,10 +512,10 @@ class _Spread:
 
     def _probe(self) -> None:
         self.probes += 1
-        noise = Noise(self.precision, self._last, torch.Generator().manual_seed(self.probes))
+        noise = Noise(self.precision, self._last, Signs(self.probes - 1))
         # ties among the inputs themselves are looked at exactly, in _shared_among_ties
         noise.breaks_ties = self.part != "grad_input" or not self.trace.selects_first
-        moved = self._leaves(self.result.again(noise, self.part == "grad_input"))
+        moved = self.leaves(self.result.again(noise, self.part == "grad_input"))
         for number, (here, there) in enumerate(zip(self._exact, moved)):
             if isinstance(here, Tensor) and isinstance(there, Tensor) and here.shape == there.shape:
                 self._add(number, here, there)
@@ -515,7 +532,7 @@ class _Spread:
         self._squares[number] = square if total is None else total.add_(square)
         self._unsettled[number] = ~settled if unsettled is None else unsettled.logical_or_(~settled)
 
-    def _leaves(self, run: Run) -> list[Any]:
+    def leaves(self, run: Run) -> list[Any]:
         if self.part == "grad_input":
             return list(run.grad_inputs or ())
         if self.part == "input":
@@ -573,19 +590,68 @@ def _judge_rounding(row: Row, pair: _Pair) -> Row:
         flat = torch.full_like(check.size, float(check.size.nan_to_num(posinf=0.0).max()) * check.precision.stored)
         return _concluded(row, check, check.suspects(STORED, flat, None), STORED, flat, None, "")
     stored = 1.0 if pair.spread.trace.exact else STORED
+    sigma, unsettled = _movement(pair, check, stored)
+    suspects = check.suspects(stored, sigma, unsettled)
+    if pair.spread.part == "grad_input" and pair.spread.trace.selects and bool(suspects.any()):
+        suspects = suspects & ~_shared_among_ties(pair, check, stored, sigma)
+    return _concluded(row, check, suspects, stored, sigma, unsettled, _explained(pair, check, suspects, sigma))
+
+
+def _movement(pair: _Pair, check: _Check, stored: float) -> tuple[Tensor, Tensor]:
+    """Sigma, and where nothing is settled: by formula, by a few probes, or by as many as it takes."""
+    spread = pair.spread
+    assert spread is not None
+    known = spread.by_formula(pair.number, check.golden)
+    if known is not None:
+        return known, torch.zeros(check.golden.shape, dtype=torch.bool)
+    if not spread.trace.elementwise or spread.part == "input":
+        return _probed(pair, check, stored)
+    sigma, unsettled = _probed(pair, check, stored, most=2)
+    suspects = check.suspects(stored, sigma, unsettled)
+    if not bool(suspects.any()):
+        return sigma, unsettled
+    narrow = _probed_at(pair, check, stored, suspects)
+    if narrow is None:
+        return _probed(pair, check, stored)
+    return sigma.masked_scatter(suspects, narrow[0]), unsettled.masked_scatter(suspects, narrow[1])
+
+
+def _probed(pair: _Pair, check: _Check, stored: float, most: int = PROBES) -> tuple[Tensor, Tensor]:
+    """After as many probes as it takes to clear the elements in doubt."""
+    assert pair.spread is not None
     while True:
         sigma = pair.spread.sigma(pair.number, check.golden)
         unsettled = pair.spread.not_settled(pair.number, check.golden)
-        suspects = check.suspects(stored, sigma, unsettled)
-        if not bool(suspects.any()):
-            break
-        if not pair.spread.grow():
-            sigma = pair.spread.sigma(pair.number, check.golden)
-            suspects = check.suspects(stored, sigma, unsettled)
-            break
-    if pair.spread.part == "grad_input" and pair.spread.trace.selects and bool(suspects.any()):
-        suspects = suspects & ~_shared_among_ties(pair, check, stored, sigma)
-    return _concluded(row, check, suspects, stored, sigma, unsettled, _explained(pair, check, suspects))
+        if not bool(check.suspects(stored, sigma, unsettled).any()):
+            return sigma, unsettled
+        if pair.spread.probes >= most or not pair.spread.grow():
+            return pair.spread.sigma(pair.number, check.golden), unsettled
+
+
+def _probed_at(pair: _Pair, check: _Check, stored: float, suspects: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The same for an elementwise call, on the elements in doubt alone; None where that cannot be done."""
+    spread = pair.spread
+    assert spread is not None
+    places = suspects.reshape(-1).nonzero().reshape(-1)
+    if places.numel() > suspects.numel() // 2:
+        return None
+    fewer = spread.result.at(tuple(check.golden.shape), places, spread.part == "grad_input")
+    if fewer is None or fewer.run is None:
+        return None
+    part = _Spread(fewer, spread.part, [pair.device], spread.max_seconds, spread.precision)
+    leaves = part.leaves(fewer.run)
+    leaf = leaves[pair.number] if pair.number < len(leaves) else None
+    there = check.golden.reshape(-1)[places]
+    if not isinstance(leaf, Tensor) or not _identical(_wide(leaf), there):
+        return None  # not elementwise after all
+    small = _Check(check.device.reshape(-1)[places], there, check.precision, pair.golden.dtype)
+    sigma, unsettled = _probed(dataclasses.replace(pair, spread=part), small, stored)
+    spread.narrow_probes += part.probes
+    return sigma, unsettled
+
+
+def _identical(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _shared_among_ties(pair: _Pair, check: _Check, stored: float, sigma: Tensor) -> Tensor:
@@ -667,7 +733,7 @@ def _concluded(
     return dataclasses.replace(row, verdict=WRONG, reason=_joined(reason, hint), excess=excess, where=where)
 
 
-def _explained(pair: _Pair, check: _Check, suspects: Tensor) -> str:
+def _explained(pair: _Pair, check: _Check, suspects: Tensor, sigma: Tensor) -> str:
     """What the pattern of the errors looks like, for the reason's sake."""
     if not bool(suspects.any()):
         return ""
@@ -677,7 +743,7 @@ def _explained(pair: _Pair, check: _Check, suspects: Tensor) -> str:
     if pair.spread is not None and pair.spread.trace.contracts and pair.device.dtype == torch.float32:
         # the sums' share of sigma, if every product had the ten bits of TF32
         grown = _TF32 / (check.precision.stored * math.sqrt(pair.spread.trace.longest_sum))
-        limit = check.bound(STORED, None) + pair.spread.sigma(pair.number, check.golden) * (SIGMAS * max(grown, 1.0))
+        limit = check.bound(STORED, None) + sigma * (SIGMAS * max(grown, 1.0))
         if bool((check.error[suspects] <= limit[suspects]).all()):
             return "as large as products in TF32 make it (allow_tf32)"
     tiny = torch.finfo(check.precision.dtype).smallest_normal
