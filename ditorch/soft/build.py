@@ -199,6 +199,7 @@ def _link(compiler: str, objects: list[Path], target: Path, running: set[subproc
             *map(str, objects),
             "-o",
             str(target),
+            *_runtime_library(),
             f"-L{libraries}",
             f"-Wl,-rpath,{libraries}",
             "-lc10",
@@ -208,6 +209,19 @@ def _link(compiler: str, objects: list[Path], target: Path, running: set[subproc
         ],
         running,
     )
+
+
+def _runtime_library() -> list[str]:
+    """The C++ runtime that torch has loaded, by its path.
+
+    Some installations offer the compiler only a static one. A second copy of it in our library would not share
+    its tables with torch's, and the first error message with a number in it would crash.
+    """
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return []
+    return sorted({line.split()[-1] for line in maps.splitlines() if "/libstdc++.so" in line})[:1]
 
 
 def _call(command: list[str], running: set[subprocess.Popen[str]]) -> None:

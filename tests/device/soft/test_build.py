@@ -205,3 +205,10 @@ def test_where_the_cache_lies(monkeypatch):
     assert build.cache_root() == Path.home() / ".cache" / "ditorch"
     monkeypatch.setenv("DITORCH_CACHE_DIR", "~/here")
     assert build.cache_root() == Path.home() / "here"
+
+
+def test_the_library_is_linked_with_the_runtime_that_torch_uses():
+    # A static second copy crashed at the first error message with a number in it.
+    (runtime,) = build._runtime_library()
+    assert "/libstdc++.so" in runtime
+    assert Path(runtime).exists()
