@@ -6,6 +6,8 @@ TORCH  ?= torch==2.13.0
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --quiet --no-compile --disable-pip-version-check
 JOBS   ?= 2
+# One thread per test process: several would fight for the cores, and sums split over threads are not repeatable.
+ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint format bench clean
@@ -33,10 +35,10 @@ demo: $(VENV)/.ready-run  ## a CUDA script, unmodified, on this machine's device
 
 test: $(VENV)/.ready-dev  ## the tests, on this machine's default device
 	@echo "==> running the tests"
-	@$(PY) -m pytest -q -n $(JOBS) -m "not slow" tests
+	@$(ONE_THREAD) $(PY) -m pytest -q -n $(JOBS) -m "not slow" tests
 
 test-all: $(VENV)/.ready-dev  ## the tests and the long sweeps over PyTorch's operator database
-	@$(PY) -m pytest -q -n $(JOBS) tests
+	@$(ONE_THREAD) $(PY) -m pytest -q -n $(JOBS) tests
 
 lint: $(VENV)/.ready-dev  ## ruff and mypy
 	@$(VENV)/bin/ruff check .

@@ -19,6 +19,12 @@ pytestmark = pytest.mark.skipif(
 TABLE: dict[str, Callable[[], Any]] = {}
 
 
+@pytest.fixture(autouse=True)
+def _flags_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own test helpers, which other tests import, forbid it for the whole process."""
+    monkeypatch.setitem(torch.backends.flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag", True)
+
+
 def use(name: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     def add(function: Callable[[], Any]) -> Callable[[], Any]:
         assert name not in TABLE
