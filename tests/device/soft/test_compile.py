@@ -126,3 +126,17 @@ def test_make_fx_traces_soft_calls():
     assert torch.equal(traced(x), x.sin() + 1)
     targets = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
     assert targets == ["aten.sin.default", "aten.add_.Tensor", "aten.view.default"]
+
+
+def test_attention_is_traced():
+    import torch.nn.functional as F
+
+    def attend(x):
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True).sum()
+
+    x = torch.randn(1, 2, 8, 4, device="soft", requires_grad=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(attend, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), attend(x))
+    compiled(x).backward()
+    assert x.grad is not None
