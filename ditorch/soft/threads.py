@@ -25,12 +25,14 @@ def finish_at_exit() -> None:
 def _finish() -> None:
     if not _running():
         return
-    # A thread takes its next task only when the last one is gone. This one owns nothing that needs Python.
+    # A thread takes its next task only when the last one is gone. This one owns nothing that needs Python: the
+    # engine is called directly, because `backward()` itself hands each task a Python object (its context).
+    engine: Any = torch.autograd.Variable._execution_engine
     for index in range(native().device_count()):
         x = torch.zeros((), device=f"soft:{index}", requires_grad=True)
-        y = x * 1
-        _kept.extend((x, y))
-        y.backward()
+        y, grad = x * 1, torch.ones((), device=x.device)
+        _kept.extend((x, y, grad))
+        engine.run_backward((y,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def _running() -> bool:
