@@ -63,6 +63,14 @@ _TAKES_INPLACE: Final = _words("""
     alpha_dropout dropout1d dropout2d dropout3d feature_alpha_dropout batch_norm instance_norm""")
 
 
+# what autocast does in the lower precision, whatever the dtypes of the arguments
+AUTOCAST_LOW: Final = _words("""
+    linear matmul __matmul__ __rmatmul__ mm bmm mv addmm addmv addbmm baddbmm addr einsum chain_matmul multi_dot
+    tensordot vecdot bilinear conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d prelu
+    scaled_dot_product_attention multi_head_attention_forward lstm gru rnn_tanh rnn_relu lstm_cell gru_cell
+    rnn_tanh_cell rnn_relu_cell addmm_ addmv_ addbmm_ baddbmm_ addr_""")
+
+
 def on_cpu(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function to call on the CPU: a transfer to another device is a copy."""
     if name.startswith("torch.Tensor.") and last_name(name) in _TRANSFERS:
@@ -133,7 +141,7 @@ class Facts(NamedTuple):
 
 
 _EXACT: Final = _words("""
-    abs alias arange argwhere as_strided atleast_1d bitwise_and bitwise_left_shift bitwise_not bitwise_or
+    abs alias argwhere as_strided atleast_1d bitwise_and bitwise_left_shift bitwise_not bitwise_or
     bitwise_right_shift bitwise_xor block_diag bucketize cat ceil channel_shuffle clamp clamp_max clamp_min clone
     combinations complex concat conj conj_physical constant_pad_nd contiguous copy copysign diag diag_embed
     diagonal_backward diagonal_scatter embedding empty empty_like empty_permuted empty_strided eq equal eye fill
@@ -181,19 +189,19 @@ _SCATTER: Final = _words("""
     reflection_pad1d_backward reflection_pad2d_backward reflection_pad3d_backward
     replication_pad1d_backward replication_pad2d_backward replication_pad3d_backward
     adaptive_avg_pool2d_backward adaptive_avg_pool3d_backward avg_pool2d_backward avg_pool3d_backward
-    unfold_backward col2im histc bincount histogram histogramdd_from_bin_cts nll_loss2d_backward
+    unfold_backward col2im bincount histogram histogramdd_from_bin_cts nll_loss2d_backward
     index_select_backward as_strided_scatter as_strided_backward segment_reduce_backward
     """)
 _SCAN: Final = _words("prod cumsum cumprod logcumsumexp cumulative_trapezoid")
 _FACTORY: Final = _words(
-    """linspace logspace range bartlett_window blackman_window hamming_window hann_window kaiser_window"""
+    """arange linspace logspace range bartlett_window blackman_window hamming_window hann_window kaiser_window"""
 )
 _RESAMPLE_PREFIXES: Final = ("upsample_", "grid_sampler")
 _MATRIX_PREFIXES: Final = ("linalg_",)
 _MATRIX: Final = _words("""
     cholesky cholesky_inverse cholesky_solve triangular_solve geqrf ormqr orgqr lu_unpack lu_with_info lu_solve
     svd inverse slogdet logdet det symeig qr pinverse lobpcg ldl_factor_ex householder_product
-    linalg_check_errors matrix_power lstsq
+    linalg_check_errors matrix_power lstsq histc
     """)
 _NOT_MATRIX: Final = _words("linalg_vector_norm linalg_cross linalg_vecdot linalg_diagonal")
 
@@ -226,6 +234,7 @@ def decomposition(func: Any) -> Callable[..., Any] | None:
 # Largest error of a function in units of rounding errors of the dtype it is computed in, where it is more than
 # a few: from the accuracy tables of CUDA's mathematical library, and measured for those without an entry there.
 _ACCURACY: Final[dict[str, float]] = {
+    "euclidean_dist": 2, "cdist_forward": 2, "logspace": 16, "histogram": 8,
     "pow": 4, "lgamma": 4, "erf": 3, "mvlgamma": 8, "erfc": 3, "erfinv": 3, "special_ndtri": 8,
     "special_log_ndtr": 8, "log_ndtr": 8,
     "digamma": 8, "polygamma": 32, "special_zeta": 32, "igamma": 64, "igammac": 64, "special_gammainc": 64,
@@ -235,6 +244,18 @@ _ACCURACY: Final[dict[str, float]] = {
     "special_scaled_modified_bessel_k1": 8, "special_spherical_bessel_j0": 8, "special_airy_ai": 64,
     "i0": 8, "special_i0e": 8, "special_i1": 8, "special_i1e": 8, "special_erfcx": 8,
 }  # fmt: skip
+
+
+# Correctly rounded by IEEE 754, on every device: the result's own rounding is all there is.
+_ROUNDED_ONCE: Final = _words("add sub rsub mul div sqrt")
+
+
+def rounds_once(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator's only error is the rounding of its result (`rounds_once(torch.ops.aten.mul.Tensor, {})`)."""
+    return base_name(func) in _ROUNDED_ONCE and kwargs.get("alpha", 1) in (1, -1)
+
+
+_RECURRENCE: Final = 8.0  # orthogonal polynomials: one step for each degree
 
 
 @functools.cache
@@ -249,7 +270,7 @@ def base_name(func: Any) -> str:
 def facts_of(func: Any) -> Facts:
     """What is known about an ATen overload (`facts_of(torch.ops.aten.mm.default).kind == "contract"`)."""
     name = base_name(func)
-    accuracy = _ACCURACY.get(name, 1.0)
+    accuracy = _ACCURACY.get(name, _RECURRENCE if "_polynomial_" in name else 1.0)
     if _is_view(func):
         return Facts(Kind.VIEW)
     if name == "put" or (name == "round" and func._overloadname != "decimals"):
@@ -270,7 +291,7 @@ def facts_of(func: Any) -> Facts:
     if name.startswith(_RESAMPLE_PREFIXES):
         return Facts(Kind.RESAMPLE, accuracy)
     if name.startswith(_MATRIX_PREFIXES) and name not in _NOT_MATRIX:
-        return Facts(Kind.MATRIX, accuracy)
+        return Facts(Kind.MATRIX, 2 * accuracy)
     foreach = func._schema.name.startswith("aten::_foreach_") and name != "norm"
     if torch.Tag.pointwise in func.tags or foreach:
         return Facts(Kind.POINTWISE, accuracy)
@@ -309,7 +330,7 @@ def is_composition(func: Any) -> bool:
     return base_name(func) in _OPENED
 
 
-_OPENED: Final = _words("soft_margin_loss soft_margin_loss_backward")
+_OPENED: Final = _words("soft_margin_loss soft_margin_loss_backward binary_cross_entropy_with_logits")
 
 
 # Kernels that compute in the dtype of the result, even where that is a half type, by the device they run on.
@@ -319,16 +340,39 @@ _LOW_ON_CPU: Final = _words("""
     native_batch_norm_backward native_batch_norm_legit native_batch_norm_legit_no_training batch_norm_with_update
     batch_norm_no_update batch_norm_backward upsample_linear1d upsample_bilinear2d upsample_bicubic2d
     upsample_trilinear3d grid_sampler_2d grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward mse_loss
-    linalg_cross logit addr special_i0e binary_cross_entropy binary_cross_entropy_backward polygamma prod
+    linalg_cross logit logit_backward addr special_i0e binary_cross_entropy binary_cross_entropy_backward
+    polygamma prod glu_backward prelu_kernel_backward nll_loss_forward nll_loss2d_forward huber_loss smooth_l1_loss
+    linspace logspace histc adaptive_avg_pool2d convolution convolution_backward sigmoid_backward logsumexp xlogy
+    mse_loss_backward huber_loss_backward
     """)
-_LOW_ON_CUDA: Final = _words("mse_loss smooth_l1_loss huber_loss addr linalg_cross")
+_LOW_ON_CUDA: Final = _words("mse_loss smooth_l1_loss huber_loss addr linalg_cross logsumexp")
 _LOW: Final = {"cuda": _LOW_ON_CUDA, "cpu": _LOW_ON_CPU, "soft": _LOW_ON_CPU, "privateuseone": _LOW_ON_CPU}
 
 
-def computes_low(func: Any, device: str) -> bool:
-    """Whether this device's kernel rounds every step to the result's dtype (`computes_low(f, "cpu")`)."""
+def computes_low(func: Any, device: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether this device's kernel rounds every step to the result's dtype (`computes_low(f, "cpu", {})`)."""
     low = _LOW.get(device)
-    return low is not None and base_name(func) in low
+    if low is None:
+        return False
+    scaled = kwargs.get("alpha", 1) not in (1, -1) and low is _LOW_ON_CPU
+    return scaled or base_name(func) in low
+
+
+def steps_in_low(func: Any, args: tuple[Any, ...]) -> float:
+    """How much larger than one rounding the error of a product in a half type is: gradients of images are added up
+    window by window (`steps_in_low(torch.ops.aten.mm.default, args) == 2`)."""
+    if base_name(func) != "convolution_backward":
+        return 2.0
+    return max(2.0, math.sqrt(math.prod(args[2].shape[2:])))
+
+
+# On the CPU: gradients of weights and biases are summed over the rows in their own dtype, not in a wider one.
+_ADDS_ROWS_LOW: Final = _words("native_layer_norm_backward")
+
+
+def adds_rows_low(func: Any, device: str) -> bool:
+    """Whether this device's kernel sums over rows in the result's dtype (`adds_rows_low(f, "cpu")`)."""
+    return base_name(func) in _ADDS_ROWS_LOW and _LOW.get(device) is _LOW_ON_CPU
 
 
 def _is_view(func: Any) -> bool:
@@ -388,6 +432,8 @@ def _most_hits(name: str, args: tuple[Any, ...]) -> int:
     elif name in ("index_put", "index_put_impl", "unsafe_index_put"):
         ones = torch.ones((), dtype=torch.float32)
         hits = torch.zeros(args[0].shape, dtype=torch.float32).index_put(list(args[1]), ones, accumulate=True)
+    elif name in ("histogram", "histogramdd_from_bin_cts", "bincount"):
+        return args[0].numel()
     if hits is not None:
         return max(1, int(hits.max())) if hits.numel() else 1
     sizes = [t.numel() for t in args if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]

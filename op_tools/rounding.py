@@ -10,6 +10,7 @@ a chain of operators, in backward. It needs no formula for any operator, and no 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -52,7 +53,15 @@ def sigma_of_products(precision: Precision, length: int, squares: Tensor, result
     return terms.add_(result.square(), alpha=grown**2).sqrt_()
 
 
-class Trace(TorchDispatchMode):
+class _Watcher(TorchDispatchMode):
+    """A mode that nothing compiles into: PyTorch's guard against that costs more than the modes themselves."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class Trace(_Watcher):
     """Notes which operators a call is made of, and which of them wrote each piece of memory last."""
 
     def __init__(self) -> None:
@@ -107,43 +116,84 @@ class Trace(TorchDispatchMode):
 class Signs:
     """Which way each rounding of one probe goes.
 
-    Drawn at random for the place, and turned from probe to probe by a row of a Hadamard matrix. Roundings of different
-    operators at one place get different rows: over all probes their mixed terms cancel exactly, so that the mean
-    square movement is the sum of the squares, without the luck of the draw.
+    Every place has its own random sign, drawn anew for each probe; every rounding turns all of them by its row of a
+    Hadamard matrix. So terms of a sum go their ways independently, while over all probes the mixed terms of
+    different roundings at one place cancel exactly: their mean square is the sum of the squares, without luck.
     """
 
     def __init__(self, probe: int) -> None:
-        parities = [bin(probe & row).count("1") % 2 for row in range(PROBES)]
-        self._table = torch.tensor([1.0 - 2.0 * parity for parity in parities], dtype=torch.float64)
         self._probe, self._drawn = probe, 0
-        self._rows: dict[int, Tensor] = {}
 
-    def like(self, tensor: Tensor) -> Tensor:
-        """+1 or -1 in float64 for each element of one more rounding."""
+    def next(self, numel: int) -> tuple[Tensor, float]:
+        """Signs in float64 for so many places, and the turn of one more rounding."""
         self._drawn += 1
-        drawn = torch.empty(tensor.shape, dtype=torch.int8).random_(0, 2, generator=self._generator(0))
-        rows = self._rows_of(tensor.numel())
-        turned = self._table.roll(-self._drawn).take(rows).view(tensor.shape)
-        return turned.mul_(drawn.to(torch.float64).mul_(2).sub_(1))
+        return _POOL.signs(numel, _PROBE_STEP * self._probe + _SIZE_STEP * numel), self._turn(self._probe)
+
+    def like(self, tensor: Tensor, size: float) -> Tensor:
+        """Plus or minus `size` in float64 for each element of one more rounding."""
+        signs, turn = self.next(tensor.numel())
+        return signs.view(tensor.shape).mul(size * turn)
 
     def uniform(self, tensor: Tensor) -> Tensor:
         """Numbers in [0, 1) that differ from probe to probe."""
         self._drawn += 1
-        return torch.rand(tensor.shape, generator=self._generator(self._probe + 1), dtype=torch.float64)
+        generator = torch.Generator().manual_seed(self._drawn * PROBES + self._probe)
+        return torch.rand(tensor.shape, generator=generator, dtype=torch.float64)
 
-    def _generator(self, salt: int) -> torch.Generator:
-        return torch.Generator().manual_seed(self._drawn * PROBES * 4 + salt)
-
-    def _rows_of(self, numel: int) -> Tensor:
-        rows = self._rows.get(numel)
-        if rows is None:
-            # scattered, so that the terms of a sum along any dimension meet all rows
-            rows = torch.arange(numel).mul_(2654435761).bitwise_right_shift_(15).bitwise_and_(PROBES - 1)
-            self._rows[numel] = rows
-        return rows
+    def _turn(self, probe: int) -> float:
+        row = 1 + self._drawn % (PROBES - 1)  # the first row would turn nothing
+        return 1.0 - 2.0 * ((probe & row).bit_count() % 2)
 
 
-class Noise(TorchDispatchMode):
+class AllSigns(Signs):
+    """All probes at once, for a call on `PROBES` copies of its elements, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def next(self, numel: int) -> tuple[Tensor, float]:
+        """Signs for all copies; single numbers go one way."""
+        signs, turn = super().next(numel)
+        if numel % PROBES:
+            return signs, turn
+        turns = torch.tensor([self._turn(probe) for probe in range(PROBES)], dtype=torch.float64)
+        return (signs.view(PROBES, -1) * turns[:, None]).view(-1), 1.0
+
+
+class _Pool:
+    """Random signs, drawn once: each use takes a stretch of them that begins elsewhere."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._signs = self._draw(1 << 16)
+
+    def signs(self, numel: int, start: int) -> Tensor:
+        signs = self._signs
+        if numel > len(signs) // 2 and len(signs) < _LARGEST_POOL:
+            with self._lock:
+                wanted = min(_LARGEST_POOL, 1 << (2 * numel - 1).bit_length())
+                if len(self._signs) < wanted:
+                    self._signs = self._draw(wanted)
+                signs = self._signs
+        if numel > len(signs):
+            return signs[: len(signs) - 1].repeat(1 + numel // (len(signs) - 1))[:numel]  # of odd length: no pattern
+        start %= len(signs) - numel + 1
+        return signs[start : start + numel]
+
+    @staticmethod
+    def _draw(length: int) -> Tensor:
+        drawn = torch.empty(length, dtype=torch.int8).random_(0, 2, generator=torch.Generator().manual_seed(2))
+        return drawn.to(torch.float64).mul_(2).sub_(1)
+
+
+_LARGEST_POOL: Final = 1 << 22
+_PROBE_STEP: Final = 7919
+_SIZE_STEP: Final = 104729
+_POOL: Final = _Pool()
+_ONE: Final = torch.ones((), dtype=torch.float64)
+
+
+class Noise(_Watcher):
     """Does every rounding of a correct kernel at random; the same probe gives the same roundings."""
 
     def __init__(self, precision: Precision, last: frozenset[int], signs: Signs, inside: float | None = None) -> None:
@@ -151,6 +201,7 @@ class Noise(TorchDispatchMode):
         self._precision, self._last, self._signs = precision, last, signs
         self._inside = inside  # of one kernel: its unit; nothing is stored
         self.breaks_ties = True
+        self._adds_rows_low = False
         self._number = -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -159,7 +210,10 @@ class Noise(TorchDispatchMode):
             return _opened(self, func, args, kwargs)
         self._number += 1
         facts = op_facts.facts_of(func)
-        if facts.kind in (Kind.VIEW, Kind.EXACT) or any(t.layout != torch.strided for t in _tensors(args)):
+        if facts.kind == Kind.VIEW or any(t.layout != torch.strided for t in _tensors(args)):
+            return func(*args, **kwargs)
+        if facts.kind == Kind.EXACT:
+            args = tuple(self._scalar(a) if type(a) is float else a for a in args)
             return func(*args, **kwargs)
         if facts.kind == Kind.SELECT:
             if not self.breaks_ties:
@@ -171,8 +225,14 @@ class Noise(TorchDispatchMode):
     def _rounded(self, func: Any, facts: Facts, args: Any, kwargs: Any) -> Any:
         unit_in, unit_out = self._units(func, facts, args, kwargs)
         change = self._shifted if facts.kind in (Kind.MATRIX, Kind.RESAMPLE) else self._scaled
-        args = self._changed_inputs(func, args, lambda t: change(t, unit_in))
-        result = func(*args, **kwargs)
+        if facts.kind == Kind.RESAMPLE and "grid" in op_facts.base_name(func):
+            change = self._jittered
+        moved = self._changed_inputs(func, args, lambda t: change(t, unit_in))
+        try:
+            result = func(*moved, **kwargs)
+            args = moved
+        except (RuntimeError, ValueError, IndexError):  # a probability just above one
+            result = func(*args, **kwargs)
         self._round_inside(func, args, kwargs, result)
         seen: set[int] = set()
         for tensor in (*_tensors((result,)), *_mutated(func, args, kwargs)):
@@ -189,7 +249,9 @@ class Noise(TorchDispatchMode):
             return
         copies = tuple(a.clone() if isinstance(a, Tensor) else a for a in args)  # running statistics are written to
         try:
-            with Noise(self._precision, frozenset(), self._signs, self._unit_inside(func)):
+            inside = Noise(self._precision, frozenset(), self._signs, self._unit_inside(func, kwargs))
+            inside._adds_rows_low = op_facts.adds_rows_low(func, self._precision.device)
+            with inside:
                 rounded = _tensors((steps(*copies, **kwargs),))
         except Exception:  # a decomposition that does not know these arguments
             return
@@ -199,33 +261,38 @@ class Noise(TorchDispatchMode):
                 if _inexact(target) and target.shape == source.shape:
                     target.copy_(source)
 
-    def _unit_inside(self, func: Any) -> float:
+    def _unit_inside(self, func: Any, kwargs: Any) -> float:
         if self._inside is not None:
             return self._inside
-        low = op_facts.computes_low(func, self._precision.device)
+        low = op_facts.computes_low(func, self._precision.device, kwargs)
         return self._precision.stored if low else self._precision.inner
 
     def _units(self, func: Any, facts: Facts, args: Any, kwargs: Any) -> tuple[float, float]:
         """Units of rounding to apply to the inputs (the terms of a sum) and to the result."""
-        inner, stored = self._unit_inside(func), self._precision.stored
+        inner, stored = self._unit_inside(func, kwargs), self._precision.stored
         if facts.kind == Kind.POINTWISE:
             unit = inner * facts.accuracy
+            if op_facts.rounds_once(func, kwargs) and not op_facts.jumps(func):
+                return 0.0, unit / 2
             return (stored if op_facts.jumps(func) else unit), unit
         length = op_facts.length_of_sums(func, args, kwargs)
-        grown = self._precision.inner * math.sqrt(_roundings(facts.kind, length))
+        grown = self._precision.inner * math.sqrt(_roundings(facts.kind, length, straight=self._inside is not None))
         grown = max(grown, inner) * facts.accuracy
         if self._inside is not None:
+            if self._adds_rows_low and op_facts.base_name(func) == "sum" and not (len(args) > 2 and args[2]):
+                grown = stored * math.sqrt(length)
             return grown, grown
         if facts.kind == Kind.SCATTER:
             grown = stored * math.sqrt(length) if length > 1 else inner
-            return grown, grown
+            return grown * facts.accuracy, grown * facts.accuracy
         if facts.kind == Kind.SCAN:  # trees of stored sums, or one wide sum
             grown = max(grown, stored * math.sqrt(1 + math.log2(length)))
             return grown, grown
-        if facts.kind == Kind.RESAMPLE:
-            return inner * length, inner
+        if facts.kind == Kind.RESAMPLE:  # coordinates, and weights in each direction
+            return 4 * inner * length, 4 * inner * length
         if facts.kind == Kind.CONTRACT:
-            return max(grown, stored), grown
+            low = inner == stored > self._precision.inner
+            return max(grown, stored) * (op_facts.steps_in_low(func, args) if low else 1), grown
         return grown, grown
 
     def _changed_inputs(self, func: Any, args: Any, change: Any) -> tuple[Any, ...]:
@@ -236,6 +303,8 @@ class Noise(TorchDispatchMode):
             if written:
                 changed.append(value)
             elif isinstance(value, Tensor):
+                if value.dim() == 0 and value.dtype == torch.float64 and not self._inside:
+                    value = torch.full_like(value, self._scalar(float(value)))  # a Python number, maybe
                 changed.append(change(value) if _inexact(value) else value)
             elif isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
                 changed.append([change(v) if isinstance(v, Tensor) and _inexact(v) else v for v in value])
@@ -251,13 +320,17 @@ class Noise(TorchDispatchMode):
             return value
         if float(torch.tensor(value, dtype=self._precision.dtype)) == value:
             return value
-        sign = float(self._signs.like(torch.empty(1)))
+        sign = float(self._signs.like(torch.empty(1), 1.0))
         return value * (1 + sign * self._precision.stored)
 
     def _scaled(self, tensor: Tensor, by: float) -> Tensor:
         if by == 0:
             return tensor
-        return tensor * self._signs.like(tensor).mul_(by).add_(1).to(tensor.real.dtype)
+        return tensor * self._factors(tensor, by)
+
+    def _factors(self, tensor: Tensor, by: float) -> Tensor:
+        signs, turn = self._signs.next(tensor.numel())
+        return torch.add(_ONE, signs.view(tensor.shape), alpha=by * turn).to(tensor.real.dtype)
 
     def _shifted(self, tensor: Tensor, by: float) -> Tensor:
         if by == 0 or tensor.numel() == 0:
@@ -265,7 +338,12 @@ class Noise(TorchDispatchMode):
         size = tensor.abs()
         size = torch.where(size.isfinite(), size, 0.0)
         size = size.amax((-2, -1), keepdim=True) if size.dim() >= 2 else size.amax()
-        return tensor + self._signs.like(tensor).mul_(by) * size
+        return tensor + self._signs.like(tensor, by) * size
+
+    def _jittered(self, tensor: Tensor, by: float) -> Tensor:
+        """Shifted by up to this much, and by much less: coordinates fall on either side of what is near."""
+        shifted = self._shifted(tensor, by)
+        return tensor + (shifted - tensor) * self._signs.uniform(tensor).square_().to(tensor.real.dtype)
 
     def _without_ties(self, tensor: Tensor) -> Tensor:
         largest = tensor.abs().nan_to_num(posinf=0.0).max() if tensor.numel() else 0.0
@@ -273,25 +351,26 @@ class Noise(TorchDispatchMode):
 
     def _round_in_place(self, tensor: Tensor, by: float, facts: Facts) -> None:
         precision = self._precision
-        if facts.kind in (Kind.MATRIX, Kind.FACTORY):
+        if facts.kind in (Kind.MATRIX, Kind.FACTORY, Kind.RESAMPLE):
             tensor.copy_(self._shifted(tensor, by))
         elif by:
-            tensor.mul_(self._signs.like(tensor).mul_(by).add_(1).to(tensor.real.dtype))
+            tensor.mul_(self._factors(tensor, by))
         if self._inside is not None or self._number in self._last or tensor.dtype not in _WIDE:
             return
-        tensor.mul_(self._signs.like(tensor).mul_(precision.stored).add_(1).to(tensor.real.dtype))
+        tensor.mul_(self._factors(tensor, precision.stored))
         if precision.dtype == torch.float16 and not tensor.is_complex():  # the others have range enough
-            tensor.add_(self._signs.like(tensor).mul_(precision.smallest / 2).mul_(tensor != 0))
+            tensor.add_(self._signs.like(tensor, precision.smallest / 2).mul_(tensor != 0))
             tensor.masked_fill_(tensor > precision.largest, math.inf)
             tensor.masked_fill_(tensor < -precision.largest, -math.inf)
 
 
-def _roundings(kind: str, length: int) -> float:
+def _roundings(kind: str, length: int, straight: bool = False) -> float:
     """How many roundings a term meets on its way into a sum; they add up like a random walk.
 
-    Products of matrices run along the whole sum; other sums are done in parallel lanes that are joined pairwise.
+    Products of matrices run along the whole sum, and so do the loops inside of fused kernels (`straight`); other
+    sums are done in parallel lanes that are joined pairwise.
     """
-    if kind == Kind.CONTRACT:
+    if kind == Kind.CONTRACT or straight:
         return length
     return min(length, 1 + math.log2(length) + length / _LANES)
 

@@ -28,7 +28,7 @@ STANDARDS: Final = ("ulp", "torch", "dual", "seed")
 # bound = STORED · u|y| + SIGMAS · sigma: u is the dtype's unit of rounding (half an ulp), sigma how far the
 # roundings inside the call move the element on average (root mean square of the probes).
 STORED: Final = 2.0
-SIGMAS: Final = 4.0
+SIGMAS: Final = 6.0
 _EXPONENT: Final = 0x7FF0000000000000  # of a float64
 _TF32: Final = 2.0**-11
 FEWEST_PROBES: Final = 4  # also when time is short
@@ -205,13 +205,14 @@ def _judge_random(name: str, result: GoldenResult, outputs: Any) -> Judgement:
 
 
 def _pairs(device: Any, golden: Any) -> tuple[list[tuple[Any, Any]], str]:
-    ours, theirs = list(_leaves(device)), list(_leaves(golden))
+    ours, theirs = list(leaves_of(device)), list(leaves_of(golden))
     if len(ours) != len(theirs):
         return [], f"{len(ours)} results instead of {len(theirs)}"
     return list(zip(ours, theirs)), ""
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def leaves_of(value: Any) -> Iterator[Any]:
+    """Everything in a nest of containers that is compared on its own (`list(leaves_of([x, 1]))`)."""
     if isinstance(value, (Tensor, str)):
         yield value
         return
@@ -220,7 +221,7 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
         return
     for member in parts[1]:
-        yield from _leaves(member)
+        yield from leaves_of(member)
 
 
 @dataclasses.dataclass
@@ -537,7 +538,7 @@ class _Spread:
             return list(run.grad_inputs or ())
         if self.part == "input":
             return list(tensors_in((run.args, run.kwargs)))
-        return list(_leaves(run.outputs))
+        return list(leaves_of(run.outputs))
 
     def sigma(self, number: int, like: Tensor) -> Tensor:
         """Root mean square of the movements so far, in absolute terms."""
@@ -569,6 +570,9 @@ def _coarsest(result: GoldenResult, part: str, device: Sequence[Any]) -> torch.d
     tensors = [t for t in device if isinstance(t, Tensor)]
     if part == "grad_input":
         tensors += [t for t in result.source.grad_outputs or () if t is not None]
+    low = result.source.autocast
+    if low is not None and any(t.dtype == low for t in tensors_in((result.source.args, result.source.kwargs))):
+        return low  # what lies between the steps of a composite call is kept in the lower precision
     dtypes = [t.dtype for t in tensors if t.is_floating_point() or t.is_complex()]
     if not dtypes:
         inputs = tensors_in((result.source.args, result.source.kwargs))
@@ -578,6 +582,9 @@ def _coarsest(result: GoldenResult, part: str, device: Sequence[Any]) -> torch.d
 
 def _judge_rounding(row: Row, pair: _Pair) -> Row:
     dtype = pair.device.dtype
+    if pair.spread is not None and pair.spread.part == "grad_input":
+        # gradients of arguments that autocast rounded: computed in the lower precision, handed out in float32
+        dtype = max(dtype, pair.spread.result.source.rounded_to or dtype, key=unit)
     check = _Check(_wide(pair.device), _wide(pair.golden), Precision(dtype), pair.golden.dtype)
     suspects = check.suspects(stored=1.0, sigma=None, unsettled=None)
     if not bool(suspects.any()):
@@ -590,6 +597,8 @@ def _judge_rounding(row: Row, pair: _Pair) -> Row:
         flat = torch.full_like(check.size, float(check.size.nan_to_num(posinf=0.0).max()) * check.precision.stored)
         return _concluded(row, check, check.suspects(STORED, flat, None), STORED, flat, None, "")
     stored = 1.0 if pair.spread.trace.exact else STORED
+    if stored == STORED:  # below the normal numbers, each term may be off by a whole step
+        check.floor = check.precision.smallest * SIGMAS * math.sqrt(pair.spread.trace.longest_sum)
     sigma, unsettled = _movement(pair, check, stored)
     suspects = check.suspects(stored, sigma, unsettled)
     if pair.spread.part == "grad_input" and pair.spread.trace.selects and bool(suspects.any()):
@@ -645,6 +654,7 @@ def _probed_at(pair: _Pair, check: _Check, stored: float, suspects: Tensor) -> t
     if not isinstance(leaf, Tensor) or not _identical(_wide(leaf), there):
         return None  # not elementwise after all
     small = _Check(check.device.reshape(-1)[places], there, check.precision, pair.golden.dtype)
+    small.floor = check.floor
     sigma, unsettled = _probed(dataclasses.replace(pair, spread=part), small, stored)
     spread.narrow_probes += part.probes
     return sigma, unsettled
@@ -676,6 +686,7 @@ class _Check:
 
     def __init__(self, device: Tensor, golden: Tensor, precision: Precision, golden_dtype: torch.dtype) -> None:
         self.device, self.golden, self.precision = device, golden, precision
+        self.floor = 0.0
         self.error = (device - golden).abs()
         self.finite = device.isfinite() & golden.isfinite()
         self.same = (device == golden) | (device.isnan() & golden.isnan())
@@ -689,7 +700,7 @@ class _Check:
     def bound(self, stored: float, sigma: Tensor | None) -> Tensor:
         precision = self.precision
         bound = self.size * ((stored + self.reference) * precision.stored)
-        bound = bound.clamp_(min=precision.smallest * (0.5 * stored))
+        bound = bound.clamp_(min=max(precision.smallest * (0.5 * stored), self.floor))
         return bound if sigma is None else bound.add_(sigma, alpha=SIGMAS)
 
     def suspects(self, stored: float, sigma: Tensor | None, unsettled: Tensor | None) -> Tensor:
