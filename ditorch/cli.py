@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from ditorch.conformance.arguments import add_arguments as add_conformance_arguments
 from ditorch.scan import Scan
 
 PACKAGE = Path(__file__).resolve().parent
@@ -31,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(options)
         if options.command == "doctor":
             return doctor(options)
+        if options.command == "conformance":
+            return conformance(options)
         return scan(options)
     except (FileNotFoundError, RuntimeError, ValueError) as error:
         print(error if str(error).startswith("ditorch") else f"ditorch: {error}", file=sys.stderr)
@@ -59,6 +62,10 @@ def make_parser() -> argparse.ArgumentParser:
     scan_parser.add_argument("path")
     scan_parser.add_argument("--json", action="store_true")
     scan_parser.add_argument("--all", action="store_true", help="list mapped calls one by one too")
+
+    add_conformance_arguments(
+        commands.add_parser("conformance", help="how much of PyTorch a device does, from PyTorch's own test cases")
+    )
     return parser
 
 
@@ -125,6 +132,16 @@ def scan(options: argparse.Namespace) -> int:
     else:
         _print_scan(found, options.all)
     return 1 if found.counts().get("unsupported") else 0
+
+
+def conformance(options: argparse.Namespace) -> int:
+    """Run PyTorch's databases of test cases against a device; exit status 1 where the ledger expected otherwise.
+
+    Example: ``ditorch conformance --device soft --ops 'nn.functional.*'``
+    """
+    from ditorch.conformance.command import main as run_conformance
+
+    return run_conformance(options)
 
 
 def _print_scan(found: Scan, everything: bool) -> None:

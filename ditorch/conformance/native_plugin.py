@@ -1,0 +1,59 @@
+"""Pytest plugin for PyTorch's own test files: activates ditorch, runs one shard, and keeps a diary of it.
+
+The diary tells the parent which test was running when the process died, and what had been finished by then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ditorch  # noqa: F401  (before any test module is imported, as a user would)
+from ditorch.conformance.native_names import DIARY, SELECTION
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of this shard."""
+    file = os.environ.get(SELECTION)
+    if not file:
+        return
+    wanted = set(Path(file).read_text().splitlines())
+    kept = [item for item in items if name_of(item.nodeid) in wanted]
+    config.hook.pytest_deselected(items=[item for item in items if name_of(item.nodeid) not in wanted])
+    items[:] = kept
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Say which tests there are."""
+    for item in session.items:
+        _note(found=name_of(item.nodeid))
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Say which test runs now."""
+    _note(started=name_of(nodeid))
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Say how it ended; a failure while setting up or cleaning up counts as well."""
+    if report.when == "call" or report.outcome != "passed":
+        text = str(report.longrepr) if report.longrepr is not None else ""
+        outcome = "skipped" if getattr(report, "wasxfail", None) is not None else report.outcome
+        _note(ended=name_of(report.nodeid), outcome=outcome, seconds=report.duration, message=text[-1500:])
+
+
+def name_of(nodeid: str) -> str:
+    """Class and test, without the file (`"TestOpsCUDA::test_add"`)."""
+    return nodeid.partition("::")[2]
+
+
+def _note(**entry: Any) -> None:
+    path = os.environ.get(DIARY)
+    if path:
+        with open(path, "a", encoding="utf-8") as diary:
+            diary.write(json.dumps(entry) + "\n")
