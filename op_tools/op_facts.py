@@ -255,6 +255,15 @@ def rounds_once(func: Any, kwargs: Mapping[str, Any]) -> bool:
     return base_name(func) in _ROUNDED_ONCE and kwargs.get("alpha", 1) in (1, -1)
 
 
+@functools.cache
+def least_error(func: Any) -> float:
+    """Error that a correct kernel may add to its result at least, in units of its arithmetic (0 for a copy)."""
+    facts = facts_of(func)
+    if facts.kind in (Kind.VIEW, Kind.EXACT, Kind.SELECT):
+        return 0.0
+    return 0.5 if base_name(func) in _ROUNDED_ONCE else facts.accuracy
+
+
 _RECURRENCE: Final = 8.0  # orthogonal polynomials: one step for each degree
 
 

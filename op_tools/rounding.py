@@ -25,6 +25,7 @@ Tensor = torch.Tensor
 _SINGLE: Final = 2.0**-24
 PROBES: Final = 16  # a power of two
 _LANES: Final = 256
+_DATA_DEPENDENT: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _TIE: Final = 1e-13  # breaks ties, invisible beside any rounding
 _WIDE: Final = (torch.float64, torch.complex128, torch.float32, torch.complex64)
 
@@ -50,7 +51,7 @@ def sigma_of_products(precision: Precision, length: int, squares: Tensor, result
     """What the probes of a sum of products tend to, from the sums of its squared terms (see `Noise._units`)."""
     grown = precision.inner * math.sqrt(length)
     terms = squares.mul(2 * max(grown, precision.stored) ** 2)
-    return terms.add_(result.square(), alpha=grown**2).sqrt_()
+    return terms.add_(result.mul(grown).square_().to(squares.dtype)).sqrt_()
 
 
 class _Watcher(TorchDispatchMode):
@@ -71,8 +72,10 @@ class Trace(_Watcher):
         self.selects = self.selects_first = False
         self.contracts = False
         self.sums_of_products = True
+        self.depends_on_values = False
         self._worked = False
         self._writers: dict[int, int] = {}
+        self._least: list[float] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op_facts.is_composition(func):
@@ -80,6 +83,8 @@ class Trace(_Watcher):
         result = func(*args, **(kwargs or {}))
         number = len(self.operators)
         self.operators.append(func)
+        self._least.append(op_facts.least_error(func))
+        self.depends_on_values = self.depends_on_values or bool(_DATA_DEPENDENT & set(func.tags))
         if self.sums_of_products:
             self.sums_of_products = op_facts.is_sum_of_products(func, args, kwargs or {})
         facts = op_facts.facts_of(func)
@@ -108,6 +113,11 @@ class Trace(_Watcher):
         kinds = (Kind.VIEW, Kind.EXACT, Kind.POINTWISE)
         return all(op_facts.facts_of(f).kind in kinds for f in self.operators)
 
+    def least_error(self, result: Tensor) -> float:
+        """The least error of the operator that wrote a result, in units of the arithmetic inside."""
+        writer = self._writers.get(_address(result))
+        return 0.0 if writer is None else self._least[writer]
+
     def last_writers(self, results: Sequence[Tensor]) -> frozenset[int]:
         """Numbers of the operators that wrote these results: they are rounded once more by being stored."""
         return frozenset(self._writers.get(_address(t), -1) for t in results)
@@ -123,11 +133,25 @@ class Signs:
 
     def __init__(self, probe: int) -> None:
         self._probe, self._drawn = probe, 0
+        self._factors: dict[tuple[int, float], Tensor] = {}  # most roundings of a probe are equal in size
 
     def next(self, numel: int) -> tuple[Tensor, float]:
         """Signs in float64 for so many places, and the turn of one more rounding."""
         self._drawn += 1
         return _POOL.signs(numel, _PROBE_STEP * self._probe + _SIZE_STEP * numel), self._turn(self._probe)
+
+    def factors(self, numel: int, by: float) -> Tensor:
+        """One plus or minus `by`, for one more rounding; not to be written to."""
+        signs, turn = self.next(numel)
+        if not self._reusable(numel):
+            return torch.add(_ONE, signs, alpha=by * turn)
+        key = numel, by * turn
+        if key not in self._factors:
+            self._factors[key] = torch.add(_ONE, signs, alpha=by * turn)
+        return self._factors[key]
+
+    def _reusable(self, numel: int) -> bool:
+        return True
 
     def like(self, tensor: Tensor, size: float) -> Tensor:
         """Plus or minus `size` in float64 for each element of one more rounding."""
@@ -150,6 +174,9 @@ class AllSigns(Signs):
 
     def __init__(self) -> None:
         super().__init__(0)
+
+    def _reusable(self, numel: int) -> bool:
+        return bool(numel % PROBES)
 
     def next(self, numel: int) -> tuple[Tensor, float]:
         """Signs for all copies; single numbers go one way."""
@@ -329,8 +356,7 @@ class Noise(_Watcher):
         return tensor * self._factors(tensor, by)
 
     def _factors(self, tensor: Tensor, by: float) -> Tensor:
-        signs, turn = self._signs.next(tensor.numel())
-        return torch.add(_ONE, signs.view(tensor.shape), alpha=by * turn).to(tensor.real.dtype)
+        return self._signs.factors(tensor.numel(), by).view(tensor.shape).to(tensor.real.dtype)
 
     def _shifted(self, tensor: Tensor, by: float) -> Tensor:
         if by == 0 or tensor.numel() == 0:

@@ -8,17 +8,19 @@ enough, with how far the roundings inside the call can move this element (`round
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from . import chance, op_facts, settings
-from .golden import GoldenResult, Run
+from .golden import GoldenResult
+from .measures import Columns, Sides, measure
 from .opcall import Tensor, children, tensors_in
-from .rounding import PROBES, Noise, Precision, Signs, Trace, sigma_of_products, unit
+from .rounding import PROBES, Precision, unit
+from .spread import Spread
 
 RIGHT: Final = "right"
 WRONG: Final = "wrong"
@@ -29,9 +31,8 @@ STANDARDS: Final = ("ulp", "torch", "dual", "seed")
 # roundings inside the call move the element on average (root mean square of the probes).
 STORED: Final = 2.0
 SIGMAS: Final = 6.0
-_EXPONENT: Final = 0x7FF0000000000000  # of a float64
 _TF32: Final = 2.0**-11
-FEWEST_PROBES: Final = 4  # also when time is short
+_MANY: Final = 1 / 16  # share of elements in doubt above which a probe of the whole call is cheaper
 
 _SEED_TOLERANCE: Final[dict[torch.dtype, float]] = {
     torch.float16: 1e-4,
@@ -147,7 +148,10 @@ def judge(
     if mismatch:
         row = Row(f"{name} {part}", False, math.inf, math.inf, 0, 0, mismatch, verdict=WRONG, reason=mismatch)
         return Judgement(WRONG, mismatch, (row,))
-    spread = _Spread(result, part, [d for d, _ in pairs], max_seconds) if result is not None else None
+    spread = None
+    if result is not None:
+        precision = Precision(_coarsest(result, part, [d for d, _ in pairs]), result.source.device)
+        spread = Spread(result, part, leaves_of, precision, max_seconds)
     if part == "output":
         pairs = [(d, op_facts.turned(name, number, d, g)) for number, (d, g) in enumerate(pairs)]
     rows = []
@@ -232,7 +236,12 @@ class _Pair:
     device: Any
     golden: Any
     rules: Rules
-    spread: _Spread | None
+    spread: Spread | None
+    units: float | None = None  # the largest error in units of rounding, if it is known
+
+    @functools.cached_property
+    def sides(self) -> Sides:
+        return Sides(self.device, self.golden)
 
 
 def _judge_pair(pair: _Pair) -> Row:
@@ -245,7 +254,8 @@ def _judge_pair(pair: _Pair) -> Row:
     row = Row(pair.label, True, 0.0, 0.0, atol, rtol, info)
     if pair.device.numel() == 0:
         return row
-    row = _measured(row, pair.device, pair.golden)
+    columns = measure(pair.sides, atol, rtol, quick=not user and pair.rules.standard == "ulp")
+    row, pair.units = _with_columns(row, columns), columns.units
     if user or pair.rules.standard == "seed":
         why = f"allclose with {'the tolerance that was set' if user else 'the seed tolerance'}"
         return _decided(row, row.allclose, why)
@@ -256,6 +266,17 @@ def _judge_pair(pair: _Pair) -> Row:
     if not pair.device.is_floating_point() and not pair.device.is_complex():
         return _judge_whole_numbers(row, pair)
     return _judge_rounding(row, pair)
+
+
+def _with_columns(row: Row, columns: Columns) -> Row:
+    return dataclasses.replace(
+        row,
+        allclose=columns.allclose,
+        max_abs_diff=columns.max_abs_diff,
+        max_relative_diff=columns.max_relative_diff,
+        cosine=columns.cosine,
+        max_ulp=columns.max_ulp,
+    )
 
 
 def _decided(row: Row, right: bool, reason: str) -> Row:
@@ -278,7 +299,7 @@ def _judge_plain(pair: _Pair) -> Row:
     atol, rtol, _ = pair.rules.tolerance(pair.name, None)
     dtype = torch.complex128 if isinstance(left, complex) or isinstance(right, complex) else torch.float64
     device, golden = torch.tensor(left, dtype=dtype), torch.tensor(right, dtype=dtype)
-    row = _measured(Row(pair.label, True, 0, 0, atol, rtol, ""), device, golden)
+    row = _with_columns(Row(pair.label, True, 0, 0, atol, rtol, ""), measure(Sides(device, golden), atol, rtol))
     if isinstance(left, int) and isinstance(right, int):
         return _decided(row, left == right, f"{left} instead of {right}")
     # The number was read out of a tensor of some dtype: the coarsest among the inputs is the measure.
@@ -321,73 +342,12 @@ def _family(tensor: Tensor) -> str:
     return "bool" if tensor.dtype == torch.bool else "integer"
 
 
-# --- measures ---------------------------------------------------------------------------------------------
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    if tensor.layout != torch.strided:
-        tensor = tensor.to_dense()
-    if tensor.is_quantized:
-        tensor = tensor.dequantize()
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).resolve_conj().resolve_neg()
-
-
-def _measured(row: Row, device: Tensor, golden: Tensor) -> Row:
-    """The seeds' columns (golden rounded to the device's dtype, as they do it), cosine and the error in ulp."""
-    left, exact = _wide(device), _wide(golden)
-    rounded = exact
-    if device.is_floating_point() or device.is_complex():
-        rounded = _wide(exact.to(device.dtype))
-    if torch.equal(left, rounded):  # nothing to measure but the rounding of the reference
-        return dataclasses.replace(row, cosine=_cosine(left, exact), max_ulp=_largest_ulp(left, exact, device.dtype))
-    close = torch.isclose(left, rounded, atol=row.atol, rtol=row.rtol, equal_nan=True)
-    difference = (left - rounded).abs()
-    difference = difference.masked_fill(left == rounded, 0.0)
-    difference = difference.masked_fill(left.isnan() & rounded.isnan(), 0.0)
-    relative = (difference / rounded.abs()).masked_fill(difference == 0, 0.0)
-    return dataclasses.replace(
-        row,
-        allclose=bool(close.all()),
-        max_abs_diff=_largest(difference),
-        max_relative_diff=_largest(relative),
-        cosine=_cosine(left, exact),
-        max_ulp=_largest_ulp(left, exact, device.dtype),
-    )
-
-
-def _largest(values: Tensor) -> float:
-    return float(values.nan_to_num(nan=math.inf).max()) if values.numel() else 0.0
-
-
-def _cosine(left: Tensor, right: Tensor) -> float:
-    a, b = left.reshape(-1), right.reshape(-1)
-    size = float(torch.linalg.vector_norm(a) * torch.linalg.vector_norm(b))
-    if size == 0:
-        return 1.0 if bool((a == b).all()) else 0.0
-    return float(torch.vdot(b, a).real) / size
-
-
-def ulps(exact: Tensor, dtype: torch.dtype) -> Tensor:
-    """Distance between neighbouring numbers of a dtype at these float64 magnitudes (`ulps(x, torch.half)`)."""
-    info = torch.finfo(dtype)
-    power = exact.to(torch.float64).contiguous().view(torch.int64).bitwise_and(_EXPONENT).view(torch.float64)
-    return (power * info.eps).clamp_(min=info.smallest_normal * info.eps)
-
-
-def _largest_ulp(left: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
-    if not (dtype.is_floating_point or dtype.is_complex):
-        return 0.0
-    ratio = (left - exact).abs().div_(ulps(exact.abs(), dtype))
-    return float(ratio.nan_to_num_(nan=0.0, posinf=0.0).max())
-
-
 # --- other standards --------------------------------------------------------------------------------------
 
 
 def _by_torch(row: Row, pair: _Pair) -> Row:
     atol, rtol = _TORCH_TOLERANCE.get(pair.device.dtype, (0.0, 0.0))
-    left, right = _wide(pair.device), _wide(pair.golden)
+    left, right = pair.sides.left, pair.sides.right
     close = torch.isclose(left, right, atol=atol, rtol=rtol, equal_nan=True)
     row = dataclasses.replace(row, allclose=bool(close.all()), atol=atol, rtol=rtol)
     return _decided(row, row.allclose, f"{int((~close).sum())} elements outside torch.testing's tolerance")
@@ -399,7 +359,7 @@ def _by_dual(row: Row, pair: _Pair) -> Row:
         return _decided(row, row.max_abs_diff == 0, "whole numbers differ")
     if row.cosine <= 0.99:
         return _decided(row, False, f"cosine {row.cosine:.6f}")
-    left, right = _wide(pair.device), _wide(pair.golden)
+    left, right = pair.sides.left, pair.sides.right
     if bool((left.isfinite() != right.isfinite()).any()):
         return _decided(row, False, "NaN or infinity in other places")
     if row.max_abs_diff < 1e-3:
@@ -445,126 +405,6 @@ def _first(mask: Tensor) -> tuple[int, ...]:
 # --- rounding ---------------------------------------------------------------------------------------------
 
 
-class _Spread:
-    """How far roundings inside a call move each of its results; computed only when asked, probe by probe."""
-
-    def __init__(
-        self,
-        result: GoldenResult,
-        part: str,
-        device: Sequence[Any],
-        max_seconds: float | None,
-        precision: Precision | None = None,
-    ) -> None:
-        self.result, self.part = result, part
-        self.probes = self.narrow_probes = 0
-        self._squared: list[Any] | None = None
-        self._few = False
-        self.precision = precision or Precision(_coarsest(result, part, device), result.source.device)
-        self.max_seconds, self._started = max_seconds, time.perf_counter()
-        self._trace: Trace | None = None
-        self._exact: list[Any] = []
-        self._squares: list[Tensor | None] = []
-        self._unsettled: list[Tensor | None] = []
-
-    @property
-    def usable(self) -> bool:
-        """Kernels of other layouts rely on more than values: they are not run with anything but the truth."""
-        source = self.result.source
-        tensors = tensors_in((source.args, source.kwargs, self.result.outputs))
-        return all(t.layout == torch.strided and not t.is_quantized and not t.is_nested for t in tensors)
-
-    @property
-    def trace(self) -> Trace:
-        """The operators that the call is made of."""
-        if self._trace is None:
-            trace = Trace()
-            self._exact = self.leaves(self.result.again(trace, self.part == "grad_input"))
-            self._trace = trace
-            self._last = trace.last_writers([t for t in self._exact if isinstance(t, Tensor)])
-            self._squares = [None] * len(self._exact)
-            self._unsettled = [None] * len(self._exact)
-        return self._trace
-
-    def by_formula(self, number: int, golden: Tensor) -> Tensor | None:
-        """Sigma of a sum of products, from one run on the squares; None for everything else."""
-        if not self.trace.sums_of_products or not self.trace.contracts or golden.is_complex():
-            return None
-        if self._squared is None:
-            self._squared = self.leaves(self.result.squared(self.part == "grad_input"))
-        squares = self._squared[number] if number < len(self._squared) else None
-        if not isinstance(squares, Tensor) or squares.shape != golden.shape:
-            return None
-        return sigma_of_products(self.precision, self.trace.longest_sum, _wide(squares), golden)
-
-    def grow(self) -> bool:
-        """Do a few more probes; False when there have been enough."""
-        _ = self.trace  # the exact results, before any that are moved
-        target = min(PROBES, max(1, 2 * self.probes))
-        late = self.max_seconds is not None and time.perf_counter() - self._started > self.max_seconds
-        if target <= self.probes:
-            return False
-        if late and self.probes >= FEWEST_PROBES:
-            self._few = True
-            return False
-        while self.probes < target:
-            self._probe()
-        return True
-
-    def _probe(self) -> None:
-        self.probes += 1
-        noise = Noise(self.precision, self._last, Signs(self.probes - 1))
-        # ties among the inputs themselves are looked at exactly, in _shared_among_ties
-        noise.breaks_ties = self.part != "grad_input" or not self.trace.selects_first
-        moved = self.leaves(self.result.again(noise, self.part == "grad_input"))
-        for number, (here, there) in enumerate(zip(self._exact, moved)):
-            if isinstance(here, Tensor) and isinstance(there, Tensor) and here.shape == there.shape:
-                self._add(number, here, there)
-
-    def _add(self, number: int, here: Tensor, there: Tensor) -> None:
-        exact, moved = _wide(here), _wide(there)
-        finite = exact.isfinite() & moved.isfinite()
-        change = (moved - exact).abs().masked_fill_(~finite, 0.0)
-        square = change.square()
-        settled = (exact == moved) | (exact.isnan() & moved.isnan()) | finite
-        if not here.is_floating_point() and not here.is_complex():
-            settled = exact == moved
-        total, unsettled = self._squares[number], self._unsettled[number]
-        self._squares[number] = square if total is None else total.add_(square)
-        self._unsettled[number] = ~settled if unsettled is None else unsettled.logical_or_(~settled)
-
-    def leaves(self, run: Run) -> list[Any]:
-        if self.part == "grad_input":
-            return list(run.grad_inputs or ())
-        if self.part == "input":
-            return list(tensors_in((run.args, run.kwargs)))
-        return list(leaves_of(run.outputs))
-
-    def sigma(self, number: int, like: Tensor) -> Tensor:
-        """Root mean square of the movements so far, in absolute terms."""
-        total = self._squares[number] if number < len(self._squares) else None
-        if total is None or self.probes == 0:
-            return torch.zeros(like.shape, dtype=torch.float64)
-        mean = total / self.probes
-        if self._few and mean.dim():
-            # too few probes to trust each element's own: lean on its neighbours in the row
-            mean = (mean * self.probes + mean.mean(-1, keepdim=True)) / self.probes
-        return mean.sqrt()
-
-    def not_settled(self, number: int, like: Tensor) -> Tensor:
-        """Where a probe gave another whole number, or infinity or NaN instead of a number."""
-        found = self._unsettled[number] if number < len(self._unsettled) else None
-        return torch.zeros(like.shape, dtype=torch.bool) if found is None else found
-
-    def unsettled(self, number: int, wanted: Tensor) -> Tensor:
-        """`not_settled` after as many probes as the wanted places need."""
-        if not self.usable:
-            return torch.zeros(wanted.shape, dtype=torch.bool)
-        while bool((wanted & ~self.not_settled(number, wanted)).any()) and self.grow():
-            pass
-        return self.not_settled(number, wanted)
-
-
 def _coarsest(result: GoldenResult, part: str, device: Sequence[Any]) -> torch.dtype:
     """The dtype with the largest unit among the results (and the gradients that came in)."""
     tensors = [t for t in device if isinstance(t, Tensor)]
@@ -585,86 +425,109 @@ def _judge_rounding(row: Row, pair: _Pair) -> Row:
     if pair.spread is not None and pair.spread.part == "grad_input":
         # gradients of arguments that autocast rounded: computed in the lower precision, handed out in float32
         dtype = max(dtype, pair.spread.result.source.rounded_to or dtype, key=unit)
-    check = _Check(_wide(pair.device), _wide(pair.golden), Precision(dtype), pair.golden.dtype)
-    suspects = check.suspects(stored=1.0, sigma=None, unsettled=None)
-    if not bool(suspects.any()):
-        return dataclasses.replace(row, excess=check.excess(1.0, None))
+    precision = Precision(dtype)
+    units = None if pair.units is None else pair.units * unit(pair.device.dtype) / precision.stored
+    if units is not None and units <= 1:  # as good as rounding the reference
+        return dataclasses.replace(row, excess=units)
+    spread = pair.spread if pair.spread is None or pair.spread.usable else None
+    if units is not None and spread is not None and not spread.structure.exact:
+        least = STORED + SIGMAS * spread.least_error(pair.number) / precision.stored
+        if units <= least:  # what any probes would allow
+            return dataclasses.replace(row, excess=units / least)
+    check = _Check(pair.sides.left, pair.sides.right, precision, pair.golden.dtype)
+    if units is None and check.doubtful(1.0) is None:
+        return dataclasses.replace(row, excess=check.excess(1.0))
     if pair.spread is None:
-        suspects = check.suspects(stored=STORED, sigma=None, unsettled=None)
-        return _concluded(row, check, suspects, STORED, None, None, "")
-    if not pair.spread.usable:
+        return _concluded(row, check, check.doubtful(STORED), STORED)
+    if spread is None:
         # sparse and the like: the only measure is the size of the whole result
-        flat = torch.full_like(check.size, float(check.size.nan_to_num(posinf=0.0).max()) * check.precision.stored)
-        return _concluded(row, check, check.suspects(STORED, flat, None), STORED, flat, None, "")
-    stored = 1.0 if pair.spread.trace.exact else STORED
+        flat = torch.full_like(check.size, float(check.size.nan_to_num(posinf=0.0).max()) * precision.stored)
+        return _concluded(row, check, check.doubtful(STORED, flat), STORED, flat)
+    stored = 1.0 if spread.structure.exact else STORED
     if stored == STORED:  # below the normal numbers, each term may be off by a whole step
-        check.floor = check.precision.smallest * SIGMAS * math.sqrt(pair.spread.trace.longest_sum)
-    sigma, unsettled = _movement(pair, check, stored)
-    suspects = check.suspects(stored, sigma, unsettled)
-    if pair.spread.part == "grad_input" and pair.spread.trace.selects and bool(suspects.any()):
-        suspects = suspects & ~_shared_among_ties(pair, check, stored, sigma)
-    return _concluded(row, check, suspects, stored, sigma, unsettled, _explained(pair, check, suspects, sigma))
+        check.floor = precision.smallest * SIGMAS * math.sqrt(spread.structure.longest_sum)
+        check.least = spread.least_error(pair.number)
+    sigma, suspects = _movement(pair, spread, check, stored)
+    if suspects is not None and spread.part == "grad_input" and spread.structure.selects:
+        suspects = _any(suspects & ~_shared_among_ties(pair, check, stored, sigma))
+    hint = "" if suspects is None else _explained(pair, check, suspects, sigma)
+    return _concluded(row, check, suspects, stored, sigma, hint)
 
 
-def _movement(pair: _Pair, check: _Check, stored: float) -> tuple[Tensor, Tensor]:
-    """Sigma, and where nothing is settled: by formula, by a few probes, or by as many as it takes."""
-    spread = pair.spread
-    assert spread is not None
-    known = spread.by_formula(pair.number, check.golden)
-    if known is not None:
-        return known, torch.zeros(check.golden.shape, dtype=torch.bool)
-    if not spread.trace.elementwise or spread.part == "input":
-        return _probed(pair, check, stored)
-    sigma, unsettled = _probed(pair, check, stored, most=2)
-    suspects = check.suspects(stored, sigma, unsettled)
-    if not bool(suspects.any()):
-        return sigma, unsettled
-    narrow = _probed_at(pair, check, stored, suspects)
-    if narrow is None:
-        return _probed(pair, check, stored)
-    return sigma.masked_scatter(suspects, narrow[0]), unsettled.masked_scatter(suspects, narrow[1])
+def _any(mask: Tensor) -> Tensor | None:
+    return mask if bool(mask.any()) else None
 
 
-def _probed(pair: _Pair, check: _Check, stored: float, most: int = PROBES) -> tuple[Tensor, Tensor]:
+_Doubt = tuple[Tensor | None, Tensor | None]  # sigma, and the elements that it does not explain
+
+
+def _movement(pair: _Pair, spread: Spread, check: _Check, stored: float) -> _Doubt:
+    """By formula, on the elements in doubt alone, or by as many probes of the whole call as it takes."""
+    for dtype in (torch.float32, torch.float64):
+        sigma = spread.by_formula(pair.number, check.golden, dtype)
+        if sigma is None:
+            break
+        suspects = check.doubtful(stored, sigma.to(torch.float64))
+        if dtype == torch.float64 or (suspects is None and bool(sigma.sum().isfinite())):
+            return sigma.to(torch.float64), suspects
+    if spread.structure.elementwise and spread.part != "input":
+        found = _narrowed(pair, spread, check, stored)
+        if found is not None:
+            return found
+    return _probed(pair.number, spread, check, stored)
+
+
+def _share(mask: Tensor) -> float:
+    return int(mask.sum()) / mask.numel()
+
+
+def _probed(number: int, spread: Spread, check: _Check, stored: float, most: int = PROBES) -> _Doubt:
     """After as many probes as it takes to clear the elements in doubt."""
-    assert pair.spread is not None
     while True:
-        sigma = pair.spread.sigma(pair.number, check.golden)
-        unsettled = pair.spread.not_settled(pair.number, check.golden)
-        if not bool(check.suspects(stored, sigma, unsettled).any()):
-            return sigma, unsettled
-        if pair.spread.probes >= most or not pair.spread.grow():
-            return pair.spread.sigma(pair.number, check.golden), unsettled
+        sigma = spread.sigma(number)
+        suspects = check.doubtful(stored, sigma, spread.not_settled(number))
+        if suspects is None or spread.probes >= most or not spread.grow():
+            return sigma, suspects
 
 
-def _probed_at(pair: _Pair, check: _Check, stored: float, suspects: Tensor) -> tuple[Tensor, Tensor] | None:
+def _narrowed(pair: _Pair, spread: Spread, check: _Check, stored: float) -> _Doubt | None:
     """The same for an elementwise call, on the elements in doubt alone; None where that cannot be done."""
-    spread = pair.spread
-    assert spread is not None
+    sigma: Tensor | None = None
+    suspects = check.doubtful(stored)
+    if suspects is not None and _share(suspects) > _MANY:  # one probe of all clears most of them
+        sigma, suspects = _probed(pair.number, spread, check, stored, most=1)
+    if suspects is None:
+        return sigma, None
+    if _share(suspects) > _MANY:
+        return None
     places = suspects.reshape(-1).nonzero().reshape(-1)
-    if places.numel() > suspects.numel() // 2:
-        return None
-    fewer = spread.result.at(tuple(check.golden.shape), places, spread.part == "grad_input")
-    if fewer is None or fewer.run is None:
-        return None
-    part = _Spread(fewer, spread.part, [pair.device], spread.max_seconds, spread.precision)
-    leaves = part.leaves(fewer.run)
-    leaf = leaves[pair.number] if pair.number < len(leaves) else None
-    there = check.golden.reshape(-1)[places]
-    if not isinstance(leaf, Tensor) or not _identical(_wide(leaf), there):
+    narrow = spread.at(pair.number, tuple(check.golden.shape), places)
+    golden = check.golden.reshape(-1)[places]
+    if narrow is None or not _identical(narrow.exact, golden):
         return None  # not elementwise after all
-    small = _Check(check.device.reshape(-1)[places], there, check.precision, pair.golden.dtype)
-    small.floor = check.floor
-    sigma, unsettled = _probed(dataclasses.replace(pair, spread=part), small, stored)
-    spread.narrow_probes += part.probes
-    return sigma, unsettled
+    small = _Check(check.device.reshape(-1)[places], golden, check.precision, pair.golden.dtype)
+    small.floor, small.least = check.floor, check.least
+    at_once = narrow.probed_at_once()
+    if at_once is None:
+        there, left = _probed(pair.number, narrow.spread, small, stored)
+    else:
+        there, left = at_once[0], small.doubtful(stored, *at_once)
+    spread.narrow_probes += narrow.spread.probes
+    everywhere = torch.zeros(check.golden.shape, dtype=torch.float64) if sigma is None else sigma.contiguous()
+    if there is not None:
+        everywhere.view(-1)[places] = there
+    if left is None:
+        return everywhere, None
+    remaining = torch.zeros(check.golden.shape, dtype=torch.bool)
+    remaining.view(-1)[places] = left
+    return everywhere, remaining
 
 
 def _identical(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
-def _shared_among_ties(pair: _Pair, check: _Check, stored: float, sigma: Tensor) -> Tensor:
+def _shared_among_ties(pair: _Pair, check: _Check, stored: float, sigma: Tensor | None) -> Tensor:
     """Where an input has equal values and only the shares of the gradient among them differ.
 
     Which of several equal values is the largest is free, and so is the one that gets the gradient.
@@ -686,53 +549,78 @@ class _Check:
 
     def __init__(self, device: Tensor, golden: Tensor, precision: Precision, golden_dtype: torch.dtype) -> None:
         self.device, self.golden, self.precision = device, golden, precision
-        self.floor = 0.0
+        self.floor = 0.0  # of the bound
+        self.least = 0.0  # of sigma, relative to the result
         self.error = (device - golden).abs()
-        self.finite = device.isfinite() & golden.isfinite()
-        self.same = (device == golden) | (device.isnan() & golden.isnan())
-        if device.is_complex():
-            # which part of a complex number becomes NaN is left open by IEEE arithmetic
-            self.same |= ~device.isfinite() & ~golden.isfinite()
         self.size = golden.abs()
+        self.regular = math.isfinite(float(self.error.sum()))  # then all numbers are
         # a reference in the same precision has an error of its own
         self.reference = 2.0 if unit(golden_dtype) >= precision.stored else 0.0
 
+    @functools.cached_property
+    def largest(self) -> float:
+        return float(self.size.max())
+
+    @functools.cached_property
+    def finite(self) -> Tensor:
+        return self.device.isfinite() & self.golden.isfinite()
+
+    @functools.cached_property
+    def same(self) -> Tensor:
+        same = (self.device == self.golden) | (self.device.isnan() & self.golden.isnan())
+        if self.device.is_complex():
+            # which part of a complex number becomes NaN is left open by IEEE arithmetic
+            same |= ~self.device.isfinite() & ~self.golden.isfinite()
+        return same
+
     def bound(self, stored: float, sigma: Tensor | None) -> Tensor:
         precision = self.precision
-        bound = self.size * ((stored + self.reference) * precision.stored)
-        bound = bound.clamp_(min=max(precision.smallest * (0.5 * stored), self.floor))
-        return bound if sigma is None else bound.add_(sigma, alpha=SIGMAS)
+        factor = (stored + self.reference) * precision.stored
+        lowest = max(precision.smallest * (0.5 * stored), self.floor)
+        if sigma is None:
+            return (self.size * (factor + SIGMAS * self.least)).clamp_(min=lowest)
+        if self.least:
+            sigma = torch.maximum(sigma, self.size * self.least)
+        return (self.size * factor).clamp_(min=lowest).add_(sigma, alpha=SIGMAS)
 
-    def suspects(self, stored: float, sigma: Tensor | None, unsettled: Tensor | None) -> Tensor:
+    def doubtful(self, stored: float, sigma: Tensor | None = None, unsettled: Tensor | None = None) -> Tensor | None:
+        """The elements that are not explained; None if all are."""
         bound = self.bound(stored, sigma)
-        fine = self.same | (self.finite & (self.error <= bound))
-        if bool(fine.all()):
-            return ~fine
+        if self.regular:
+            over = self.error - bound
+            if float(over.max()) <= 0:  # false for NaN
+                return None
+            doubtful = over > 0
+            if unsettled is None and self.largest + float(bound.max()) < self.precision.largest:
+                return doubtful
+        else:
+            doubtful = ~(self.same | (self.finite & (self.error <= bound)))
         # too large for the dtype: infinity, or the largest number
         beyond = self.golden.isfinite() & (self.size + bound >= self.precision.largest)
         signs = self.device.sgn() == self.golden.sgn()
-        fine |= beyond & signs & (self.device.isinf() | (self.device.abs() == self.precision.largest))
+        doubtful &= ~(beyond & signs & (self.device.isinf() | (self.device.abs() == self.precision.largest)))
         if unsettled is not None:
-            fine |= unsettled
-        return ~fine
+            doubtful &= ~unsettled
+        return _any(doubtful)
 
-    def excess(self, stored: float, sigma: Tensor | None) -> float:
-        ratio = (self.error / self.bound(stored, sigma)).masked_fill(self.same | ~self.finite, 0.0)
+    def excess(self, stored: float, sigma: Tensor | None = None) -> float:
+        ratio = self.error / self.bound(stored, sigma)
+        if not self.regular:
+            ratio = ratio.masked_fill(self.same | ~self.finite, 0.0)
         return float(ratio.nan_to_num(nan=0.0).max()) if ratio.numel() else 0.0
 
 
 def _concluded(
     row: Row,
     check: _Check,
-    suspects: Tensor,
+    suspects: Tensor | None,
     stored: float,
-    sigma: Tensor | None,
-    unsettled: Tensor | None,
-    hint: str,
+    sigma: Tensor | None = None,
+    hint: str = "",
 ) -> Row:
-    count = int(suspects.sum())
-    if count == 0:
+    if suspects is None:
         return dataclasses.replace(row, excess=min(1.0, check.excess(stored, sigma)))
+    count = int(suspects.sum())
     strange = suspects & ~check.finite
     ratio = (check.error / check.bound(stored, sigma)).masked_fill(~suspects, 0.0).nan_to_num(nan=math.inf)
     where = _first(strange) if bool(strange.any()) else _first(ratio == ratio.max())
@@ -744,16 +632,15 @@ def _concluded(
     return dataclasses.replace(row, verdict=WRONG, reason=_joined(reason, hint), excess=excess, where=where)
 
 
-def _explained(pair: _Pair, check: _Check, suspects: Tensor, sigma: Tensor) -> str:
+def _explained(pair: _Pair, check: _Check, suspects: Tensor, sigma: Tensor | None) -> str:
     """What the pattern of the errors looks like, for the reason's sake."""
-    if not bool(suspects.any()):
-        return ""
     wrong_device, wrong_golden = check.device[suspects], check.golden[suspects]
     if bool(wrong_device.isnan().any()):
         return "NaN where a number should be"
-    if pair.spread is not None and pair.spread.trace.contracts and pair.device.dtype == torch.float32:
+    structure = pair.spread.structure if pair.spread is not None else None
+    if structure is not None and structure.contracts and pair.device.dtype == torch.float32 and sigma is not None:
         # the sums' share of sigma, if every product had the ten bits of TF32
-        grown = _TF32 / (check.precision.stored * math.sqrt(pair.spread.trace.longest_sum))
+        grown = _TF32 / (check.precision.stored * math.sqrt(structure.longest_sum))
         limit = check.bound(STORED, None) + sigma * (SIGMAS * max(grown, 1.0))
         if bool((check.error[suspects] <= limit[suspects]).all()):
             return "as large as products in TF32 make it (allow_tf32)"

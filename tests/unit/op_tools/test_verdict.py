@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from op_tools import golden, verdict
+from op_tools import golden, measures, verdict
 from op_tools.settings import SettingsError
 from op_tools.verdict import NOT_COMPARABLE, RIGHT, WRONG, Rules
 
@@ -287,7 +287,7 @@ def test_numbers_read_from_tensors() -> None:
 
 def test_ulps() -> None:
     x = torch.tensor([1.0, 1.5, 2.0, 0.0], dtype=torch.float64)
-    assert verdict.ulps(x, torch.float32).tolist() == [2.0**-23, 2.0**-23, 2.0**-22, 2.0**-149]
+    assert measures.ulps(x, torch.float32).tolist() == [2.0**-23, 2.0**-23, 2.0**-22, 2.0**-149]
 
 
 @settings(max_examples=25, deadline=None)

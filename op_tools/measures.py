@@ -1,0 +1,168 @@
+"""How far a result is from its reference: the columns of a comparison, in few passes over the data.
+
+The quick way works in float32, on differences that were taken in float64: enough for what is shown, and for saying
+"within so many units of rounding". Whatever is not finite, tiny, huge or complex is measured in float64 throughout.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Final, NamedTuple
+
+import torch
+
+Tensor = torch.Tensor
+
+_EXPONENT: Final = 0x7FF0000000000000  # of a float64
+_EXPONENT_OF_SINGLE: Final = 0x7F800000
+_QUICK: Final = (torch.float32, torch.bfloat16, torch.float16)
+_NEARLY_NOTHING: Final = 1e-3  # a result so much smaller than its reference leaves no digits for the cosine
+
+
+class Columns(NamedTuple):
+    """What is shown of one pair; `units` is its largest error in units of rounding, None if that is not known."""
+
+    allclose: bool
+    max_abs_diff: float
+    max_relative_diff: float
+    cosine: float
+    max_ulp: float
+    units: float | None = None
+
+
+class Sides:
+    """A result and its reference, widened once."""
+
+    def __init__(self, device: Tensor, golden: Tensor) -> None:
+        self.device, self.golden = device.detach(), golden.detach()
+
+    @functools.cached_property
+    def left(self) -> Tensor:
+        """The result in float64 (or complex128)."""
+        return wide(self.device)
+
+    @functools.cached_property
+    def right(self) -> Tensor:
+        """The reference in float64 (or complex128)."""
+        return wide(self.golden)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Dense, in the widest dtype, without lazy signs (`wide(torch.ones(2)).dtype == torch.float64`)."""
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).resolve_conj().resolve_neg()
+
+
+def measure(sides: Sides, atol: float, rtol: float, quick: bool = True) -> Columns:
+    """The columns of one pair of at least one element.
+
+    >>> measure(Sides(torch.ones(2), torch.ones(2, dtype=torch.float64)), 1e-5, 1e-5).max_abs_diff
+    0.0
+    """
+    found = _quickly(sides, atol, rtol) if quick else None
+    return found or _fully(sides, atol, rtol)
+
+
+def ulps(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Distance between neighbouring numbers of a dtype at these float64 magnitudes (`ulps(x, torch.half)`)."""
+    info = torch.finfo(dtype)
+    power = exact.to(torch.float64).contiguous().view(torch.int64).bitwise_and(_EXPONENT).view(torch.float64)
+    return (power * info.eps).clamp_(min=info.smallest_normal * info.eps)
+
+
+# --- the quick way ------------------------------------------------------------------------------------------
+
+
+def _quickly(sides: Sides, atol: float, rtol: float) -> Columns | None:
+    device, golden = sides.device, sides.golden
+    if device.dtype not in _QUICK or golden.dtype != torch.float64:
+        return None
+    if device.layout != torch.strided or golden.layout != torch.strided:
+        return None
+    info = torch.finfo(device.dtype)
+    error = torch.sub(sides.left, sides.right).to(torch.float32)
+    near = sides.right.to(torch.float32)
+    rounded = near if device.dtype == torch.float32 else sides.right.to(device.dtype)
+    equal = torch.equal(device, rounded)
+    cosine = _cosine_of_neighbours(error.reshape(-1), near.reshape(-1), equal)
+    if cosine is None:
+        return None
+    scale = near.abs().clamp_(min=info.smallest_normal)
+    units = _span(error / scale) / (info.eps / 2)
+    power = scale.view(torch.int32).bitwise_and_(_EXPONENT_OF_SINGLE).view(torch.float32)
+    ulp = _span(error.div_(power)) / info.eps
+    if equal:
+        return Columns(True, 0.0, 0.0, cosine, ulp, units)
+    near = rounded.to(torch.float32)
+    difference = device.to(torch.float32) - near
+    largest = _span(difference)
+    close = largest <= atol or float(difference.abs().sub_(near.abs(), alpha=rtol).max()) <= atol
+    relative = difference.div_(near)
+    most = _span(relative)
+    if math.isnan(most):  # zero instead of zero
+        most = _span(relative.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf))
+    return Columns(close, largest, most, cosine, ulp, units)
+
+
+def _cosine_of_neighbours(error: Tensor, near: Tensor, equal: bool) -> float | None:
+    """The cosine of near and near + error, to all digits; None where it takes more than float32 to say."""
+    ee, eg, gg = float(torch.dot(error, error)), float(torch.dot(error, near)), float(torch.dot(near, near))
+    if not math.isfinite(ee + gg):
+        return None
+    if gg == 0:
+        return 1.0 if equal else None
+    square = gg + 2 * eg + ee
+    if square < _NEARLY_NOTHING * gg:
+        return None
+    apart = (2 * eg + ee) / (math.sqrt(square) + math.sqrt(gg))
+    return 1.0 - max(0.0, ee - apart * apart) / (2 * math.sqrt(square) * math.sqrt(gg))
+
+
+def _span(values: Tensor) -> float:
+    """The largest magnitude, NaN if there is one."""
+    low, high = torch.aminmax(values)
+    return max(abs(float(low)), abs(float(high)))
+
+
+# --- the full way -------------------------------------------------------------------------------------------
+
+
+def _fully(sides: Sides, atol: float, rtol: float) -> Columns:
+    """The seeds' columns (golden rounded to the device's dtype, as they do it), cosine and the error in ulp."""
+    device, left, exact = sides.device, sides.left, sides.right
+    rounded = exact
+    if device.is_floating_point() or device.is_complex():
+        rounded = wide(exact.to(device.dtype))
+    cosine, ulp = _cosine(left, exact), _largest_ulp(left, exact, device.dtype)
+    if torch.equal(left, rounded):  # nothing to measure but the rounding of the reference
+        return Columns(True, 0.0, 0.0, cosine, ulp)
+    close = torch.isclose(left, rounded, atol=atol, rtol=rtol, equal_nan=True)
+    difference = (left - rounded).abs()
+    difference = difference.masked_fill(left == rounded, 0.0)
+    difference = difference.masked_fill(left.isnan() & rounded.isnan(), 0.0)
+    relative = (difference / rounded.abs()).masked_fill(difference == 0, 0.0)
+    return Columns(bool(close.all()), _largest(difference), _largest(relative), cosine, ulp)
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.nan_to_num(nan=math.inf, posinf=math.inf).max()) if values.numel() else 0.0
+
+
+def _cosine(left: Tensor, right: Tensor) -> float:
+    a, b = left.reshape(-1), right.reshape(-1)
+    size = float(torch.linalg.vector_norm(a) * torch.linalg.vector_norm(b))
+    if size == 0:
+        return 1.0 if bool((a == b).all()) else 0.0
+    return float(torch.vdot(b, a).real) / size
+
+
+def _largest_ulp(left: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    ratio = (left - exact).abs().div_(ulps(exact.abs(), dtype))
+    return float(ratio.nan_to_num_(nan=0.0, posinf=0.0).max())
