@@ -9,24 +9,88 @@ import sqlite3
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from . import archive
+from . import settings
 from .console import table
+
+if TYPE_CHECKING:
+    from .replay_check import Options
+
+
+_EXAMPLES: Final = """\
+examples:
+  %(prog)s op_tools_results/op_capture_results --acc_check
+      is every captured operator right on this machine's device? (compares with the capture and with the CPU)
+  %(prog)s op_tools_results/op_capture_results/torch.Tensor.sort --sync_time_measure --run_times 3
+      how long does it take, forward and backward?
+  %(prog)s DIR --acc_check --jobs 4 --json report.json
+      in four processes; the exit code says whether all passed, the file says everything
+  %(prog)s DIR --acc_check --dtype bfloat16
+      the same inputs in another precision
+  %(prog)s DIR --acc_check --contiguous
+      is it the layout? (the same values without strides, offsets and shared memory)
+
+With --acc_check each capture is one of
+  bit-identical           the captured results again, bit for bit (what the same device should give)
+  right within rounding   other bits, but rounding explains every difference from the CPU in double precision
+  wrong                   rounding does not explain it
+  not comparable          with the reason: random numbers of another device, uninitialised memory, a collective
+exit code: 0 all passed, 1 something is wrong or could not be read or run, 2 a mistake in the command, 130 Ctrl-C
+"""
+_SWITCHES: Final = ("--acc_check", "--sync_time_measure", "--only_run_forward", "--only_run_backward")
+_YES: Final = frozenset({"1", "true", "yes", "on"})
+_NO: Final = frozenset({"0", "false", "no", "off"})
 
 
 def _replay_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    parser.add_argument("folder", type=Path, help="a capture, a folder of captures, or a whole result tree")
-    parser.add_argument("--acc_check", action="store_true", help="compare with the CPU")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLES
+    parser.add_argument(
+        "folder", type=Path, nargs="+", metavar="DIR", help="a capture, a folder of captures, or a whole result tree"
+    )
+    parser.add_argument("--acc_check", action="store_true", help="compare with the captured results and with the CPU")
     parser.add_argument("--sync_time_measure", action="store_true", help="measure forward and backward time")
-    parser.add_argument("--run_times", type=int, default=1, help="how often each operator runs")
-    parser.add_argument("--only_run_forward", nargs="?", const=True, default=False, type=_yes, metavar="True")
-    parser.add_argument("--only_run_backward", nargs="?", const=True, default=False, type=_yes, metavar="True")
+    parser.add_argument("--run_times", type=int, default=1, metavar="N", help="how often each operator runs (1)")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--only_run_forward", action="store_true", help="leave the backward pass out")
+    only.add_argument(
+        "--only_run_backward",
+        action="store_true",
+        help="time and compare the backward pass alone (forward runs once, before it)",
+    )
     parser.add_argument("--device", default=None, help="where to run; this machine's accelerator by default")
+    parser.add_argument("--dtype", default=None, help="compute in this floating dtype instead of the captured ones")
+    layout = parser.add_mutually_exclusive_group()
+    layout.add_argument("--contiguous", action="store_true", help="make every argument contiguous, in its own memory")
+    layout.add_argument(
+        "--as-captured",
+        "--as_captured",
+        action="store_true",
+        help="keep strides, offsets and shared memory (the default)",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=0,
+        metavar="N",
+        help="run in N processes, which share the cores; one that crashes costs one capture (default: in this process)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found to FILE")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="write one line per capture to FILE")
     return parser
 
 
-def _yes(text: str) -> bool:
-    return text.strip().lower() in ("1", "true", "yes", "on")
+def _plain_switches(arguments: Sequence[str]) -> list[str]:
+    """`--only_run_forward True` is an older way to write `--only_run_forward`."""
+    plain: list[str] = []
+    for argument in arguments:
+        if plain and plain[-1] in _SWITCHES and argument.lower() in _YES | _NO:
+            if argument.lower() in _NO:
+                plain.pop()
+            continue
+        plain.append(argument)
+    return plain
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     records = commands.add_parser("records", help="show what a records file holds")
     records.add_argument("file", type=Path)
     commands.add_parser("losscmp", help="compare the losses of several runs", add_help=False)
-    options, rest = parser.parse_known_args(arguments)
+    options, rest = parser.parse_known_args(_plain_switches(sys.argv[1:] if arguments is None else arguments))
     if options.command == "losscmp":
         from .losscmp import main as losscmp
 
@@ -50,72 +114,97 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_from_data(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `run_op_from_data.py` (`run_from_data(["DIR", "--acc_check"])`)."""
     parser = argparse.ArgumentParser(prog="run_op_from_data.py", description="Run captured operators again.")
-    return run_replay(_replay_parser(parser).parse_args(arguments))
+    given = _plain_switches(sys.argv[1:] if arguments is None else arguments)
+    return run_replay(_replay_parser(parser).parse_args(given))
 
 
-def run_replay(options: argparse.Namespace) -> int:
-    """Replay every capture under a folder; the result is the exit code."""
-    if options.run_times < 1:
-        print(f"--run_times {options.run_times}: an operator must run at least once", file=sys.stderr)
-        return 2
-    if not options.folder.exists():
-        print(f"{options.folder}: no such file or folder", file=sys.stderr)
-        return 2
-    device = _activate(options.device)
-    from .replay import replay
-    from .tools.auto_compare import OpAutoCompare
-    from .tools.time_measure import OpTimeMeasure
+def run_replay(given: argparse.Namespace) -> int:
+    """Replay every capture under some folders; the result is the exit code."""
+    from .replay import find
+    from .replay_check import Options
 
-    folders = archive.find(options.folder)
-    if not folders:
-        print(f"{options.folder}: no capture (input.pth) under it", file=sys.stderr)
-        return 2
-    if device == "cpu":
-        os.environ.setdefault("OP_TOOLS_INCLUDE_CPU", "1")
-    failures, differences = [], 0
-    with contextlib.ExitStack() as stack:
-        compared = stack.enter_context(OpAutoCompare()) if options.acc_check else None
-        if options.sync_time_measure:
-            stack.enter_context(OpTimeMeasure())
-        for number, folder in enumerate(folders, 1):
-            if len(folders) > 1:
-                _progress(number, len(folders))
-            print(folder)
-            outcome = replay(
-                folder,
-                device,
-                options.run_times,
-                backward=not options.only_run_forward,
-            )
-            if not outcome.ran:
-                failures.append(outcome)
-                print(f"{folder}: {outcome.error}", file=sys.stderr)
-        if compared is not None:
-            differences = sum(f.kind == "difference" for f in compared.findings())
-    print(f"{len(folders) - len(failures)} of {len(folders)} captures ran", end="")
-    print(f", {differences} with differences" if options.acc_check else "")
-    return 1 if failures or differences else 0
-
-
-def _progress(done: int, total: int) -> None:
-    if sys.stderr.isatty():
-        width = 30
-        filled = width * done // total
-        end = "\n" if done == total else ""
-        print(f"\r[{'#' * filled}{'.' * (width - filled)}] {done}/{total}", end=end, file=sys.stderr, flush=True)
-
-
-def _activate(device: str | None) -> str | None:
-    """Let ditorch choose this machine's device where it is installed, and say which it is."""
-    if device == "cpu":
-        return device
     try:
-        import ditorch
+        dtype = settings.parse_dtype(given.dtype, "--dtype") if given.dtype else None
+        options = Options(
+            given.device,
+            dtype,
+            given.contiguous,
+            given.acc_check,
+            given.sync_time_measure,
+            given.run_times,
+            forward=not given.only_run_backward,
+            backward=not given.only_run_forward,
+            describe=settings.console_level() == "full" and (given.acc_check or given.sync_time_measure),
+        )
+        _check_usage(given, dtype)
+        folders = list(dict.fromkeys(found for folder in given.folder for found in find(folder)))
+        if not folders:
+            named = ", ".join(str(f) for f in given.folder)
+            raise settings.SettingsError(f"{named}: no capture (input.pth) under it")
+        return _replay_folders(folders, options, given)
+    except (ValueError, _DeviceError) as error:  # a mistake of the user's, told in one line
+        print(error, file=sys.stderr)
+        return 2
 
-        print(f"ditorch.framework: {ditorch.framework}")
-    except ImportError:
-        pass
-    return device
+
+class _DeviceError(Exception):
+    """The device that was asked for is not there."""
+
+
+def _check_usage(given: argparse.Namespace, dtype: Any) -> None:
+    for folder in given.folder:
+        if not folder.exists():
+            raise settings.SettingsError(f"{folder}: no such file or folder")
+    if dtype is not None and not dtype.is_floating_point:
+        raise settings.SettingsError(f"--dtype {given.dtype}: a floating dtype is needed, such as bfloat16 or float32")
+    if given.jobs < 0:
+        raise settings.SettingsError(f"--jobs {given.jobs}: a number of processes is needed")
+    for path in (given.json, given.csv):
+        if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+            raise settings.SettingsError(f"{path}: cannot be written (is its folder there?)")
+
+
+def _replay_folders(folders: Sequence[Path], options: Options, given: argparse.Namespace) -> int:
+    from .replay_pool import activate, replay_all
+    from .report_replay import Report, with_progress
+
+    report = Report(options, settings.console_level())
+    report.framework(activate(options.device))
+    _check_device(options.device)
+    if options.acc_check:
+        _check_rules()
+    try:
+        for outcome in with_progress(replay_all(folders, options, given.jobs), len(folders)):
+            report.add(outcome)
+    except KeyboardInterrupt:
+        report.interrupted = True
+    report.finish(len(folders))
+    if given.json:
+        report.write_json(given.json, len(folders))
+    if given.csv:
+        report.write_csv(given.csv)
+    return report.exit_code
+
+
+def _check_device(name: str | None) -> None:
+    """A device that is not there is one error, not one per capture."""
+    import torch
+
+    if name is None:
+        return
+    try:
+        torch.empty(1, device=torch.device(name))
+    except (RuntimeError, AssertionError, ImportError, AttributeError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise _DeviceError(f"--device {name}: not usable on this machine ({first})") from None
+
+
+def _check_rules() -> None:
+    """Mistakes in the variables that decide are errors now, not in each capture."""
+    from . import golden, verdict
+
+    verdict.Rules.from_environment()
+    golden.casts_of("torch.add")
 
 
 def show_records(file: Path) -> int:

@@ -1,31 +1,156 @@
-"""Runs captured operators again, anywhere: to check them, to time them, or just to see whether they run."""
+"""Captured operators from disk, ready to run again on any device: found, read with suspicion, placed, run."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator
+import os
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.overrides import get_testing_overrides
 
-from . import archive
+from . import archive, op_facts
 from .archive import ArchiveError
-from .devices import accelerator_type, set_rng_state
-from .opcall import Tensor, map_tensors, tensors_in
-from .traits import factories, name_of, traits_of
+from .devices import accelerator_type, get_rng_state, set_rng_state
+from .opcall import Tensor, children, map_tensors, tensors_in
+from .traits import COLLECTIVES, OpTraits, factories, name_of, traits_of
+
+PARTS: Final = ("input", "output", "grad_outputs", "grad_inputs")
+_MOST_VALUES: Final = 1_000_000  # in one file; a real call has a few, a foreach call of an optimizer thousands
+_FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_COMPLEX: Final = (torch.complex32, torch.complex64, torch.complex128)
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What came of replaying one captured call."""
+class CannotReplay(ArchiveError):
+    """A whole and sound capture of something that cannot run alone, such as a collective."""
 
-    folder: Path
-    op: str
-    ran: bool
-    error: str = ""
+
+# --- which captures there are -----------------------------------------------------------------------------
+
+
+def find(folder: Path) -> list[Path]:
+    """All folders under `folder` that hold a capture or part of one, in order (`find(Path("op_tools_results"))`).
+
+    What OpAutoCompare saves has two sides; `cpu` holds the answers to `device`, not a call of its own.
+    """
+    if folder.is_file():
+        return [folder.parent]
+    found = {
+        Path(place)
+        for place, _, files in os.walk(folder)
+        if any(f"{part}.pth" in files for part in PARTS) and (Path(place) == folder or not _is_answer(Path(place)))
+    }
+    return sorted(found, key=_in_order)
+
+
+def _is_answer(folder: Path) -> bool:
+    return folder.name == "cpu" and (folder.parent / "device").is_dir()
+
+
+def _in_order(path: Path) -> list[Any]:
+    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in path.parts]
+
+
+# --- reading ----------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read one file of a capture; a file that lies about its size or its nature is an ArchiveError.
+
+    >>> read(Path("capture/input.pth"))["name"]  # doctest: +SKIP
+    'torch.add'
+    """
+    if not path.is_file():  # a pipe or a device of that name would be waited for
+        raise ArchiveError(f"{path}: {'is no plain file' if path.exists() else 'is missing'}")
+    size = path.stat().st_size
+    _check_records(path, size)
+    try:
+        payload = torch.load(path, map_location="cpu", weights_only=True)
+        problem = _problem_of(payload, size)
+        if not problem:
+            decoded = {key: archive.decode(value) for key, value in payload.items()}
+            return {**decoded, "as_tuples": _kinds_lost(payload)}
+    except ArchiveError as error:
+        problem = str(error)
+    except MemoryError:
+        problem = "asks for more memory than there is"
+    except Exception as error:
+        problem = f"cannot be read as a capture ({one_line(error)})"
+    raise ArchiveError(f"{path}: {problem}")
+
+
+def _check_records(path: Path, size: int) -> None:
+    """Captures are stored, not compressed: a file that unpacks to more than its size is no capture."""
+    try:
+        with zipfile.ZipFile(path) as records:
+            entries = records.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise ArchiveError(
+            f"{path}: cannot be read as a capture (broken, cut off, or no file of op_tools: {error})"
+        ) from None
+    packed = [entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
+    if packed or sum(entry.file_size for entry in entries) > size:
+        raise ArchiveError(f"{path}: is no capture of op_tools (its records unpack to more than the file holds)")
+
+
+def _problem_of(payload: Any, size: int) -> str:
+    if not isinstance(payload, dict) or "format" not in payload:
+        return "is no capture of op_tools (no format field)"
+    if payload["format"] != archive.FORMAT:
+        return f"was written in format {payload['format']!r}, this version reads {archive.FORMAT}"
+    tensors = _tensors_of(payload)
+    if tensors is None:
+        return f"holds more than {_MOST_VALUES:,} values: no operator takes that many"
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.layout == torch.strided}
+    if sum(storages.values()) > size:
+        return f"claims {_gib(sum(storages.values()))} of tensors in a file of {size:,} bytes"
+    return ""
+
+
+def _tensors_of(payload: Any) -> list[Tensor] | None:
+    """The tensors of a tree, None when it is too large: references make small files with endless trees."""
+    tensors, waiting, seen = [], [payload], 0
+    while waiting:
+        value = waiting.pop()
+        seen += 1
+        if seen > _MOST_VALUES:
+            return None
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            waiting.extend(value)
+    return tensors
+
+
+def _kinds_lost(payload: Any) -> list[str]:
+    """Types of arguments that a file can only give back as plain tuples: to make one would run its code."""
+    if isinstance(payload, (list, tuple)):
+        return [kind for member in payload for kind in _kinds_lost(member)]
+    if not isinstance(payload, dict):
+        return []
+    found = [kind for member in payload.values() for kind in _kinds_lost(member)]
+    kind = str(payload.get("type", ""))
+    if payload.get("__op_tools__") == "group" and not kind.startswith(("torch.return_types.", "collections.")):
+        found.append(kind)
+    return found
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.1f} GiB"
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one line (`one_line(ValueError("x"))`)."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
+
+
+# --- functions --------------------------------------------------------------------------------------------
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -34,15 +159,50 @@ def function_of(name: str) -> Callable[..., Any]:
     >>> function_of("torch.add") is torch.add
     True
     """
-    known = _known_functions()
-    if name in known:
-        return known[name]
-    last = name.rsplit(".", 1)[-1]
-    if name == f"torch.{last}" and last.startswith("_foreach_") and hasattr(torch, last):
-        return getattr(torch, last)
+    if name in _COLLECTIVE_NAMES:
+        raise CannotReplay(f"{name} is a collective: it cannot run without the other processes")
+    function = _known_functions().get(name) or _aten_function(name)
+    if function is not None:
+        return function
     raise ArchiveError(f"{name!r} is no operator of PyTorch {torch.__version__}: it cannot be replayed")
 
 
+_HOMES: Final[dict[str, Any]] = {
+    "torch": torch,
+    "torch.Tensor": torch.Tensor,
+    "torch.nn.functional": torch.nn.functional,
+    "torch.special": torch.special,
+    "torch.linalg": torch.linalg,
+    "torch.fft": torch.fft,
+}
+
+
+def _aten_function(name: str) -> Callable[..., Any] | None:
+    """A function that is an ATen operator on tensors by its name, None for everything else."""
+    home, _, last = name.rpartition(".")
+    if home.startswith("aten"):
+        packet, _, overload = name.removeprefix("aten.").partition(".")
+        operator = _operator(packet)
+        return getattr(operator, overload, None) if operator is not None and overload else operator
+    if home not in _HOMES or _operator(last) is None:
+        return None
+    return getattr(_HOMES[home], last, None)
+
+
+def _operator(name: str) -> Any:
+    if not name.isidentifier() or name.startswith("__") or name.endswith(_NEVER):
+        return None
+    packet = getattr(torch.ops.aten, name, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return None
+    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
+    # the namespace also holds helpers of TorchScript, which have nothing to do with tensors
+    return packet if any("Tensor" in str(schema) for schema in schemas) else None
+
+
+_COLLECTIVE_NAMES: Final = frozenset(f"torch.distributed.{name}" for name in COLLECTIVES)
+# getters, and what reads or writes files, changes the process or calls back
+_NEVER: Final = ("__get__", "__set__", "__delete__", "from_file", "__reduce_ex__", "__setstate__", "share_memory_")
 _by_name: dict[str, Callable[..., Any]] = {}
 
 
@@ -50,8 +210,7 @@ def _known_functions() -> dict[str, Callable[..., Any]]:
     if not _by_name:
         for function in get_testing_overrides():
             name = name_of(function)
-            # no getters, nothing that reads or writes files
-            if not name.endswith(("__get__", "__set__", "__delete__", "from_file", "__reduce_ex__", "__setstate__")):
+            if not name.endswith(_NEVER):
                 _by_name[name] = function
         for name in factories() - {"torch.from_file"}:
             factory = getattr(torch, name.rsplit(".", 1)[-1], None)
@@ -60,141 +219,369 @@ def _known_functions() -> dict[str, Callable[..., Any]]:
     return _by_name
 
 
+# --- a call -----------------------------------------------------------------------------------------------
+
+
 class CapturedOp:
     """One captured call, loaded from its folder.
 
+    `dtype` replaces every floating dtype among the arguments; `contiguous` undoes strides, offsets and sharing.
+
     >>> op = CapturedOp(Path("op_tools_results/op_capture_results/torch.add/1/1/t"), "cpu")  # doctest: +SKIP
+    >>> op.prepare()                                                                         # doctest: +SKIP
     >>> op.run_forward()                                                                     # doctest: +SKIP
     """
 
-    def __init__(self, folder: Path, device: str | None = None) -> None:
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        contiguous: bool = False,
+    ) -> None:
+        self.folder, self.dtype = folder, dtype
         with torch._C.DisableTorchFunction():  # tools watch the operator, not its preparation
             self.device = torch.device(device or accelerator_type())
-            payload = archive.load(folder / "input.pth")
-        self.name = str(payload.get("name") or "")
-        self.function = function_of(self.name)
-        missing = archive.unknown_in((payload["args"], payload["kwargs"]))
-        if missing:
-            raise ArchiveError(f"{folder}: arguments of type {', '.join(missing)} were not captured")
-        self._payload = payload
-        self._writes = (
-            traits_of(self.function).mutates or "out" in payload["kwargs"] or bool(payload["kwargs"].get("inplace"))
-        )
-        self.result: Any = None
+            payload = _read_call(folder)
+            self.name: str = payload["name"]
+            self.function = _placed_function(self.name, self.device)
+            self.traits: OpTraits = traits_of(function_of(self.name))
+            self.payload = payload
+            self.drew_from: str = _take_generator(payload["kwargs"])
+            missing = archive.unknown_in((payload["args"], payload["kwargs"]))
+            if missing:
+                raise CannotReplay(f"arguments of type {', '.join(missing)} were not captured")
+            self.note = ""
+            self.host_args, self.host_kwargs = self._on_host(contiguous)
+        self.writes = _writes(self.name, self.host_args, self.host_kwargs)
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
-        self._inputs: list[Tensor] = []
+        self.result: Any = None
+        self.grad_outputs: list[Tensor | None] | None = None
+        self.apart = False  # whether equal-looking arguments are different tensors to autograd
+        self._leaves: list[Tensor] = []
+
+    # -- what was captured ----------------------------------------------------------------------------
 
     @property
     def has_backward(self) -> bool:
-        """Whether gradients were captured as well."""
+        """Whether gradients were captured as well (`op.has_backward`)."""
         return (self.folder / "grad_outputs.pth").exists()
 
+    @property
+    def location(self) -> str:
+        """The user's line that made the call (`op.location`)."""
+        return str(self.payload.get("location") or "")
+
+    def captured(self, part: str) -> Any:
+        """`output`, `grad_outputs` or `grad_inputs` as captured, None where that was not saved.
+
+        >>> op.captured("output")  # doctest: +SKIP
+        """
+        path = self.folder / f"{part}.pth"
+        if not path.exists():
+            return None
+        payload = read(path)
+        key = "result" if part == "output" else part
+        if key not in payload:
+            raise ArchiveError(f"{path}: is no {part} of a capture (no {key!r} in it)")
+        value = payload[key]
+        if part != "output" and not _is_gradients(value):
+            raise ArchiveError(f"{path}: {key!r} is not a row of tensors")
+        return value
+
+    # -- arguments ------------------------------------------------------------------------------------
+
+    def _on_host(self, contiguous: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments in main memory, with the dtype and layout that were asked for."""
+        args, kwargs = self.payload["args"], self.payload["kwargs"]
+        casts = _casts_to(self.dtype) if self.dtype is not None else {}
+        if contiguous and (self.name.endswith(("as_strided", "as_strided_")) or _shares_memory((args, kwargs))):
+            contiguous, self.note = False, "kept as captured: its meaning depends on the layout"
+        if not casts and not contiguous:
+            return args, kwargs
+        known: dict[Any, Tensor] = {}
+
+        def change(tensor: Tensor) -> Tensor:
+            key = _geometry(tensor)
+            if key not in known:
+                target = casts.get(tensor.dtype, tensor.dtype)
+                known[key] = _converted(tensor, target, contiguous).requires_grad_(tensor.requires_grad)
+            return known[key]
+
+        def settings(value: Any) -> Any:
+            return casts.get(value, value) if isinstance(value, torch.dtype) else value
+
+        args, kwargs = map_tensors(args, change), map_tensors(kwargs, change)
+        return tuple(settings(a) for a in args), {k: settings(v) for k, v in kwargs.items()}
+
     def prepare(self) -> None:
-        """Fresh arguments on the device, of the captured layout, sharing memory where they did."""
-        moved: dict[int, Tensor] = {}
-        self._inputs = []
-
-        def to_device(tensor: Tensor) -> Tensor:
-            key = tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
-            with torch.no_grad():
-                placed = _place(tensor, key, moved, self.device)
-            placed.requires_grad_(tensor.requires_grad)
-            self._inputs.append(placed)
-            # an operator that writes to its argument needs one that is not a leaf
-            return placed.clone() if placed.requires_grad and self._writes else placed
-
+        """Fresh arguments on the device, of the captured layout, sharing memory where they did (`op.prepare()`)."""
+        enter = self.writes and bool(self.payload.get("grad_enabled", True))
+        placed = _Placed(self.device, enter, self.apart)
         with torch._C.DisableTorchFunction():
-            self.args = map_tensors(self._payload["args"], to_device)
-            kwargs = map_tensors(self._payload["kwargs"], to_device)
-        self.kwargs = {k: self.device if isinstance(v, torch.device) else v for k, v in kwargs.items()}
-        self.args = tuple(self.device if isinstance(a, torch.device) else a for a in self.args)
-        self._restore_rng()
+            args, kwargs = map_tensors(self.host_args, placed), map_tensors(self.host_kwargs, placed)
+        self.args = tuple([self._device_in(a) for a in args])
+        self.kwargs = {k: self._device_in(v, k) for k, v in kwargs.items()}
+        self._leaves = [placed.leaf_of[id(t)] for t in tensors_in((self.args, self.kwargs))]
+        self.result = None
 
-    def _restore_rng(self) -> None:
-        rng = self._payload.get("rng")
-        if not rng:
+    @property
+    def has_twins(self) -> bool:
+        """Whether two arguments that want gradients look the same: one tensor, or a tensor and a view of all of it."""
+        looks = [_geometry(t) for t in tensors_in((self.host_args, self.host_kwargs)) if t.requires_grad]
+        return len(set(looks)) < len(looks)
+
+    def reference_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a reference run on the CPU gets (`golden.run(op.function, *op.reference_arguments())`)."""
+        if not self.apart or self.writes:
+            return self.host_args, self.host_kwargs
+        placed = _Placed(torch.device("cpu"), enter=False, apart=True, own_memory=True)
+        return map_tensors(self.host_args, placed), map_tensors(self.host_kwargs, placed)
+
+    def _device_in(self, value: Any, key: str = "") -> Any:
+        """This device in place of the one that a call named."""
+        if isinstance(value, torch.device):
+            return value if value.type == "cpu" else self.device
+        if isinstance(value, str) and op_facts.names_a_device(value) and value != "cpu":
+            return self.device
+        return self.device if key == "device" and type(value) is int else value
+
+    @property
+    def same_random_numbers(self) -> bool:
+        """Whether the random state was captured on this kind of device (`op.same_random_numbers`)."""
+        rng = self.payload.get("rng")
+        return isinstance(rng, dict) and not self.drew_from and self._rng_kind(rng) == self.device.type
+
+    @staticmethod
+    def _rng_kind(rng: Mapping[str, Any]) -> str:
+        return str(rng.get("type", "")).split(":")[0]
+
+    @contextlib.contextmanager
+    def _random_state(self) -> Iterator[None]:
+        rng = self.payload.get("rng")
+        if not isinstance(rng, dict):
+            yield
             return
-        if rng.get("cpu") is not None:
-            torch.set_rng_state(rng["cpu"])
-        if rng.get("device") is not None and str(rng.get("type", "")).split(":")[0] == self.device.type:
-            set_rng_state(self.device, rng["device"])
+        before, before_device = torch.get_rng_state(), get_rng_state(self.device)
+        try:
+            if isinstance(rng.get("cpu"), Tensor):
+                torch.set_rng_state(rng["cpu"])
+            if isinstance(rng.get("device"), Tensor) and self._rng_kind(rng) == self.device.type:
+                set_rng_state(self.device, rng["device"])
+            yield
+        finally:
+            torch.set_rng_state(before)
+            if before_device is not None:
+                set_rng_state(self.device, before_device)
+
+    # -- running --------------------------------------------------------------------------------------
 
     def run_forward(self) -> Any:
-        """Run the operator as it was called."""
-        with self._state():
+        """Run the operator as it was called (`op.run_forward()`)."""
+        with self._random_state(), self._modes():
             self.result = self.function(*self.args, **self.kwargs)
         return self.result
 
     @contextlib.contextmanager
-    def _state(self) -> Iterator[None]:
-        autocast = self._payload.get("autocast")
+    def _modes(self) -> Iterator[None]:
+        autocast = self.payload.get("autocast")
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(bool(self._payload.get("grad_enabled", True))))
-            if autocast:
-                dtype = getattr(torch, str(autocast["dtype"]).removeprefix("torch."))
+            stack.enter_context(torch.set_grad_enabled(bool(self.payload.get("grad_enabled", True))))
+            if isinstance(autocast, dict):
+                dtype = getattr(torch, str(autocast.get("dtype")).removeprefix("torch."), None)
+                if not isinstance(dtype, torch.dtype):
+                    raise ArchiveError(f"{self.folder / 'input.pth'}: autocast to {autocast.get('dtype')!r}")
                 stack.enter_context(torch.autocast(self.device.type, dtype=dtype))
+            if self.traits.factory and self.kwargs.get("device") is None and not any(tensors_in(self.args)):
+                stack.enter_context(self.device)
             yield
 
-    def run_backward(self) -> list[Tensor | None] | None:
-        """Run the backward pass with the captured gradients; None when there is none."""
+    @property
+    def can_go_backward(self) -> bool:
+        """Whether the result of `run_forward` depends on an argument that wants a gradient."""
+        return any(t.requires_grad for t in tensors_in(self.result)) and any(t.requires_grad for t in self._leaves)
+
+    def prepare_backward(self) -> None:
+        """The gradients to send, on the device: those captured, ones where there are none (`op.prepare_backward()`)."""
         outputs = list(tensors_in(self.result))
-        if not any(t.requires_grad for t in outputs) or not any(t.requires_grad for t in self._inputs):
-            return None
-        with torch._C.DisableTorchFunction():
-            grads: list[Tensor | None]
-            if self.has_backward:
-                captured = archive.load(self.folder / "grad_outputs.pth")["grad_outputs"]
-                grads = [g.to(self.device) if g is not None else None for g in captured]
+        captured = self.captured("grad_outputs") if self.has_backward else None
+        if captured is not None and len(captured) != len(outputs):
+            raise ArchiveError(
+                f"{self.folder / 'grad_outputs.pth'}: {len(captured)} gradients, but {self.name} "
+                f"returned {len(outputs)} tensors"
+            )
+        place = _Placed(self.device, enter=False)
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            if captured is None:
+                self.grad_outputs = [torch.ones_like(t) if t.requires_grad else None for t in outputs]
             else:
-                grads = [torch.ones_like(t) if t.is_floating_point() else None for t in outputs]
-        pairs = [(t, g) for t, g in zip(outputs, grads) if t.requires_grad and g is not None]
-        wanted = [t for t in self._inputs if t.requires_grad]
+                self.grad_outputs = [None if g is None else _fitting(place(g), t) for g, t in zip(captured, outputs)]
+
+    def run_backward(self) -> list[Tensor | None] | None:
+        """Gradients of the arguments, one (or None) per tensor; None without a backward pass (`op.run_backward()`)."""
+        if not self.can_go_backward:
+            return None
+        if self.grad_outputs is None:
+            self.prepare_backward()
+        assert self.grad_outputs is not None
+        outputs = tensors_in(self.result)
+        pairs = [(t, g) for t, g in zip(outputs, self.grad_outputs) if t.requires_grad and g is not None]
         if not pairs:
             return None
-        found = iter(
-            torch.autograd.grad(
-                [t for t, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True, retain_graph=True
-            )
-        )
-        return [next(found) if t.requires_grad else None for t in self._inputs]
+        wanted = list({id(t): t for t in self._leaves if t.requires_grad}.values())
+        sent, grads = [t for t, _ in pairs], [g for _, g in pairs]
+        found = torch.autograd.grad(sent, wanted, grads, allow_unused=True, retain_graph=True)
+        by_leaf = {id(leaf): grad for leaf, grad in zip(wanted, found)}
+        return [by_leaf.get(id(leaf)) for leaf in self._leaves]
 
 
-def _place(tensor: Tensor, key: int, moved: dict[int, Tensor], device: torch.device) -> Tensor:
-    """The tensor on the device with the same strides and offset, in storage shared as it was captured."""
+def _read_call(folder: Path) -> dict[str, Any]:
+    path = folder / "input.pth"
+    payload = read(path)
+    if not payload.get("name") and _is_answer(folder):  # the CPU's side of a comparison
+        payload["name"] = read(folder.parent / "device" / "input.pth").get("name")
+    for key, kind in (("name", str), ("args", tuple), ("kwargs", dict)):
+        if not isinstance(payload.get(key), kind):
+            raise ArchiveError(f"{path}: is no input of a capture (no {key!r} in it)")
+    if not all(isinstance(key, str) for key in payload["kwargs"]):
+        raise ArchiveError(f"{path}: is no input of a capture (a keyword that is no name)")
+    return payload
+
+
+def _placed_function(name: str, device: torch.device) -> Callable[..., Any]:
+    """What to call: `x.cuda()` means this device, whatever its name is."""
+    last = op_facts.last_name(name)
+    if name == f"torch.Tensor.{last}" and last != "cpu" and op_facts.names_a_device(last):
+        return lambda tensor, *_, **__: tensor.to(device)
+    return function_of(name)
+
+
+def _take_generator(kwargs: dict[str, Any]) -> str:
+    """A generator has no file form: the call draws from the default one, and cannot be compared."""
+    kinds = archive.unknown_in((kwargs.get("generator"),))
+    if not kinds or "Generator" not in kinds[0]:
+        return ""
+    del kwargs["generator"]
+    return "a generator of its own"
+
+
+def _writes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the call writes to an argument; functions with an `inplace` option say so."""
+    if not op_facts.may_mutate(name, kwargs):
+        return False
+    plain = op_facts.last_name(name).endswith("_") or kwargs.get("out") is not None
+    return plain or any(v is True for v in (*args, *kwargs.values()))
+
+
+def _is_gradients(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and all(g is None or isinstance(g, Tensor) for g in value)
+
+
+def _fitting(grad: Tensor, output: Tensor) -> Tensor:
+    same = grad.dtype == output.dtype and grad.device == output.device
+    return grad if same else grad.to(device=output.device, dtype=output.dtype)
+
+
+def _casts_to(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
+    casts = dict.fromkeys(_FLOATS, dtype)
+    if dtype in (torch.float32, torch.float64):  # operators lack complex numbers of two halves
+        casts.update(dict.fromkeys(_COMPLEX, dtype.to_complex()))
+    return casts
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype, contiguous: bool) -> Tensor:
+    plain = tensor.detach()
+    if plain.layout != torch.strided or (contiguous and plain.dtype == dtype):
+        return plain.to(dtype) if plain.dtype != dtype else plain.clone(memory_format=torch.contiguous_format)
+    if contiguous:
+        return plain.to(dtype).contiguous()
+    first, last = _span(plain)
+    flat = plain.as_strided((last - first,), (1,), first).to(dtype)
+    copy = torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, plain.shape, plain.stride())
+    return torch._neg_view(copy) if plain.is_neg() else copy
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    first = int(tensor.storage_offset())
+    if tensor.numel() == 0:
+        return first, first
+    return first, first + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
+
+
+def _geometry(tensor: Tensor) -> Any:
+    """Equal for arguments that are the same tensor: same memory seen in the same way."""
     if tensor.layout != torch.strided:
-        return tensor.to(device)
-    flat = moved.get(key)
-    if flat is None:
-        source = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-        flat = moved[key] = source.to(device) if device.type != "cpu" else source.clone()
-    placed = torch.empty(0, dtype=tensor.dtype, device=device)
-    placed.set_(flat.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-    if tensor.is_conj():
-        placed = torch._conj(placed)
-    return torch._neg_view(placed) if tensor.is_neg() else placed
+        return id(tensor)
+    memory = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype)
+    look = (tuple(tensor.shape), tuple(tensor.stride()), tensor.is_conj(), tensor.is_neg(), tensor.requires_grad)
+    return memory, look
 
 
-def replay(
-    folder: Path,
-    device: str | None = None,
-    run_times: int = 1,
-    forward: bool = True,
-    backward: bool = True,
-) -> Outcome:
-    """Load and run one captured call `run_times` times (`replay(folder, "cuda").ran`)."""
-    try:
-        op = CapturedOp(folder, device)
-    except (ArchiveError, OSError, KeyError) as error:
-        return Outcome(folder, "", False, str(error))
-    try:
-        for _ in range(run_times):
-            op.prepare()
-            op.run_forward()
-            if backward:
-                op.run_backward()
-    except Exception as error:
-        text = str(error).strip().splitlines()
-        return Outcome(folder, op.name, False, f"{type(error).__name__}: {text[0] if text else ''}")
-    return Outcome(folder, op.name, True)
+def _shares_memory(value: Any) -> bool:
+    """Whether different arguments lie in one storage."""
+    looks = {_geometry(t) for t in tensors_in(value) if t.layout == torch.strided}
+    return len({look[0][0] for look in looks}) < len(looks)
+
+
+class _Enter(torch.autograd.Function):
+    """Gives a placed tensor a history, so that in-place operators may change it."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, holder: list[Tensor]) -> Tensor:
+        return holder[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class _Placed:
+    """Puts tensors on the device with their strides and offsets, in storages shared as they were captured.
+
+    A file does not say whether two arguments of the same look are one tensor: they are, unless told `apart`.
+    """
+
+    def __init__(self, device: torch.device, enter: bool, apart: bool = False, own_memory: bool = False) -> None:
+        self.device, self._enter, self._apart, self._own_memory = device, enter, apart, own_memory
+        self.leaf_of: dict[int, Tensor] = {}  # by the id of a placed tensor: what to differentiate by
+        self._storages: dict[int, Tensor] = {}
+        self._made: dict[Any, Tensor] = {}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        key = len(self._made) if self._apart else _geometry(tensor)
+        if key not in self._made:
+            with torch.no_grad():
+                placed = leaf = self._place(tensor)
+            if tensor.requires_grad:
+                leaf = placed.requires_grad_() if not self._enter else torch.empty_like(placed).requires_grad_()
+                if self._enter:
+                    with torch.enable_grad():
+                        placed = _Enter.apply(leaf, [placed])
+            self._made[key] = placed
+            self.leaf_of[id(placed)] = leaf
+        return self._made[key]
+
+    def _place(self, tensor: Tensor) -> Tensor:
+        if tensor.layout != torch.strided or tensor.is_quantized:
+            return tensor.detach().to(self.device, copy=True)
+        key = tensor.untyped_storage()._cdata
+        flat = self._storages.get(key)
+        if flat is None or self._own_memory:
+            source = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            flat = self._storages[key] = source.to(self.device, copy=True)
+        placed = torch.empty(0, dtype=tensor.dtype, device=self.device)
+        placed.set_(flat.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        if tensor.is_conj():
+            placed = torch._conj(placed)
+        return torch._neg_view(placed) if tensor.is_neg() else placed
+
+
+def leaves_of(value: Any) -> Iterator[Any]:
+    """Tensors and plain values of a result, in order (`list(leaves_of((x, [1])))`)."""
+    parts = None if isinstance(value, (Tensor, str)) else children(value)
+    if parts is None:
+        yield value
+        return
+    for member in parts[1]:
+        yield from leaves_of(member)

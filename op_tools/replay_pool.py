@@ -1,0 +1,156 @@
+"""Replays many captures, here or in worker processes; results come in order, and a crash costs one capture."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from .replay_check import ERROR, Options, Outcome, replay
+
+
+def replay_all(folders: Sequence[Path], options: Options, jobs: int = 0) -> Iterator[Outcome]:
+    """Replay captures in order; with `jobs`, in that many processes of their own.
+
+    >>> [outcome.status for outcome in replay_all(folders, Options(acc_check=True), jobs=4)]  # doctest: +SKIP
+    """
+    if jobs < 1:
+        for folder in folders:
+            yield replay(folder, options)
+        return
+    with contextlib.closing(_Pool(folders, options, min(jobs, len(folders)))) as pool:
+        yield from pool.outcomes()
+
+
+@dataclasses.dataclass
+class _Worker:
+    process: Any
+    connection: Connection
+    number: int | None = None  # of the capture it is working on
+
+
+class _Pool:
+    """Workers that each hold one capture at a time, so that it is known what a dead one was doing."""
+
+    def __init__(self, folders: Sequence[Path], options: Options, jobs: int) -> None:
+        self._folders, self._options = folders, options
+        self._threads = max(1, (os.cpu_count() or 1) // jobs)
+        self._context = multiprocessing.get_context("spawn")
+        self._next = 0
+        self._failed_starts = 0
+        self._done: dict[int, Outcome] = {}
+        self._workers = [self._start() for _ in range(jobs)]
+
+    def _start(self) -> _Worker:
+        ours, theirs = self._context.Pipe()
+        with _limited_threads(self._threads):
+            process = self._context.Process(target=_work, args=(theirs, self._options, self._threads), daemon=True)
+            process.start()
+        theirs.close()
+        return _Worker(process, ours)
+
+    def outcomes(self) -> Iterator[Outcome]:
+        for number in range(len(self._folders)):
+            while number not in self._done:
+                self._step()
+            yield self._done.pop(number)
+
+    def _step(self) -> None:
+        for worker in list(self._workers):
+            if worker.number is None and self._next < len(self._folders):
+                self._give(worker)
+        ready = wait([w.connection for w in self._workers])
+        for worker in [w for w in self._workers if w.connection in ready]:
+            self._take(worker)
+
+    def _give(self, worker: _Worker) -> None:
+        worker.number, self._next = self._next, self._next + 1
+        try:
+            worker.connection.send(self._folders[worker.number])
+        except OSError:  # it died in between: the end of its pipe tells
+            pass
+
+    def _take(self, worker: _Worker) -> None:
+        assert worker.number is not None or not worker.process.is_alive()
+        try:
+            outcome = worker.connection.recv()
+        except (EOFError, OSError):
+            self._bury(worker)
+            return
+        assert worker.number is not None
+        self._done[worker.number] = outcome
+        worker.number = None
+
+    def _bury(self, worker: _Worker) -> None:
+        worker.process.join()
+        self._workers.remove(worker)
+        worker.connection.close()
+        if worker.number is not None:
+            reason = f"the process that ran it died ({_death(worker.process.exitcode)})"
+            folder = self._folders[worker.number]
+            op = next((part for part in reversed(folder.parts) if part.startswith("torch.")), "")
+            self._done[worker.number] = Outcome(folder, op, ERROR, reason)
+        if self._next < len(self._folders):
+            self._workers.append(self._start())
+
+    def close(self) -> None:
+        """End the workers, whatever they do (`pool.close()`)."""
+        for worker in self._workers:
+            worker.connection.close()
+        for worker in self._workers:
+            if worker.number is None:
+                worker.process.join(timeout=5)
+            if worker.process.is_alive():
+                worker.process.terminate()
+                worker.process.join(timeout=5)
+
+
+def _death(code: int | None) -> str:
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return signal.Signals(-code).name
+    return f"exit code {code}"
+
+
+@contextlib.contextmanager
+def _limited_threads(threads: int) -> Iterator[None]:
+    """Children read their number of threads from the environment; the user's own choice is a ceiling."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    chosen = min(threads, int(before)) if before and before.isdecimal() else threads
+    os.environ["OMP_NUM_THREADS"] = str(chosen)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def _work(connection: Connection, options: Options, threads: int) -> None:
+    """The life of a worker: captures in, outcomes out, until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    activate(options.device)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            folder = connection.recv()
+            connection.send(replay(folder, options))
+    sys.stdout.flush()
+
+
+def activate(device: str | None) -> str:
+    """Let ditorch choose this machine's device where it is installed; its name (`activate(None)`)."""
+    if device == "cpu":
+        return ""
+    try:
+        import ditorch
+    except ImportError:
+        return ""
+    return str(ditorch.framework)

@@ -1,0 +1,635 @@
+"""Captures from disk: placed as they were, compared bit by bit, and harmless whatever a file holds."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import pickle
+import signal
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from op_tools import archive, cli, replay_pool
+from op_tools.archive import ArchiveError
+from op_tools.opcall import tensors_in
+from op_tools.replay import CapturedOp, find, read
+from op_tools.replay_check import ERROR, IDENTICAL, NOT_COMPARABLE, RAN, RIGHT, WRONG, Options, replay, same_bits
+
+from .test_archive import Bomb, check_same, strided
+
+CPU = Options(device="cpu", acc_check=True)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OP_TOOLS_CONSOLE", "summary")
+
+
+def save(
+    folder: str | Path,
+    name: str,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    result: Any = None,
+    grads: tuple[Any, Any] | None = None,
+    **facts: Any,
+) -> Path:
+    """A capture as OpCapture writes it."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {"name": name, "id": 1, "location": "train.py:3 f: y = x + 1", "grad_enabled": True, **facts}
+    content = {"args": archive.encode(args), "kwargs": archive.encode(kwargs or {})}
+    archive.save(folder / "input.pth", {**state, **content})
+    if result is not None:
+        archive.save(folder / "output.pth", {"name": name, "result": archive.encode(result)})
+    if grads is not None:
+        archive.save(folder / "grad_outputs.pth", {"grad_outputs": archive.encode(grads[0])})
+        archive.save(folder / "grad_inputs.pth", {"grad_inputs": archive.encode(grads[1])})
+    return folder
+
+
+def save_exp(folder: str | Path) -> Path:
+    x = torch.randn(4, requires_grad=True)
+    y = x.exp()
+    g = torch.ones(4)
+    return save(folder, "torch.Tensor.exp", (x.detach().requires_grad_(),), {}, y.detach(), ((g,), (g * y.detach(),)))
+
+
+# -- what comes of a capture --------------------------------------------------------------------------
+
+
+def test_the_same_device_gives_the_same_bits() -> None:
+    outcome = replay(save_exp("a"), CPU)
+    assert (outcome.status, outcome.like_capture, outcome.went_backward) == (IDENTICAL, IDENTICAL, True)
+    assert [row.verdict for row in outcome.rows] == ["right"] * 3
+
+
+def test_other_bits_within_rounding_are_right() -> None:
+    x = torch.rand(8) + 1
+    folder = save("a", "torch.exp", (x,), {}, torch.nextafter(x.exp(), torch.tensor(9.0)))
+    outcome = replay(folder, CPU)
+    assert outcome.status == RIGHT
+    assert outcome.like_capture.startswith("output differs in 8 of 8 elements, by ")
+    assert outcome.notes == ["the captured result is right by the CPU"]
+
+
+def test_a_wrong_capture_is_told_from_a_right_replay() -> None:
+    x = torch.rand(8) + 1
+    outcome = replay(save("a", "torch.exp", (x,), {}, x.exp() * 1.001), CPU)
+    assert outcome.status == RIGHT
+    assert outcome.notes == ["the captured result is wrong by the CPU"]
+
+
+def test_a_result_that_rounding_does_not_explain_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.rand(8) + 1
+    right = save("right", "torch.exp", (x,), {}, x.exp())
+    wrong = save("wrong", "torch.exp", (x,), {}, x.exp() * 1.001)
+
+    def faulty(op: CapturedOp) -> Any:
+        op.result = torch.exp(*op.args) * 1.001
+        return op.result
+
+    monkeypatch.setattr(CapturedOp, "run_forward", faulty)
+    outcome = replay(right, CPU)
+    assert outcome.status == WRONG
+    assert "times the rounding bound" in outcome.reason
+    assert outcome.notes == ["the captured result is right by the CPU"]
+    outcome = replay(wrong, CPU)
+    assert outcome.status == WRONG
+    assert outcome.notes == ["the captured result is the same, bit for bit: it is wrong, too"]
+
+
+def test_without_a_check_it_only_runs() -> None:
+    assert replay(save_exp("a"), Options(device="cpu")).status == RAN
+
+
+def test_one_tensor_given_twice_and_a_tensor_with_its_view() -> None:
+    x = torch.randn(4)
+    g = torch.rand(4)
+    leaf = x.clone().requires_grad_()
+    once = save("once", "torch.mul", (leaf, leaf), {}, x * x, ((g,), (2 * g * x, 2 * g * x)))
+    view = save("view", "torch.add", (leaf, leaf), {}, x + x, ((g,), (g, g)))
+    assert replay(once, CPU).status == IDENTICAL
+    assert replay(view, CPU).status == IDENTICAL
+
+
+def test_an_inplace_operator_on_a_tensor_that_wants_a_gradient() -> None:
+    base = torch.randn(3, 4)
+    g = torch.rand(4, 3)
+    leaf = base.t().requires_grad_()
+    folder = save("a", "torch.Tensor.mul_", (leaf, 3), {}, base.t() * 3, ((g,), (g * 3,)))
+    op = CapturedOp(folder, "cpu")
+    op.prepare()
+    result = op.run_forward()
+    assert result is op.args[0]
+    assert result.stride() == (1, 4)
+    assert replay(folder, CPU).status == IDENTICAL
+
+
+def test_a_call_that_returns_nothing_is_judged_by_its_arguments() -> None:
+    x = torch.zeros(3)
+    outcome = replay(save("a", "torch.Tensor.__setitem__", (x, 1, 5.0)), CPU)
+    assert outcome.status == RIGHT
+    assert outcome.notes == ["it returns nothing"]
+
+
+def test_random_numbers_of_the_same_device_come_again_and_the_stream_goes_on_untouched() -> None:
+    state = torch.get_rng_state()
+    y = torch.rand(6)
+    folder = save("a", "torch.rand", (6,), {}, y, rng={"cpu": state, "device": state, "type": "cpu"})
+    before = torch.get_rng_state()
+    assert replay(folder, CPU).status == IDENTICAL
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_random_numbers_of_another_device_are_not_comparable() -> None:
+    folder = save("a", "torch.rand", (6,), {}, torch.rand(6), rng={"cpu": None, "device": None, "type": "npu:0"})
+    outcome = replay(folder, CPU)
+    assert outcome.status == NOT_COMPARABLE
+    assert "random" in outcome.reason
+
+
+def test_a_generator_is_not_comparable_but_runs() -> None:
+    x = torch.zeros(6)
+    generator = torch.Generator().manual_seed(3)
+    folder = save("a", "torch.Tensor.uniform_", (x,), {"generator": generator}, torch.rand(6))
+    outcome = replay(folder, CPU)
+    assert (outcome.status, outcome.reason) == (NOT_COMPARABLE, "it drew from a generator of its own")
+
+
+def test_uninitialised_memory_is_not_comparable() -> None:
+    outcome = replay(save("a", "torch.empty", (4,), {}, torch.full((4,), 7.0)), CPU)
+    assert outcome.status == NOT_COMPARABLE
+    assert "uninitialised" in outcome.reason
+
+
+def test_collectives_and_callables_cannot_run_alone() -> None:
+    outcome = replay(save("a", "torch.distributed.all_reduce", (torch.ones(2),)), CPU)
+    assert outcome.status == NOT_COMPARABLE
+    assert "without the other processes" in outcome.reason
+    outcome = replay(save("b", "torch.exp", (object(),)), CPU)
+    assert outcome.status == NOT_COMPARABLE
+    assert "builtins.object were not captured" in outcome.reason
+
+
+@pytest.mark.parametrize("named", ["cuda", "npu:1", torch.device("cuda", 3)], ids=str)
+def test_a_capture_of_another_device_runs_here(named: Any) -> None:
+    made = save("made", "torch.arange", (4,), {"device": named}, torch.arange(4))
+    moved = save("moved", "torch.Tensor.to", (torch.ones(2), named), {}, torch.ones(2))
+    assert replay(made, CPU).status == IDENTICAL
+    assert replay(moved, CPU).status == IDENTICAL
+    assert replay(save("c", "torch.Tensor.cuda", (torch.ones(2),), {}, torch.ones(2)), CPU).status == IDENTICAL
+
+
+def test_autocast_is_restored() -> None:
+    x, w = torch.randn(4, 8), torch.randn(3, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = torch.nn.functional.linear(x, w)
+    state = {"device_type": "cuda", "dtype": "torch.bfloat16"}
+    folder = save("a", "torch.nn.functional.linear", (x, w), {"bias": None}, y, autocast=state)
+    outcome = replay(folder, CPU)
+    assert y.dtype == torch.bfloat16
+    assert outcome.status == IDENTICAL, outcome.reason
+
+
+def test_gradients_of_ones_where_none_were_captured() -> None:
+    x = torch.randn(4, requires_grad=True)
+    outcome = replay(save("a", "torch.exp", (x,), {}, x.detach().exp()), CPU)
+    assert outcome.went_backward
+    assert outcome.status == IDENTICAL
+    outcome = replay(save("b", "torch.Tensor.acosh_", (x,), {}, x.detach().acosh()), CPU)
+    assert outcome.passed
+    assert "was not captured and does not run" in outcome.notes[0]
+
+
+def test_another_dtype() -> None:
+    x = torch.randn(6, 6)
+    folder = save("a", "torch.matmul", (x.t(), x), {}, x.t() @ x)
+    op = CapturedOp(folder, "cpu", torch.float16)
+    assert [t.dtype for t in op.host_args] == [torch.float16] * 2
+    assert op.host_args[0].stride() == (1, 6)
+    outcome = replay(folder, Options("cpu", torch.float16, acc_check=True))
+    assert outcome.status == RIGHT
+    assert "another dtype" in outcome.like_capture
+    complex_ = save("b", "torch.exp", (torch.randn(3, dtype=torch.complex64),))
+    assert CapturedOp(complex_, "cpu", torch.float64).host_args[0].dtype == torch.complex128
+    dtype_argument = save("c", "torch.zeros", (3,), {"dtype": torch.float32})
+    assert CapturedOp(dtype_argument, "cpu", torch.float64).host_kwargs == {"dtype": torch.float64}
+
+
+def test_contiguous_undoes_the_layout_where_that_means_the_same() -> None:
+    base = torch.randn(6, 6)
+    folder = save("a", "torch.exp", (base[1:, ::2].t(),), {}, base[1:, ::2].t().exp())
+    assert not CapturedOp(folder, "cpu").host_args[0].is_contiguous()
+    op = CapturedOp(folder, "cpu", contiguous=True)
+    assert op.host_args[0].is_contiguous()
+    assert op.host_args[0].untyped_storage().nbytes() == 15 * 4
+    assert replay(folder, Options("cpu", contiguous=True, acc_check=True)).status == IDENTICAL
+    strided_call = save("b", "torch.as_strided", (base.t(), (3,), (7,)), {}, base.as_strided((3,), (7,)))
+    outcome = replay(strided_call, Options("cpu", contiguous=True, acc_check=True))
+    assert outcome.status == IDENTICAL
+    assert outcome.notes == ["kept as captured: its meaning depends on the layout"]
+
+
+def test_runs_that_differ_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save("a", "torch.exp", (torch.zeros(2),), {}, torch.ones(2))
+    ulps = iter([0.0, 1e-7])
+
+    def shaky(op: CapturedOp) -> Any:
+        op.result = torch.ones(2) + next(ulps)
+        return op.result
+
+    monkeypatch.setattr(CapturedOp, "run_forward", shaky)
+    outcome = replay(folder, Options("cpu", acc_check=True, run_times=2))
+    assert not outcome.repeatable
+    assert outcome.notes == ["two runs gave different results"]
+
+
+def test_only_backward_times_and_judges_the_backward_alone() -> None:
+    folder = save_exp("a")
+    outcome = replay(folder, Options("cpu", acc_check=True, time=True, run_times=3, forward=False))
+    assert (len(outcome.forward_ms), len(outcome.backward_ms)) == (0, 3)
+    assert [row.name for row in outcome.rows] == ["torch.Tensor.exp grad_input"]
+    outcome = replay(folder, Options("cpu", acc_check=True, time=True, run_times=3, backward=False))
+    assert (len(outcome.forward_ms), len(outcome.backward_ms)) == (3, 0)
+    assert not any("grad" in row.name for row in outcome.rows)
+    none = replay(save("b", "torch.exp", (torch.ones(2),)), Options("cpu", acc_check=True, forward=False))
+    assert (none.status, none.reason) == (NOT_COMPARABLE, "it has no backward pass")
+
+
+@given(st.lists(strided(), min_size=1, max_size=3), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_arguments_are_placed_as_they_were(tensors: list[torch.Tensor], share: bool) -> None:
+    if share:
+        tensors = [*tensors, tensors[0].detach()[..., :1] if tensors[0].dim() else tensors[0].detach()]
+    op = CapturedOp(save("p", "torch.cat", (tensors,)), "cpu")
+    op.prepare()
+    for old, new in zip(tensors, tensors_in(op.args)):
+        check_same(old, new)
+        assert old.storage_offset() == new.storage_offset()
+    placed = list(tensors_in(op.args))
+    if share:
+        assert placed[0].untyped_storage().data_ptr() == placed[-1].untyped_storage().data_ptr()
+
+
+@given(strided(), st.sampled_from([torch.float16, torch.float32, torch.float64]), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_values_survive_another_dtype_and_layout(x: torch.Tensor, dtype: torch.dtype, contiguous: bool) -> None:
+    op = CapturedOp(save("q", "torch.exp", (x,)), "cpu", dtype, contiguous)
+    (changed,) = op.host_args
+    assert torch.equal(changed.detach().to(x.dtype), x.detach())
+    assert changed.requires_grad == x.requires_grad
+    assert changed.is_contiguous() if contiguous else changed.stride() == x.stride()
+    assert changed.dtype == dtype or not x.dtype.is_floating_point
+
+
+@given(strided(), strided())
+@settings(deadline=None, max_examples=60)
+def test_same_bits_is_about_values_alone(x: torch.Tensor, y: torch.Tensor) -> None:
+    assert same_bits(x, x.detach().clone())
+    assert same_bits(x, y) == (x.dtype == y.dtype and x.shape == y.shape and torch.equal(x.detach(), y.detach()))
+
+
+def test_same_bits_tells_zeros_and_nans_apart() -> None:
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert same_bits(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
+    assert same_bits(float("nan"), float("nan"))
+    assert not same_bits(torch.ones(1), None)
+
+
+# -- broken, foreign and malicious files --------------------------------------------------------------
+
+
+class Claims:
+    """Pickled as a tensor whose shape its storage cannot hold."""
+
+
+class Liar(archive._Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Claims):
+            return super().reducer_override(value)
+        storage = torch.zeros(4).untyped_storage()
+        self.storages.append(storage)
+        reference = archive._Storage(len(self.storages) - 1, storage.nbytes(), torch.float32)
+        return torch._utils._rebuild_tensor_v2, (reference, 0, (1 << 31,), (1,), False, OrderedDict())
+
+
+def write_lie(path: Path) -> None:
+    import io
+
+    stream = io.BytesIO()
+    pickler = Liar(stream)
+    pickler.dump({"format": 1, "name": "torch.exp", "args": (Claims(),), "kwargs": {}})
+    records: list[Any] = [("data.pkl", stream.getbuffer()), ("byteorder", b"little")]
+    records += [(f"data/{i}", bytes(s.nbytes())) for i, s in enumerate(pickler.storages)]
+    archive.write_archive(str(path), [*records, ("version", b"3\n")])
+
+
+def write_compressed(path: Path) -> None:
+    torch.save({"format": 1, "name": "torch.exp", "args": (torch.zeros(1 << 20),), "kwargs": {}}, "whole.pth")
+    with zipfile.ZipFile("whole.pth") as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry.filename))
+
+
+def write_endless(path: Path) -> None:
+    tree: Any = [0]
+    for _ in range(40):
+        tree = [tree, tree]
+    torch.save({"format": 1, "name": "torch.exp", "args": tree, "kwargs": {}}, path)
+
+
+def payload(**parts: Any) -> Callable[[Path], None]:
+    return lambda path: torch.save({"format": 1, **parts}, path)
+
+
+BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "empty": (lambda p: p.write_bytes(b""), "cannot be read as a capture"),
+    "text": (lambda p: p.write_text("hello"), "cannot be read as a capture"),
+    "other zip": (lambda p: zipfile.ZipFile(p, "w").writestr("a", "b"), "cannot be read as a capture"),
+    "executes": (lambda p: torch.save({"format": 1, "args": (Bomb(),)}, p), "cannot be read as a capture"),
+    "bare pickle": (lambda p: p.write_bytes(pickle.dumps(Bomb())), "cannot be read as a capture"),
+    "weights": (lambda p: torch.save({"weight": torch.ones(2)}, p), "no format field"),
+    "newer": (lambda p: torch.save({"format": 99}, p), "format 99"),
+    "no name": (payload(args=(), kwargs={}), "no 'name' in it"),
+    "no args": (payload(name="torch.exp", kwargs={}), "no 'args' in it"),
+    "args no tuple": (payload(name="torch.exp", args=3, kwargs={}), "no 'args' in it"),
+    "odd keyword": (payload(name="torch.exp", args=(), kwargs={3: 4}), "a keyword that is no name"),
+    "odd constant": (payload(args=({"__op_tools__": "dtype", "value": "torch.nonsense"},)), "cannot be read"),
+    "odd tag": (payload(args=({"__op_tools__": "code"},)), "unknown kind of value 'code'"),
+    "no such operator": (payload(name="torch.no_such_op", args=(), kwargs={}), "is no operator of PyTorch"),
+    "a program": (payload(name="os.system", args=("touch exploded",), kwargs={}), "is no operator of PyTorch"),
+    "a file writer": (payload(name="torch.from_file", args=("exploded",), kwargs={}), "is no operator of PyTorch"),
+    "aten writer": (payload(name="aten.from_file", args=("exploded",), kwargs={}), "is no operator of PyTorch"),
+    "a loader": (payload(name="torch.hub.load", args=("x", "y"), kwargs={}), "is no operator of PyTorch"),
+    "wrong arguments": (payload(name="torch.exp", args=("x",), kwargs={}), "TypeError"),
+    "claims memory": (write_lie, "bad/torch.exp/1/1/input.pth: "),
+    "zip bomb": (write_compressed, "unpack to more than the file holds"),
+    "endless": (write_endless, "more than 1,000,000 values"),
+    "a pipe": (lambda p: os.mkfifo(p), "is no plain file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_are_clear_errors(name: str) -> None:
+    write, message = BAD[name]
+    folder = Path("bad/torch.exp/1/1")
+    folder.mkdir(parents=True)
+    write(folder / "input.pth")
+    outcome = replay(folder, CPU)
+    assert outcome.status == ERROR
+    assert message in outcome.reason
+    assert "\n" not in outcome.reason
+    assert not Path("exploded").exists()
+
+
+@given(st.integers(0, 3000), st.sampled_from(["input", "output", "grad_outputs", "grad_inputs"]))
+@settings(deadline=None, max_examples=60)
+def test_truncated_parts_are_clear_errors(length: int, part: str) -> None:
+    folder = save_exp("t")
+    path = folder / f"{part}.pth"
+    content = path.read_bytes()
+    path.write_bytes(content[: min(length, len(content) - 1)])
+    outcome = replay(folder, CPU)
+    assert outcome.status == ERROR
+    assert f"{part}.pth: " in outcome.reason
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=100)
+def test_flipped_bytes_never_get_out(data: st.DataObject) -> None:
+    folder = save_exp("f")
+    path = folder / "input.pth"
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(content)
+    outcome = replay(folder, CPU)  # the values may have changed, or nothing that matters
+    assert outcome.status in (ERROR, WRONG, RIGHT, IDENTICAL, NOT_COMPARABLE)
+
+
+def test_a_tensor_of_any_size_in_a_few_bytes() -> None:
+    huge = torch.zeros(1).expand(1 << 45)
+    outcome = replay(save("a", "torch.exp", (huge,)), CPU)
+    assert outcome.status == ERROR
+    assert "131,072.0 GiB" in outcome.reason
+
+
+def test_parts_that_do_not_fit_and_missing_ones() -> None:
+    folder = save_exp("a")
+    archive.save(folder / "grad_outputs.pth", {"grad_outputs": (torch.ones(4), torch.ones(4))})
+    assert "2 gradients, but torch.Tensor.exp returned 1 tensors" in replay(folder, CPU).reason
+    archive.save(folder / "grad_outputs.pth", {"grad_outputs": (torch.ones(5),)})
+    assert replay(folder, CPU).status == ERROR
+    archive.save(folder / "grad_outputs.pth", {"grad_outputs": 3})
+    assert "is not a row of tensors" in replay(folder, CPU).reason
+    archive.save(folder / "output.pth", {"something": 3})
+    os.remove(folder / "grad_outputs.pth")
+    assert "output.pth: is no output of a capture (no 'result' in it)" in replay(folder, CPU).reason
+    os.remove(folder / "input.pth")
+    assert find(Path(".")) == [folder]
+    outcome = replay(folder, CPU)
+    assert outcome.reason == "a/input.pth: is missing"
+    with pytest.raises(ArchiveError, match="is missing"):
+        read(folder / "input.pth")
+
+
+# -- the command --------------------------------------------------------------------------------------
+
+
+def some_captures(count: int = 3) -> None:
+    for number in range(count):
+        save_exp(f"tree/torch.Tensor.exp/77/{number + 1}/t")
+
+
+def test_find_takes_trees_folders_and_files() -> None:
+    some_captures(12)
+    whole = find(Path("tree"))
+    assert [p.parent.name for p in whole] == [str(n) for n in range(1, 13)]
+    assert find(whole[3]) == [whole[3]]
+    assert find(whole[3] / "input.pth") == [whole[3]]
+    device = save_exp("tree/torch.add/77/autocompare/5/t/device")
+    answers = save("tree/torch.add/77/autocompare/5/t/cpu", "", (torch.ones(2),))
+    assert find(Path("tree"))[12:] == [device]
+    assert find(answers) == [answers]
+
+
+def test_the_cpu_side_of_a_comparison_replays_when_asked_for() -> None:
+    save("o/device", "torch.exp", (torch.ones(2),), {}, torch.ones(2))
+    answers = save("o/cpu", "", (torch.ones(2, dtype=torch.float64),), {}, torch.ones(2, dtype=torch.float64).exp())
+    assert replay(answers, CPU).status == IDENTICAL
+
+
+def test_the_run_goes_on_and_the_exit_code_and_files_tell(capsys: pytest.CaptureFixture[str]) -> None:
+    some_captures()
+    Path("tree/torch.Tensor.exp/77/2/t/input.pth").write_bytes(b"broken")
+    code = cli.run_from_data(["tree", "--acc_check", "--device", "cpu", "--json", "r.json", "--csv", "r.csv"])
+    assert code == 1
+    said = capsys.readouterr()
+    assert "2/t/input.pth: cannot be read as a capture" in said.err
+    assert "2 of 3 captures ran" in said.out
+    assert "2 bit-identical, 1 error" in said.out
+    written = json.loads(Path("r.json").read_text())
+    assert [o["status"] for o in written["outcomes"]] == [IDENTICAL, ERROR, IDENTICAL]
+    assert (written["captures"], written["done"], written["passed"]) == (3, 3, False)
+    rows = list(csv.DictReader(Path("r.csv").read_text().splitlines()))
+    assert [r["status"] for r in rows] == [IDENTICAL, ERROR, IDENTICAL]
+    assert rows[0]["name"] == "torch.Tensor.exp"
+    assert float(rows[0]["max_ulp"]) < 1
+    assert cli.run_from_data(["tree/torch.Tensor.exp/77/1", "--acc_check", "--device", "cpu"]) == 0
+    assert cli.main(["replay", "tree/torch.Tensor.exp/77/1", "--device", "cpu"]) == 0
+
+
+MISTAKES = [
+    (["nowhere"], "nowhere: no such file or folder"),
+    (["empty"], "no capture (input.pth) under it"),
+    (["tree", "--run_times", "0"], "must run at least once"),
+    (["tree", "--dtype", "flaot16"], "did you mean torch.float16"),
+    (["tree", "--dtype", "int32"], "a floating dtype is needed"),
+    (["tree", "--jobs", "-1"], "a number of processes"),
+    (["tree", "--json", "no/such/r.json"], "cannot be written"),
+    (["tree", "--device", "nonsense"], "--device nonsense"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), MISTAKES, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+def test_mistakes_are_told_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replay_pool, "activate", lambda device: "")
+    some_captures(1)
+    Path("empty").mkdir()
+    assert cli.run_from_data(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_wrong_settings_are_one_error(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    some_captures(2)
+    monkeypatch.setenv("OP_AUTOCOMPARE_STANDARD", "strict")
+    assert cli.run_from_data(["tree", "--acc_check", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.count("OP_AUTOCOMPARE_STANDARD") == 1
+
+
+def test_switches_take_a_word_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    some_captures(1)
+    for words in (["--only_run_forward", "True", "tree"], ["tree", "--only_run_forward"]):
+        assert cli.run_from_data([*words, "--sync_time_measure", "--device", "cpu", "--json", "r.json"]) == 0
+        (outcome,) = json.loads(Path("r.json").read_text())["outcomes"]
+        assert (len(outcome["forward_ms"]), len(outcome["backward_ms"])) == (1, 0)
+    assert cli.run_from_data(["tree", "--only_run_backward", "--acc_check", "False", "--device", "cpu"]) == 0
+    assert "1 ran" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        cli.run_from_data(["tree", "--only_run_forward", "--only_run_backward"])
+    assert stopped.value.code == 2
+
+
+def test_help_has_examples_and_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.run_from_data(["--help"])
+    text = capsys.readouterr().out
+    options = "acc_check sync_time_measure run_times only_run_forward only_run_backward device dtype jobs json csv"
+    assert all(f"--{option}" in text for option in [*options.split(), "contiguous", "as-captured"])
+    assert "examples:" in text
+    assert "exit code" in text
+
+
+def test_full_output_has_the_documented_tables(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OP_TOOLS_CONSOLE", "full")
+    some_captures(1)
+    assert cli.run_from_data(["tree", "--acc_check", "--sync_time_measure", "--run_times", "2", "--device", "cpu"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "tree/torch.Tensor.exp/77/1/t"
+    assert lines[1].startswith("torch.Tensor.exp forward_id: 1    cpu_dtype_cast_info(from:to): {torch.float32: ")
+    assert "replay.py" in lines[2]
+    assert "captured at train.py:3 f: y = x + 1" in lines[2]
+    text = "\n".join(lines)
+    header = "allclose | max_abs_diff | max_relative_diff |     atol    |     rtol    "
+    assert text.count(header) == 2
+    for label in ("input ", "output ", "grad "):
+        assert f"torch.Tensor.exp {label}" in text
+    assert text.count("forward_elasped |") == 3
+    assert "torch.Tensor.exp: bit-identical" in text
+    assert "op elasped info saved to " in text
+
+
+def test_console_off_says_nothing_but_errors(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OP_TOOLS_CONSOLE", "off")
+    some_captures(2)
+    Path("tree/torch.Tensor.exp/77/2/t/input.pth").write_bytes(b"broken")
+    assert cli.run_from_data(["tree", "--acc_check", "--device", "cpu"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "2/t/input.pth" in said.err
+
+
+def test_ctrl_c_keeps_what_was_done(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    some_captures(5)
+    real, done = replay_pool.replay, []
+
+    def interrupted(folder: Path, options: Options) -> Any:
+        if len(done) == 2:
+            signal.raise_signal(signal.SIGINT)
+        done.append(folder)
+        return real(folder, options)
+
+    monkeypatch.setattr(replay_pool, "replay", interrupted)
+    arguments = ["tree", "--acc_check", "--device", "cpu", "--json", "r.json", "--csv", "r.csv"]
+    assert cli.run_from_data(arguments) == 130
+    assert "interrupted: 3 captures were not reached" in capsys.readouterr().out
+    written = json.loads(Path("r.json").read_text())
+    assert (written["captures"], written["done"], written["interrupted"]) == (5, 2, True)
+    assert len(Path("r.csv").read_text().splitlines()) == 3
+
+
+# -- processes ----------------------------------------------------------------------------------------
+
+
+def crashing_worker(connection: Any, options: Options, threads: int) -> None:
+    """Like a worker, but some captures take it down."""
+    from op_tools.replay_check import Outcome
+
+    while True:
+        try:
+            folder = connection.recv()
+        except EOFError:
+            return
+        if "crash" in str(folder):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        connection.send(Outcome(folder, f"threads {threads} {os.environ['OMP_NUM_THREADS']}", RAN))
+
+
+def test_a_crash_costs_one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_pool, "_work", crashing_worker)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    folders = [Path(f"torch.exp/{kind}{i}") for i, kind in enumerate(["a", "crash", "b", "c", "crash", "d"])]
+    outcomes = list(replay_pool.replay_all(folders, CPU, jobs=2))
+    assert [o.folder for o in outcomes] == folders
+    assert [o.status for o in outcomes] == [RAN, ERROR, RAN, RAN, ERROR, RAN]
+    assert outcomes[1].reason == "the process that ran it died (SIGSEGV)"
+    assert outcomes[1].op == "torch.exp"
+    assert outcomes[0].op.endswith(" 1")
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+def test_processes_give_the_same_results_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    some_captures(4)
+    Path("tree/torch.Tensor.exp/77/2/t/input.pth").write_bytes(b"broken")
+    arguments = ["tree", "--acc_check", "--device", "cpu", "--jobs", "2", "--json", "r.json"]
+    assert cli.run_from_data(arguments) == 1
+    outcomes = json.loads(Path("r.json").read_text())["outcomes"]
+    assert [Path(o["folder"]).parent.name for o in outcomes] == ["1", "2", "3", "4"]
+    assert [o["status"] for o in outcomes] == [IDENTICAL, ERROR, IDENTICAL, IDENTICAL]
+    assert "3 of 4 captures ran" in capsys.readouterr().out
