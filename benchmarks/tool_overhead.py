@@ -7,6 +7,7 @@ compared with writing the same number of bytes to a plain file.
 
     python benchmarks/tool_overhead.py --device cuda              # the console is off
     python benchmarks/tool_overhead.py --device cuda --console full
+    python benchmarks/tool_overhead.py --device cpu --tiny        # launching dominates, as on a GPU
 """
 
 from __future__ import annotations
@@ -84,13 +85,14 @@ class NoOp(TorchFunctionMode):
 class Bench:
     """The model, its step, and the clock."""
 
-    def __init__(self, device: str, steps: int) -> None:
+    def __init__(self, device: str, steps: int, tiny: bool = False) -> None:
         self.device, self.steps = torch.device(device), steps
         torch.manual_seed(0)
-        self.model = GPT().to(self.device)
+        self.model = (GPT(width=32) if tiny else GPT()).to(self.device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.tokens = torch.randint(0, 256, (4, 128), device=self.device)
-        self.targets = torch.randint(0, 256, (4, 128), device=self.device)
+        shape = (2, 8) if tiny else (4, 128)
+        self.tokens = torch.randint(0, 256, shape, device=self.device)
+        self.targets = torch.randint(0, 256, shape, device=self.device)
 
     def step(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -181,6 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="a model so small that launching dominates its step")
     parser.add_argument("--only", default="", help="comma-separated tools")
     parser.add_argument("--console", default="off", choices=["off", "summary", "full"])
     parser.add_argument("--json", default="", help="also write the rows to this file")
@@ -193,7 +196,7 @@ def main() -> None:
     folder = tempfile.mkdtemp(prefix="tool_overhead_")
     os.environ["OP_TOOLS_RESULTS_DIR"] = folder
     try:
-        bench = Bench(options.device, options.steps)
+        bench = Bench(options.device, options.steps, options.tiny)
         rows, calls, remarks = measure(bench, [n for n in options.only.split(",") if n])
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from .devices import quiet
-from .opcall import Tensor, tensors_in
+from .opcall import Tensor
 
 if TYPE_CHECKING:
     from .intercept import Call
@@ -22,6 +22,19 @@ if TYPE_CHECKING:
 
 _sequence_now: Final[Callable[[], int]] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
 _MOST_NODES: Final = 2_000
+_WITHOUT_KERNEL: Final = frozenset(
+    [
+        "AliasBackward0",
+        "PermuteBackward0",
+        "SqueezeBackward0",
+        "SqueezeBackward1",
+        "TBackward0",
+        "TransposeBackward0",
+        "UnsafeViewBackward0",
+        "UnsqueezeBackward0",
+        "ViewBackward0",
+    ]
+)
 
 
 class _Slice(NamedTuple):
@@ -36,202 +49,228 @@ class Edges(NamedTuple):
     """The gradient edges of a call's inputs, as they were before the call."""
 
     tensors: int  # among the inputs
-    by_node: dict[tuple[Any, int], list[int]]  # (node, output number) of inputs that have a history
-    nodes: set[Any]
-    leaves: dict[int, list[int]]  # id of inputs that are leaves
+    targets: dict[Any, tuple[int, ...]]  # inputs by (node, output number); by id where they are leaves
     bases: dict[tuple[Any, int], tuple[int, _Slice]]  # edges of the bases of inputs that are views
     since: int
 
 
-def edges_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Edges | None:
+def edges_of(tensors: list[Tensor]) -> Edges | None:
     """Note where gradients of these arguments would flow to; None when none of them needs one."""
-    by_node: dict[tuple[Any, int], list[int]] = {}
-    nodes: set[Any] = set()
-    leaves: dict[int, list[int]] = {}
+    targets: dict[Any, tuple[int, ...]] = {}
     bases: dict[tuple[Any, int], tuple[int, _Slice]] = {}
-    count = 0
-    for tensor in _input_tensors(args, kwargs):
+    index = 0
+    for tensor in tensors:
         if tensor.requires_grad:
             node = tensor.grad_fn
-            if node is None:
-                leaves.setdefault(id(tensor), []).append(count)
-            else:
-                by_node.setdefault((node, tensor.output_nr), []).append(count)
-                nodes.add(node)
+            key = id(tensor) if node is None else (node, tensor.output_nr)
+            known = targets.get(key)
+            targets[key] = (index,) if known is None else (*known, index)
         if tensor._is_view():
             base = tensor._base
-            if base is not None and base.requires_grad and base.grad_fn is not None:
-                place = _Slice(
-                    tuple(tensor.shape),
-                    tuple(tensor.stride()),
-                    int(tensor.storage_offset()) - int(base.storage_offset()),
-                )
-                bases.setdefault((base.grad_fn, base.output_nr), (count, place))
-        count += 1
-    if not by_node and not leaves and not bases:
+            if base is not None and base.requires_grad:
+                node = base.grad_fn
+                if node is not None:
+                    offset = int(tensor.storage_offset()) - int(base.storage_offset())
+                    place = _Slice(tensor.shape, tensor.stride(), offset)
+                    bases.setdefault((node, base.output_nr), (index, place))
+        index += 1
+    if not targets and not bases:
         # closures may bring in tensors that need gradients; such calls have none among their arguments
         return None
-    return Edges(count, by_node, nodes, leaves, bases, _sequence_now())
+    return Edges(index, targets, bases, _sequence_now())
 
 
-def _input_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    found: list[Tensor] = []
-    for arg in args:
-        if isinstance(arg, Tensor):
-            found.append(arg)
-        else:
-            found.extend(tensors_in(arg))
-    for arg in kwargs.values():
-        if isinstance(arg, Tensor):
-            found.append(arg)
-        else:
-            found.extend(tensors_in(arg))
-    return found
-
-
-class _Target(NamedTuple):
-    """An edge of a node that leaves the call: which inputs it serves."""
-
-    edge: int
-    inputs: Sequence[int]
-    place: _Slice | None
-
-
-class _Node(NamedTuple):
-    targets: tuple[_Target, ...]
-    sources: tuple[tuple[int, int], ...]  # (output number of the node, output of the call)
-
-
-def attach(call: Call, edges: Edges, listeners: tuple[Tool, ...]) -> None:
+def attach(call: Call, edges: Edges, outputs: list[Tensor], listeners: tuple[Tool, ...]) -> None:
     """Hook the nodes of a call so that `listeners` hear of its backward pass."""
     sources: dict[Any, list[tuple[int, int]]] = {}
-    outputs = list(tensors_in(call.result))
+    targets = edges.targets
     for index, tensor in enumerate(outputs):
-        node = tensor.grad_fn if tensor.requires_grad else None
-        if node is None or (node, tensor.output_nr) in edges.by_node:
-            continue  # no history, or an input handed back as it is
-        sources.setdefault(node, []).append((tensor.output_nr, index))
+        node = tensor.grad_fn
+        if node is None:
+            continue
+        number = tensor.output_nr
+        if (node, number) in targets:
+            continue  # an input handed back as it is
+        present = sources.get(node)
+        if present is None:
+            sources[node] = [(number, index)]
+        else:
+            present.append((number, index))
     if not sources:
         return
-    found = _nodes_of_call(sources, edges)
-    if not found:
-        return
-    state = _Backward(call, listeners, len(found), len(outputs), edges.tensors)
-    before = tuple([t for t in listeners if t.wants_backward_start])
-    for number, (node, facts) in enumerate(found):
-        if before:
-            node.register_prehook(_Before(state, number, before))
-        node.register_hook(_After(state, number, facts))
+    starters = tuple([t for t in listeners if t.wants_backward_start])
+    state = _Backward(call, listeners, starters, len(outputs), edges.tensors)
+    nodes = _hooks_of_call(state, sources, edges)
+    if len(nodes) > 1 and not state.gradients:  # nobody looks at the gradients: nodes that run no kernel are left out
+        nodes = [pair for pair in nodes if type(pair[0]).__name__ not in _WITHOUT_KERNEL] or nodes
+    state.nodes = len(nodes)
+    for node, hook in nodes:
+        if starters:
+            node.register_prehook(hook)
+        node.register_hook(hook)
 
 
-def _nodes_of_call(sources: dict[Any, list[tuple[int, int]]], edges: Edges) -> list[tuple[Any, _Node]]:
-    found: list[tuple[Any, _Node]] = []
-    seen: set[Any] = set(sources)
+def _hooks_of_call(
+    state: _Backward, sources: dict[Any, list[tuple[int, int]]], edges: Edges
+) -> list[tuple[Any, _Hook]]:
+    found: list[tuple[Any, _Hook]] = []
+    seen: set[Any] | None = None
     stack = list(sources)
+    known, bases = edges.targets, edges.bases
     while stack:
         node = stack.pop()
-        targets = []
-        for number, (following, output_number) in enumerate(node.next_functions):
-            if following is None:
+        targets: list[tuple[int, tuple[int, ...], _Slice | None]] = []
+        edge = -1
+        for following in node.next_functions:  # pairs of a node and the number of its output
+            edge += 1
+            if following[0] is None:
                 continue
-            key = (following, output_number)
-            inputs = edges.by_node.get(key)
-            place = None
-            if inputs is None and key in edges.bases:
-                index, place = edges.bases[key]
-                inputs = [index]
-            if inputs is None and following not in edges.nodes:
-                variable = getattr(following, "variable", None)
-                if variable is not None:
-                    inputs = edges.leaves.get(id(variable))
-                elif following not in seen and following._sequence_nr() >= edges.since:
-                    seen.add(following)
-                    stack.append(following)
-                    if len(seen) > _MOST_NODES:
-                        return []
+            inputs = known.get(following)
             if inputs is not None:
-                targets.append(_Target(number, inputs, place))
-        found.append((node, _Node(tuple(targets), tuple(sources.get(node, ())))))
+                targets.append((edge, inputs, None))
+                continue
+            if following in bases:
+                index, place = bases[following]
+                targets.append((edge, (index,), place))
+                continue
+            next_node = following[0]
+            variable = getattr(next_node, "variable", None)
+            if variable is not None:
+                inputs = known.get(id(variable))
+                if inputs is not None:
+                    targets.append((edge, inputs, None))
+                continue
+            if seen is None:
+                seen = set(sources)
+                seen.update([key[0] for key in known if type(key) is tuple])
+            if next_node not in seen and next_node._sequence_nr() >= edges.since:
+                seen.add(next_node)
+                stack.append(next_node)
+                if len(seen) > _MOST_NODES:
+                    return []
+        found.append((node, _Hook(state, len(found), targets, sources.get(node, ()))))
     return found
 
 
 class _Backward:
     """What has been heard so far of the backward pass of one call."""
 
-    __slots__ = ("call", "grad_inputs", "grad_outputs", "heard", "listeners", "nodes", "queued", "sizes")
+    __slots__ = (
+        "call",
+        "grad_inputs",
+        "grad_outputs",
+        "gradients",
+        "heard",
+        "listeners",
+        "nodes",
+        "queued",
+        "sizes",
+        "starters",
+    )
 
-    def __init__(self, call: Call, listeners: tuple[Tool, ...], nodes: int, outputs: int, inputs: int) -> None:
-        self.call, self.listeners, self.nodes = call, listeners, nodes
+    def __init__(
+        self, call: Call, listeners: tuple[Tool, ...], starters: tuple[Tool, ...], outputs: int, inputs: int
+    ) -> None:
+        self.call, self.listeners, self.starters = call, listeners, starters
+        self.gradients = False
+        for tool in listeners:
+            if tool.wants_gradients:
+                self.gradients = True
+        self.nodes = 0
         self.sizes = (outputs, inputs)
-        self.reset()
+        self.heard: set[int] | None = None
 
-    def reset(self) -> None:
-        self.heard: set[int] = set()
-        self.grad_outputs: list[Tensor | None] = [None] * self.sizes[0]
-        self.grad_inputs: list[Tensor | None] = [None] * self.sizes[1]
-        self.queued = False
+    def hear(self, hook: _Hook, to_inputs: Sequence[Any], from_outputs: Sequence[Any]) -> None:
+        if self.gradients:
+            with quiet():
+                self._hear(hook, to_inputs, from_outputs)
+        else:
+            self._hear(hook, to_inputs, from_outputs)
 
-    def add(self, facts: _Node, number: int, to_inputs: Sequence[Any], from_outputs: Sequence[Any]) -> None:
-        for output_number, index in facts.sources:
-            if output_number < len(from_outputs):
-                self.grad_outputs[index] = from_outputs[output_number]
-        for target in facts.targets:
-            grad = to_inputs[target.edge] if target.edge < len(to_inputs) else None
-            if grad is None:
-                continue
-            if target.place is not None:
-                grad = grad.as_strided(*target.place)
-            for index in target.inputs:
-                present = self.grad_inputs[index]
-                self.grad_inputs[index] = grad if present is None else present + grad
-        self.heard.add(number)
+    def _hear(self, hook: _Hook, to_inputs: Sequence[Any], from_outputs: Sequence[Any]) -> None:
+        if self.heard is None:
+            self.heard = set()
+            self.grad_outputs: list[Tensor | None] = [None] * self.sizes[0]
+            self.grad_inputs: list[Tensor | None] = [None] * self.sizes[1]
+            self.queued = False
+        if self.gradients:
+            self._add(hook, to_inputs, from_outputs)
+        if self.nodes == 1:
+            self._finish()
+            return
+        self.heard.add(hook.number)
         if len(self.heard) == self.nodes:
-            self.finish()
+            self._finish()
         elif not self.queued:
             # Some nodes may never run (unused outputs, `inputs=`): the end of the pass is then the end.
             self.queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
+    def _add(self, hook: _Hook, to_inputs: Sequence[Any], from_outputs: Sequence[Any]) -> None:
+        for output_number, index in hook.sources:
+            if output_number < len(from_outputs):
+                self.grad_outputs[index] = from_outputs[output_number]
+        for edge, inputs, place in hook.targets:
+            grad = to_inputs[edge] if edge < len(to_inputs) else None
+            if grad is None:
+                continue
+            if place is not None:
+                grad = grad.as_strided(*place)
+            for index in inputs:
+                present = self.grad_inputs[index]
+                self.grad_inputs[index] = grad if present is None else present + grad
+
     def finish(self) -> None:
-        if not self.heard:
-            return
+        """The backward pass is over, whether or not all nodes were heard."""
+        if self.heard:
+            with quiet():
+                self._finish()
+
+    def _finish(self) -> None:
         grad_outputs, grad_inputs = self.grad_outputs, self.grad_inputs
-        self.reset()
-        with quiet():
-            for tool in self.listeners:
-                try:
-                    tool.after_backward(self.call, grad_outputs, grad_inputs)
-                except Exception as error:
-                    tool.failed(self.call, error)
-
-
-class _Before:
-    __slots__ = ("listeners", "number", "state")
-
-    def __init__(self, state: _Backward, number: int, listeners: tuple[Tool, ...]) -> None:
-        self.state, self.number, self.listeners = state, number, listeners
-
-    def __call__(self, grad_outputs: Any) -> None:
+        self.heard = None
+        del self.grad_outputs, self.grad_inputs
         for tool in self.listeners:
             try:
-                tool.before_node(self.state.call, self.number)
+                tool.after_backward(self.call, grad_outputs, grad_inputs)
             except Exception as error:
-                tool.failed(self.state.call, error)
+                tool.failed(self.call, error)
 
 
-class _After:
-    __slots__ = ("facts", "number", "state")
+class _Hook:
+    """Called before and after one node of a call runs; it holds descriptions, never nodes."""
 
-    def __init__(self, state: _Backward, number: int, facts: _Node) -> None:
-        self.state, self.number, self.facts = state, number, facts
+    __slots__ = ("number", "sources", "started", "state", "targets")
 
-    def __call__(self, grad_inputs: Any, grad_outputs: Any) -> None:
+    def __init__(
+        self,
+        state: _Backward,
+        number: int,
+        targets: list[tuple[int, tuple[int, ...], _Slice | None]],  # edges out of the call, the inputs they serve
+        sources: Sequence[tuple[int, int]],  # (output number of the node, output of the call)
+    ) -> None:
+        self.state, self.number, self.targets, self.sources = state, number, targets, sources
+        self.started: list[Any] = []
+
+    def __call__(self, grads: Any, grad_outputs: Any = None) -> None:
         state = self.state
+        if grad_outputs is None:  # a hook before the node gets one argument, a hook after it two
+            self.started = [self._start(tool) for tool in state.starters]
+            return
+        for tool, token in zip(state.starters, self.started):
+            if token is not None:
+                try:
+                    tool.after_node(state.call, token)
+                except Exception as error:
+                    tool.failed(state.call, error)
         try:
-            for tool in state.listeners:
-                if tool.wants_backward_start:
-                    tool.after_node(state.call, self.number)
-            with quiet():
-                state.add(self.facts, self.number, grad_inputs, grad_outputs)
+            state.hear(self, grads, grad_outputs)
         except Exception as error:
             state.listeners[0].failed(state.call, error)
+
+    def _start(self, tool: Tool) -> Any:
+        try:
+            return tool.before_node(self.state.call, self.number)
+        except Exception as error:
+            tool.failed(self.state.call, error)
+            return None

@@ -15,7 +15,7 @@ from . import backward, settings, store, writer
 from .console import View
 from .devices import quiet
 from .location import call_site
-from .opcall import Described, Finding, Tensor, TensorMeta, describe, tensors_in
+from .opcall import Described, Descriptions, Finding, Tensor, TensorMeta, tensors_in
 from .traits import COLLECTIVES, OpTraits, traits_of
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ _pop: Final = torch._C._pop_torch_function_stack
 _depth: Final = torch._C._len_torch_function_stack
 _MOST_PLANS: Final = 20_000
 _UNPLANNED: Final = object()
+_NO_NAMES: Final[dict[str, Any]] = {}
+_no_function: Final = torch._C.DisableTorchFunction
 
 ids = itertools.count(1)
 _thread = threading.local()
@@ -46,7 +48,9 @@ class Call:
         "op",
         "outputs",
         "result",
+        "results",
         "step",
+        "tensors",
         "traits",
     )
 
@@ -63,23 +67,31 @@ class Call:
         self.step = 0
         self.inputs: Described = _NOTHING
         self.outputs: Described = _NOTHING
+        self.tensors: list[Tensor] = []  # all among the arguments, in order
+        self.results: list[Tensor] = []  # all in the result, in order
         self.notes: dict[Any, Any] = {}  # what tools remember between before and after
 
     def release(self) -> None:
         """Let go of the user's tensors; the description stays."""
         self.args, self.kwargs, self.result = (), {}, None
+        self.tensors = self.results = _NO_TENSORS
 
     @property
     def device(self) -> torch.device:
         """The device of the call: that of the first tensor that is not on the CPU, or the one it names."""
-        for part in self.inputs.args:  # described already: cheaper than asking the tensors again
-            if type(part) is TensorMeta and part.device.type != "cpu":
-                return part.device
+        for tensor in self.tensors:
+            if not tensor.is_cpu:
+                return tensor.device
+        if self.tensors and self.result is None:
+            return self.tensors[0].device
         seen = False
         for tensor in itertools.chain(tensors_in(self.args), tensors_in(self.kwargs), tensors_in(self.result)):
             if not tensor.is_cpu:
                 return tensor.device
             seen = True
+        for part in self.inputs.args:  # of a call that has let go of its tensors
+            if type(part) is TensorMeta and part.device.type != "cpu":
+                return part.device
         wanted = self.kwargs.get("device")
         if wanted is not None and _names_device(wanted):
             return torch.device(wanted)
@@ -89,19 +101,23 @@ class Call:
 
 
 _NOTHING: Final = Described((), None, ())
+_NO_TENSORS: Final[list[Tensor]] = []
 
 
 class Plan:
     """What to do with one function while the present tools are active."""
 
-    __slots__ = ("backward", "gated", "observers", "skipped", "traits", "transforms")
+    __slots__ = ("backward", "gated", "listeners", "observers", "pointers", "skipped", "tools", "traits", "transforms")
 
     def __init__(self, traits: OpTraits, tools: list[Tool], skipped: list[Tool]) -> None:
         self.traits = traits
         self.observers = tuple(t for t in tools if not t.transforms)
         self.transforms = tuple(t for t in tools if t.transforms)
         self.gated = any(t.gated for t in tools)
-        self.backward = any(t.wants_backward for t in tools)
+        self.tools = self.observers + self.transforms
+        self.listeners = tuple(t for t in self.tools if t.wants_backward)
+        self.backward = bool(self.listeners)
+        self.pointers = any(t.wants_pointers or t.view.full for t in tools)
         self.skipped = tuple(skipped)
 
 
@@ -121,6 +137,7 @@ class Interceptor(TorchFunctionMode):
         self.step = 0
         self.include_cpu = False
         self._plans: dict[Any, Any] = _Inert()
+        self._descriptions = Descriptions()
         self._lock = threading.RLock()
         self._undo: list[Callable[[], None]] = []
 
@@ -159,27 +176,21 @@ class Interceptor(TorchFunctionMode):
         call = Call(traits, func, args, kwargs)
         call.location = call_site(3)
         call.step = self.step
+        tools, listeners = plan.tools, plan.listeners
         if plan.gated:
             observers = tuple([t for t in observers if t.accepts(call)])
             transforms = tuple([t for t in transforms if t.accepts(call)])
-            if not observers and not transforms:
+            tools = observers + transforms
+            if not tools:
                 return func(*args, **kwargs)
+            listeners = tuple([t for t in tools if t.wants_backward])
         call.id = next(ids)
-        tools = observers + transforms
-        edges = self._before(call, tools, observers, plan.backward)
-        call.result = result = _run(func, call, transforms, 0)
-        self._after(call, tools, edges)
-        return result
-
-    def _before(
-        self, call: Call, tools: tuple[Tool, ...], observers: tuple[Tool, ...], wants_backward: bool
-    ) -> backward.Edges | None:
         edges = None
-        with _no_function():
+        with _no_function():  # attribute reads of a tool must not reach function modes or tensor subclasses
             try:
-                call.inputs = describe(call.args, call.kwargs)
-                if wants_backward and torch.is_grad_enabled():
-                    edges = backward.edges_of(call.args, call.kwargs)
+                call.inputs = self._descriptions.of(args, kwargs, call.tensors, plan.pointers)
+                if listeners and torch.is_grad_enabled():
+                    edges = backward.edges_of(call.tensors)
             except Exception as error:
                 tools[0].failed(call, error)
             for tool in observers:
@@ -187,12 +198,10 @@ class Interceptor(TorchFunctionMode):
                     tool.before(call)
                 except Exception as error:
                     tool.failed(call, error)
-        return edges
-
-    def _after(self, call: Call, tools: tuple[Tool, ...], edges: backward.Edges | None) -> None:
+        call.result = result = _run(func, call, transforms, 0) if transforms else func(*args, **kwargs)
         with _no_function():
             try:
-                call.outputs = describe((call.result,))
+                call.outputs = self._descriptions.of((result,), _NO_NAMES, call.results, plan.pointers)
             except Exception as error:
                 tools[0].failed(call, error)
             for tool in reversed(tools):
@@ -201,12 +210,12 @@ class Interceptor(TorchFunctionMode):
                 except Exception as error:
                     tool.failed(call, error)
             if edges is not None:
-                listeners = tuple([t for t in tools if t.wants_backward])
                 try:
-                    backward.attach(call, edges, listeners)
+                    backward.attach(call, edges, call.results, listeners)
                 except Exception as error:
                     listeners[0].failed(call, error)
         call.release()
+        return result
 
     def _make_plan(self, func: Callable[..., Any]) -> Plan | None:
         plans = self._plans
@@ -297,19 +306,6 @@ def _run(func: Callable[..., Any], call: Call, transforms: tuple[Tool, ...], ind
         return _run(func, nested, transforms, index + 1)
 
     return tool.transform(call, inner)
-
-
-class _no_function:
-    """Attribute reads of a tool must not reach function modes or tensor subclasses."""
-
-    __slots__ = ("_guard",)
-
-    def __enter__(self) -> None:
-        self._guard = torch._C.DisableTorchFunction()
-        self._guard.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._guard.__exit__(*error)
 
 
 def on_device(args: tuple[Any, ...], kwargs: dict[str, Any], traits: OpTraits) -> bool:

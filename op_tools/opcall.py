@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -61,6 +62,7 @@ class Described(NamedTuple):
     args: tuple[Part, ...]
     kwargs: Group | None
     data_ptrs: tuple[int, ...]
+    number: int = 0  # the same for descriptions that came out of a cache as equal; 0 when none did
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -185,6 +187,74 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> 
     parts = tuple([_describe_part(a, ptrs) for a in args])
     named = Group(tuple(kwargs), tuple([_describe_part(v, ptrs) for v in kwargs.values()])) if kwargs else None
     return Described(parts, named, tuple(ptrs))
+
+
+# What describes itself by its text and may be part of a dict key; floats are not: -0.0 == 0.0, nan != nan.
+_KEYS = frozenset(_WHOLE - {float, complex} | {str})
+_MOST_DESCRIBED = 20_000
+_numbers = itertools.count(1)
+
+
+class Descriptions:
+    """Descriptions of calls that look like earlier ones: a dict lookup, and nothing new to keep.
+
+    >>> seen = Descriptions()
+    >>> seen.of((torch.ones(2),), {}, [], False) is seen.of((torch.zeros(2),), {}, [], False)
+    True
+    """
+
+    __slots__ = ("_known",)
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Described] = {}
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], pointers: bool) -> Described:
+        """Describe arguments and append their tensors to `tensors`; addresses only where they are asked for."""
+        key: list[Any] = []
+        try:
+            regular = _look(args, key, tensors)
+            if kwargs:
+                for name in kwargs:
+                    key.append(name)
+                regular = _look(kwargs.values(), key, tensors) and regular
+            found = self._known.get(tuple(key)) if regular else None
+        except Exception:  # tensors without strides, symbolic numbers
+            regular, found = False, None
+        if not regular:
+            del tensors[:]
+            tensors.extend(tensors_in(args))
+            tensors.extend(tensors_in(kwargs))
+            return describe(args, kwargs)
+        if found is None:
+            if len(self._known) >= _MOST_DESCRIBED:
+                self._known.clear()
+            found = describe(args, kwargs)._replace(data_ptrs=(), number=next(_numbers))
+            self._known[tuple(key)] = found
+        if pointers:
+            addresses = tuple([t.data_ptr() for t in tensors])
+            return Described(found.args, found.kwargs, addresses, found.number)
+        return found
+
+
+def _look(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bool:
+    """Add to the key all that a description shows; False when a value has no such key."""
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            key += (value.shape, value.stride(), value.dtype, value.device, value.requires_grad, value.layout)
+            continue
+        kind = type(value)
+        if kind in _KEYS:
+            key += (kind, value)  # the kind as well: 1 == True
+        elif kind is float:
+            key += (kind, repr(value))
+        elif kind is tuple or kind is list:
+            key += (kind, len(value))
+            if not _look(value, key, tensors):
+                return False
+        else:
+            return False
+    return True
 
 
 def children(value: Any) -> tuple[tuple[str, ...] | None, list[Any]] | None:

@@ -49,6 +49,7 @@ class Store:
         self._wake = threading.Event()
         self._due = time.monotonic() + _PERIOD
         self._closed = False
+        self._foreign = False  # in a forked child
         path.parent.mkdir(parents=True, exist_ok=True)
         self._connection = sqlite3.connect(str(path), check_same_thread=False, isolation_level=None)
         # A write-ahead log keeps what was committed readable after kill -9.
@@ -71,7 +72,7 @@ class Store:
         waiting = self._waiting
 
         def add(row: tuple[Any, ...]) -> None:
-            if self.pid != os.getpid():
+            if self._foreign:
                 return
             waiting.append((name, row))
             size = len(waiting)
@@ -184,6 +185,8 @@ def current() -> Store:
 def forget_in_child() -> None:
     """After a fork the child must neither write to nor close its parent's file."""
     global _current, _guard
+    if _current is not None:
+        _current._foreign = True
     _current, _guard = None, threading.Lock()
 
 

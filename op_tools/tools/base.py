@@ -25,6 +25,8 @@ _FINDING_COLUMNS = {
     "location": "TEXT",
 }
 
+_MOST_SITES = 20_000
+
 
 class Tool:
     """A tool that works on operator calls between `start()` and `stop()`.
@@ -38,6 +40,7 @@ class Tool:
     transforms: ClassVar[bool] = False  # replaces how the operator runs, instead of watching it
     wants_backward: ClassVar[bool] = False
     wants_backward_start: ClassVar[bool] = False
+    wants_pointers: ClassVar[bool] = True  # looks at the addresses of tensors; with a full console all do
     announces: ClassVar[bool] = False  # says "apply OpXHook on ..." for every call
     order: ClassVar[int] = 50  # lower ones see the call first and the result last
     columns: ClassVar[dict[str, str]] = {}
@@ -81,11 +84,16 @@ class Tool:
         """Run the operator in another way."""
         return run(call.args, call.kwargs)
 
-    def before_node(self, call: Call, node: int) -> None:
-        """A backward node of the call is about to run."""
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether `after_backward` looks at the gradients; where no tool does, its lists hold None."""
+        return True
 
-    def after_node(self, call: Call, node: int) -> None:
-        """A backward node of the call has run."""
+    def before_node(self, call: Call, node: int) -> Any:
+        """A backward node of the call is about to run; `after_node` gets what this returns."""
+
+    def after_node(self, call: Call, started: Any) -> None:
+        """A backward node of the call has run; not called where `before_node` returned None."""
 
     def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
         """The backward pass of the call is complete."""
@@ -124,6 +132,7 @@ class Tool:
                 self._failures.clear()
                 self.calls = Counter()
                 self.findings_now = []
+                self._sites: dict[tuple[str, str, int, int], int] = {}
                 INTERCEPTOR.add(self)
             self._starts += 1
         return self
@@ -250,12 +259,17 @@ class Tool:
 
     def site(self, call: Call) -> int:
         """Number of the call's place and signature in the store; its description is stored once."""
-        found = call.notes.get("site")
+        inputs, outputs = call.inputs, call.outputs
+        quick = (call.op, call.location, inputs.number, outputs.number)
+        found = self._sites.get(quick)
         if found is None:
             assert self._store is not None
-            inputs, outputs = call.inputs, call.outputs
             key = (call.op, call.location, inputs.args, inputs.kwargs, outputs.args)
-            found = call.notes["site"] = self._store.site(key, call.op, call.location, lambda: describe_site(call))
+            found = self._store.site(key, call.op, call.location, lambda: describe_site(call))
+            if inputs.number and outputs.number:
+                if len(self._sites) >= _MOST_SITES:
+                    self._sites.clear()
+                self._sites[quick] = found
         return found
 
     def record(self, *row: Any) -> None:

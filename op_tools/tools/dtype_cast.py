@@ -33,6 +33,7 @@ class OpDtypeCast(Tool):
     transforms = True
     announces = True
     order = 70  # outside OpFallback: what is cast may then run on the CPU
+    wants_pointers = False
     columns: ClassVar[dict[str, str]] = {
         "call_id": "INTEGER",
         "site": "INTEGER",

@@ -8,7 +8,6 @@ follow. An operator that a device fuses into a kernel the CPU does not have runs
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, Final, NamedTuple
@@ -109,13 +108,17 @@ class OpFallback(Tool):
     order = 80
     wants_backward = True
     wants_backward_start = True
+    wants_pointers = False
     columns: ClassVar[dict[str, str]] = {"call_id": "INTEGER", "site": "INTEGER", "ran_on": "TEXT", "step": "INTEGER"}
+
+    @property
+    def wants_gradients(self) -> bool:
+        return False
 
     def prepare(self) -> None:
         # Copies may be kept only where every operator passes through here, so that every write is seen.
         keep = self.only is None and not self.filter.include and not self.filter.exclude and not self.gated
         self._twins = _Twins(keep)
-        self._open: dict[tuple[int, int, int], _OnCpu] = {}
         self.copied_bytes = 0
 
     def transform(self, call: Call, run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Any:
@@ -137,11 +140,11 @@ class OpFallback(Tool):
                 self.found(call, "refused", f"{missing}; {reason}; it ran on the device", once=True)
                 result = run(call.args, call.kwargs)
                 ran_on = "device"
-        call.notes[(self, "ran_on")] = ran_on
+        call.notes[self] = ran_on
         return result
 
     def after(self, call: Call) -> None:
-        ran_on = call.notes.get((self, "ran_on"))
+        ran_on = call.notes.get(self)
         if ran_on is None:
             return
         site = self.site(call)
@@ -171,21 +174,19 @@ class OpFallback(Tool):
             self.view.tables.render(site, call.op, rows, pointers, console.DEFAULT_COLUMNS),
         )
 
-    def before_node(self, call: Call, node: int) -> None:
-        if call.notes.get((self, "ran_on")) == "cpu":
-            mode = _OnCpu(self._twins)
-            mode.__enter__()
-            self._open[(call.id, node, threading.get_ident())] = mode
+    def before_node(self, call: Call, node: int) -> Any:
+        if call.notes.get(self) != "cpu":
+            return None
+        mode = _OnCpu(self._twins)
+        mode.__enter__()
+        return mode
 
-    def after_node(self, call: Call, node: int) -> None:
-        mode = self._open.pop((call.id, node, threading.get_ident()), None)
-        if mode is not None:
-            mode.__exit__(None, None, None)
+    def after_node(self, call: Call, started: Any) -> None:
+        started.__exit__(None, None, None)
 
     def finish(self) -> None:
         self.copied_bytes = self._twins.copied_bytes
         self._twins.clear()
-        self._open.clear()
 
     def summary(self) -> list[str]:
         return [f"{self.copied_bytes / 1e6:.1f} MB copied between device and host"]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import threading
 import weakref
+from array import array
 from collections import deque
 from collections.abc import Iterable
+from math import isfinite
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
@@ -14,43 +16,41 @@ import torch
 from .. import console
 from ..devices import can_pin, event_class, quiet
 from ..intercept import Call
-from ..opcall import Described, Tensor, TensorMeta, labelled, tensors_in
+from ..opcall import Described, Tensor, TensorMeta, labelled
 from .base import Tool
 
 _BATCH: Final = 256  # tensors measured between two transfers to the host
-_MOST_BATCHES: Final = 4
+_MOST_FLIGHTS: Final = 4
+_MOST_ENTRIES: Final = 1_024
+_STATISTICS: Final = ("inf", "nan", "min", "max", "mean", "std", "norm")
+_ROLES: Final = {"forward": ("inputs", "outputs"), "backward": ("grad_outputs", "grad_inputs")}
+_MEASURED_AS_THEY_ARE: Final = frozenset({torch.float32, torch.float64})
 _MOST_REPORTED: Final = 10
 
 
 class _Measure:
     """Statistics of one version of one tensor; the numbers arrive with its batch."""
 
-    __slots__ = ("numel", "values")
+    __slots__ = ("bad", "numel", "stats")
 
     def __init__(self, numel: int) -> None:
         self.numel = numel
-        self.values: tuple[float, float, float, float] | None = None
+        self.bad = False
+        self.stats: tuple[float, ...] = ()  # in the order of _STATISTICS
 
-    @property
-    def bad(self) -> bool:
-        values = self.values
-        return values is not None and not (math.isfinite(values[0]) and math.isfinite(values[1]))
+    def arrive(self, low: float, high: float, mean: float, var: float) -> None:
+        n = self.numel
+        self.bad = not (isfinite(low) and isfinite(high))
+        spread = max(var, 0.0) if var == var else var
+        std = math.sqrt(spread * n / (n - 1)) if n > 1 else 0.0
+        norm = math.sqrt(n * (spread + mean * mean))
+        inf, nan = math.isinf(low) or math.isinf(high), low != low or high != high
+        self.stats = (float(inf), float(nan), low, high, mean, std, norm)
 
     def row(self) -> dict[str, Any]:
-        if self.values is None:
-            return {}
-        low, high, mean, var = self.values
-        n = self.numel
-        spread = max(var, 0.0) if not math.isnan(var) else var
-        return {
-            "inf": math.isinf(low) or math.isinf(high),
-            "nan": math.isnan(low) or math.isnan(high),
-            "min": low,
-            "max": high,
-            "mean": mean,
-            "std": math.sqrt(spread * n / (n - 1)) if n > 1 else 0.0,
-            "norm": math.sqrt(n * (spread + mean * mean)),
-        }
+        row: dict[str, Any] = dict(zip(_STATISTICS, self.stats))
+        row["inf"], row["nan"] = bool(row["inf"]), bool(row["nan"])
+        return row
 
 
 class _Entry(NamedTuple):
@@ -63,10 +63,39 @@ class _Entry(NamedTuple):
 class _Flight(NamedTuple):
     """A batch on its way to the host."""
 
-    values: Tensor
+    values: Tensor  # the extremes of all its tensors, then their variances, then their means
     event: Any
     measures: list[_Measure]
     entries: list[_Entry]
+
+
+class _Batch:
+    """Measurements of one device and dtype that are still on the device."""
+
+    __slots__ = ("extremes", "means", "measures", "slots", "variances")
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.extremes = torch.empty(2 * _BATCH, dtype=dtype, device=device)
+        self.slots = list(self.extremes.unbind())  # reductions write there: nothing is gathered afterwards
+        self.slots.reverse()
+        self.variances: list[Tensor] = []
+        self.means: list[Tensor] = []
+        self.measures: list[_Measure] = []
+
+    def add(self, data: Tensor) -> _Measure:
+        slots = self.slots
+        torch.aminmax(data, out=(slots[-1], slots[-2]))
+        var, mean = torch.var_mean(data, correction=0)
+        del slots[-2:]  # only now: a reduction that the device lacks leaves the batch as it was
+        self.variances.append(var)
+        self.means.append(mean)
+        measure = _Measure(data.numel())
+        self.measures.append(measure)
+        return measure
+
+    def values(self) -> Tensor:
+        count = 2 * len(self.measures)
+        return torch.cat([self.extremes[:count], torch.stack(self.variances + self.means)])
 
 
 class OpOverflowCheck(Tool):
@@ -82,29 +111,22 @@ class OpOverflowCheck(Tool):
     prefix = "OP_OVERFLOW_CHECK"
     order = 35
     wants_backward = True
+    wants_pointers = False
     columns: ClassVar[dict[str, str]] = {
         "call_id": "INTEGER",
         "site": "INTEGER",
         "phase": "TEXT",
-        "role": "TEXT",
-        "tensor": "INTEGER",
-        "inf": "INTEGER",
-        "nan": "INTEGER",
-        "min": "REAL",
-        "max": "REAL",
-        "mean": "REAL",
-        "std": "REAL",
-        "norm": "REAL",
+        "tensors": "BLOB",  # 0 or 1 for what arrived or left, and its number: unsigned 16-bit pairs
+        "statistics": "BLOB",  # _STATISTICS of each of them as doubles
     }
 
     def prepare(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], int, _Measure]] = {}
-        self._scalars: dict[torch.dtype, list[Tensor]] = {}
-        self._measures: dict[torch.dtype, list[_Measure]] = {}
+        self._batches: dict[tuple[torch.dtype, torch.device], _Batch] = {}
         self._entries: list[_Entry] = []
         self._flights: deque[_Flight] = deque()
+        self._full: list[_Batch] = []
         self._guard = threading.RLock()
-        self._pending = 0
         self._made = 0
         self._passed_on = 0
         self._first: Any = None
@@ -113,54 +135,58 @@ class OpOverflowCheck(Tool):
 
     # -- on the device --------------------------------------------------------------------------------
 
-    def _measure(self, tensor: Tensor) -> _Measure | None:
-        if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
-            return None
-        if tensor.device.type == "meta" or tensor.layout != torch.strided:
-            return None
-        key = id(tensor)
-        version = -1 if tensor.is_inference() else tensor._version
-        known = self._known.get(key)
-        if known is not None and known[0]() is tensor and known[1] == version and version >= 0:
-            self.reused += 1
-            return known[2]
-        data = tensor.detach()
-        if data.is_complex():
-            data = torch.view_as_real(data.resolve_conj())
-        if data.dtype not in (torch.float32, torch.float64):
-            data = data.float()
-        low, high = torch.aminmax(data)
-        var, mean = torch.var_mean(data, correction=0)
-        measure = _Measure(data.numel())
-        self._scalars.setdefault(data.dtype, []).extend((low, high, mean, var))
-        self._measures.setdefault(data.dtype, []).append(measure)
-        self._pending += 1
-        self.measured += 1
-        known_now = self._known
-
-        def forget(_: Any, key: int = key) -> None:
-            known_now.pop(key, None)
-
-        self._known[key] = (weakref.ref(tensor, forget), version, measure)
-        return measure
-
     def _all(self, tensors: Iterable[Tensor | None]) -> tuple[tuple[int, _Measure], ...]:
         found = []
-        for index, tensor in enumerate(tensors):
-            measure = self._measure(tensor) if tensor is not None else None
-            if measure is not None:
-                found.append((index, measure))
+        index = -1
+        for tensor in tensors:
+            index += 1
+            if tensor is None:
+                continue
+            known = self._known.get(id(tensor))
+            if known is not None and known[0]() is tensor and known[1] == tensor._version:
+                self.reused += 1
+                found.append((index, known[2]))
+            elif (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel():
+                measure = self._measure(tensor)
+                if measure is not None:
+                    found.append((index, measure))
         return tuple(found)
 
+    def _measure(self, tensor: Tensor) -> _Measure | None:
+        if tensor.layout != torch.strided or tensor.is_meta:
+            return None
+        with quiet():
+            data = tensor.detach()
+            if data.is_complex():
+                data = torch.view_as_real(data.resolve_conj())
+            if data.dtype not in _MEASURED_AS_THEY_ARE:
+                data = data.float()
+            kind = (data.dtype, data.device)
+            batch = self._batches.get(kind)
+            if batch is None:
+                batch = self._batches[kind] = _Batch(*kind)
+            measure = batch.add(data)
+            if not batch.slots:
+                self._full.append(self._batches.pop(kind))
+        self.measured += 1
+        if not tensor.is_inference():  # those count no versions
+            key, known = id(tensor), self._known
+
+            def forget(_: Any) -> None:
+                known.pop(key, None)
+
+            known[key] = (weakref.ref(tensor, forget), tensor._version, measure)
+        return measure
+
     def before(self, call: Call) -> None:
-        with quiet(), self._guard:
-            call.notes[self] = self._all([*tensors_in(call.args), *tensors_in(call.kwargs)])
+        with self._guard:
+            call.notes[self] = self._all(call.tensors)
 
     def after(self, call: Call) -> None:
         self.announce(call)
         arriving = call.notes.pop(self, ())
-        with quiet(), self._guard:
-            leaving = () if call.traits.view else self._all(tensors_in(call.result))
+        with self._guard:
+            leaving = () if call.traits.view else self._all(call.results)
             self._enter(_Entry(call, "forward", arriving, leaving))
 
     def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
@@ -171,33 +197,33 @@ class OpOverflowCheck(Tool):
     def _enter(self, entry: _Entry) -> None:
         self._entries.append(entry)
         at_once = self.only is not None  # a feature on one operator shows at once
-        if at_once or self._pending >= _BATCH or len(self._entries) >= 4 * _BATCH:
-            self._send()
-            while len(self._flights) > (0 if at_once else _MOST_BATCHES):
+        if at_once or self._full or len(self._entries) >= _MOST_ENTRIES:
+            with quiet():
+                self._send()
+            while len(self._flights) > (0 if at_once else _MOST_FLIGHTS):
                 self._land(self._flights.popleft())
 
     def _send(self) -> None:
+        """Start the batches on their way; what waits for them waits with the last one."""
         entries, self._entries = self._entries, []
-        dtypes = list(self._scalars)
-        for dtype in dtypes:
-            scalars, measures = self._scalars.pop(dtype), self._measures.pop(dtype)
-            stacked = torch.stack(scalars) if _one_device(scalars) else torch.stack([s.cpu() for s in scalars])
+        batches = [*self._full, *self._batches.values()]
+        self._full, self._batches = [], {}
+        for batch in batches:
+            values = batch.values()
             event = None
-            if stacked.device.type != "cpu":
-                kind = event_class(stacked.device.type)
-                if kind is not None and can_pin(stacked.device.type):
-                    host = torch.empty(stacked.shape, dtype=dtype, pin_memory=True)
-                    host.copy_(stacked, non_blocking=True)
+            if values.device.type != "cpu":
+                kind = event_class(values.device.type)
+                if kind is not None and can_pin(values.device.type):
+                    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+                    host.copy_(values, non_blocking=True)
                     event = kind()
                     event.record()
-                    stacked = host
+                    values = host
                 else:
-                    stacked = stacked.cpu()
-            last = dtype is dtypes[-1]
-            self._flights.append(_Flight(stacked, event, measures, entries if last else []))
-        if not dtypes and entries:
+                    values = values.cpu()
+            self._flights.append(_Flight(values, event, batch.measures, entries if batch is batches[-1] else []))
+        if not batches and entries:
             self._flights.append(_Flight(torch.empty(0), None, [], entries))
-        self._pending = 0
 
     # -- on the host ----------------------------------------------------------------------------------
 
@@ -205,21 +231,23 @@ class OpOverflowCheck(Tool):
         if flight.event is not None:
             flight.event.synchronize()
         numbers = flight.values.tolist()
-        for index, measure in enumerate(flight.measures):
-            low, high, mean, var = numbers[4 * index : 4 * index + 4]
-            measure.values = (low, high, mean, var)
+        n = len(flight.measures)
+        extremes, variances, means = numbers[: 2 * n], numbers[2 * n : 3 * n], numbers[3 * n :]
+        for measure, low, high, mean, var in zip(flight.measures, extremes[::2], extremes[1::2], means, variances):
+            measure.arrive(low, high, mean, var)
         for entry in flight.entries:
             self._judge(entry)
 
     def _judge(self, entry: _Entry) -> None:
         call = entry.call
-        site = self.site(call)
-        roles = ("inputs", "outputs") if entry.phase == "forward" else ("grad_outputs", "grad_inputs")
-        for role, measures in zip(roles, (entry.arriving, entry.leaving)):
+        roles = _ROLES[entry.phase]
+        which, numbers = array("H"), array("d")
+        for side, measures in enumerate((entry.arriving, entry.leaving)):
             for index, measure in measures:
-                row = measure.row()
-                if row:
-                    self.record(call.id, site, entry.phase, role, index, *row.values())
+                which.extend((side, index & 0xFFFF))
+                numbers.extend(measure.stats)
+        if which:
+            self.record(call.id, self.site(call), entry.phase, which.tobytes(), numbers.tobytes())
         if not any(m.bad for _, m in entry.leaving):
             return
         if any(m.bad for _, m in entry.arriving):
@@ -276,14 +304,23 @@ class OpOverflowCheck(Tool):
             facts.append(f"first: {first.op} at {first.location}")
         return facts
 
-    def polish(self, row: dict[str, Any]) -> None:
-        row.pop("described", None)
-        row["inf"], row["nan"] = bool(row["inf"]), bool(row["nan"])
-
-
-def _one_device(tensors: list[Tensor]) -> bool:
-    first = tensors[0].device
-    return all(t.device == first for t in tensors)
+    def records(self) -> list[dict[str, Any]]:
+        """One row per measured tensor of a call (`check.records()[0]["max"]`)."""
+        rows = []
+        for row in super().records():
+            which, numbers = array("H", row.pop("tensors")), array("d", row.pop("statistics"))
+            described = (row.pop("op"), row.pop("location"))
+            row.pop("described", None)
+            size = len(_STATISTICS)
+            for position in range(len(which) // 2):
+                side, index = which[2 * position : 2 * position + 2]
+                stats = dict(zip(_STATISTICS, numbers[size * position : size * position + size]))
+                stats["inf"], stats["nan"] = bool(stats["inf"]), bool(stats["nan"])
+                role = _ROLES[row["phase"]][side]
+                rows.append(
+                    {**row, "role": role, "tensor": index, **stats, "op": described[0], "location": described[1]}
+                )
+        return rows
 
 
 def _tensor_labels(described: Described, role: str) -> list[tuple[str, TensorMeta]]:

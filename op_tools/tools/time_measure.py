@@ -27,7 +27,7 @@ class _Timing(NamedTuple):
 
     call: Call
     phase: str
-    spans: list[tuple[Any, Any]]
+    spans: tuple[Any, ...]  # first and last mark of each stretch, one after the other
     host_start: int
     device_type: str
     thread: int
@@ -70,6 +70,7 @@ class OpTimeMeasure(Tool):
     order = 90  # closest to the kernel: the work of other tools is not measured
     wants_backward = True
     wants_backward_start = True
+    wants_pointers = False
     columns: ClassVar[dict[str, str]] = {
         "call_id": "INTEGER",
         "site": "INTEGER",
@@ -80,11 +81,15 @@ class OpTimeMeasure(Tool):
         "step": "INTEGER",
     }
 
+    @property
+    def wants_gradients(self) -> bool:
+        return self.view.full
+
     def prepare(self) -> None:
+        self._spans = object()  # key of the notes of a call whose backward pass is on its way
         self._waiting: deque[_Timing] = deque()
         self._free: dict[str, list[Any]] = {}
         self._samples: dict[tuple[str, str], _Samples] = {}
-        self._open: dict[tuple[int, int, int], tuple[Any, str]] = {}
         self._reading = threading.Lock()
         self._began = time.perf_counter_ns()
         self._device_types: set[str] = set()
@@ -94,17 +99,20 @@ class OpTimeMeasure(Tool):
     # -- measuring ------------------------------------------------------------------------------------
 
     def _mark(self, device_type: str) -> Any:
-        kind = event_class(device_type)
-        if kind is None:
-            return time.perf_counter_ns()
         free = self._free.get(device_type)
-        event = free.pop() if free else kind(enable_timing=True)
+        if free:
+            event = free.pop()
+        else:
+            kind = event_class(device_type)
+            if kind is None:
+                return time.perf_counter_ns()
+            self._device_types.add(device_type)
+            event = kind(enable_timing=True)
         event.record()
         return event
 
     def before(self, call: Call) -> None:
         device_type = call.device.type
-        self._device_types.add(device_type)
         call.notes[self] = (device_type, time.perf_counter_ns(), self._mark(device_type))
 
     def after(self, call: Call) -> None:
@@ -113,39 +121,40 @@ class OpTimeMeasure(Tool):
             return
         device_type, host_start, first = started
         last = self._mark(device_type)
+        call.notes[self] = device_type
         self.announce(call)
-        self._wait_for(_Timing(call, "forward", [(first, last)], host_start, device_type, _thread(), None))
+        self._wait_for(_Timing(call, "forward", (first, last), host_start, device_type, _thread(), None))
 
-    def before_node(self, call: Call, node: int) -> None:
-        device_type = call.notes[self][0]
-        host = time.perf_counter_ns()
-        self._open[(call.id, node, _thread())] = (self._mark(device_type), device_type)
-        call.notes.setdefault((self, "host"), host)
+    def before_node(self, call: Call, node: int) -> Any:
+        device_type = call.notes.get(self)
+        if device_type is None:
+            return None
+        return (time.perf_counter_ns(), self._mark(device_type), device_type)
 
-    def after_node(self, call: Call, node: int) -> None:
-        opened = self._open.pop((call.id, node, _thread()), None)
-        if opened is not None:
-            first, device_type = opened
-            call.notes.setdefault((self, "spans"), []).append((first, self._mark(device_type)))
+    def after_node(self, call: Call, started: Any) -> None:
+        host, first, device_type = started
+        last = self._mark(device_type)
+        earlier = call.notes.get(self._spans)
+        call.notes[self._spans] = (host, first, last) if earlier is None else (*earlier, first, last)
 
     def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
-        spans = call.notes.pop((self, "spans"), [])
-        host = call.notes.pop((self, "host"), 0)
-        if not spans:
+        spans = call.notes.pop(self._spans, None)
+        if spans is None:
             return
         described = None
         if self.view.full:
             described = (describe(tuple(grad_outputs)), describe(_given(grad_inputs)))
-        self._wait_for(_Timing(call, "backward", spans, host, call.notes[self][0], _thread(), described))
+        self._wait_for(_Timing(call, "backward", spans[1:], spans[0], call.notes[self], _thread(), described))
 
     # -- reading back ---------------------------------------------------------------------------------
 
     def _wait_for(self, timing: _Timing) -> None:
-        self._waiting.append(timing)
+        waiting = self._waiting
+        waiting.append(timing)
         at_once = self.only is not None  # a feature on one operator shows at once
-        if (at_once or len(self._waiting) >= _READ_AT) and self._reading.acquire(blocking=False):
+        if (at_once or len(waiting) >= _READ_AT) and self._reading.acquire(blocking=False):
             try:
-                self._read(wait=at_once or len(self._waiting) >= _MOST_WAITING)
+                self._read(wait=at_once or len(waiting) >= _MOST_WAITING)
             finally:
                 self._reading.release()
 
@@ -153,29 +162,32 @@ class OpTimeMeasure(Tool):
         waiting = self._waiting
         while waiting:
             timing = waiting[0]
-            if not wait and not all(_passed(last) for _, last in timing.spans):
+            spans = timing.spans
+            last = spans[-1]
+            if type(last) is int:
+                waiting.popleft()
+                self._keep(timing, (sum(spans[1::2]) - sum(spans[::2])) / 1e6)
+                continue
+            if not wait and not all(mark.query() for mark in spans[1::2]):
                 return
             waiting.popleft()
             elapsed = 0.0
-            for first, last in timing.spans:
-                if isinstance(first, int):
-                    elapsed += (last - first) / 1e6
-                else:
+            for first, last in zip(spans[::2], spans[1::2]):
+                if wait:
                     last.synchronize()
-                    elapsed += first.elapsed_time(last)
-                    free = self._free.setdefault(timing.device_type, [])
-                    free += (first, last)
+                elapsed += first.elapsed_time(last)
+            self._free.setdefault(timing.device_type, []).extend(spans)
             self._keep(timing, elapsed)
 
     def _keep(self, timing: _Timing, elapsed: float) -> None:
-        call = timing.call
-        samples = self._samples.get((call.op, timing.phase))
+        call, phase = timing.call, timing.phase
+        samples = self._samples.get((call.op, phase))
         if samples is None:
-            samples = self._samples[(call.op, timing.phase)] = _Samples()
+            samples = self._samples[(call.op, phase)] = _Samples()
         samples.add(elapsed)
         site = self.site(call)
         start = (timing.host_start - self._began) / 1e3
-        self.record(call.id, site, timing.phase, elapsed, start, timing.thread, call.step)
+        self._add_row((self._run_key, call.id, site, phase, elapsed, start, timing.thread, call.step))
         if self.view.full:
             self._show(timing, site, elapsed)
 
@@ -210,7 +222,6 @@ class OpTimeMeasure(Tool):
     def finish(self) -> None:
         with self._reading:
             self._read(wait=True)
-        self._open.clear()
         rows = self._pairs()
         if self.view.full and rows:
             header = ["name", "forward_id", "forward_elasped", "backward_elasped", "unit"]
@@ -275,7 +286,7 @@ class OpTimeMeasure(Tool):
         facts = console.table(header, body).splitlines()
         if len(rows) > 30:
             facts.append(f"and {len(rows) - 30} more rows: by_op() has them all")
-        if None in {event_class(d) for d in self._device_types}:
+        if self.calls and not self._device_types:
             facts.append("times of the host clock (the device has no timing events)")
         return [*facts, f"times in {self.csv_path}", f"trace for Perfetto or chrome://tracing in {self.trace_path}"]
 
@@ -306,16 +317,22 @@ class OpTimeMeasure(Tool):
         row.pop("described", None)
 
 
+_native_ids: dict[int, int] = {}
+
+
 def _thread() -> int:
-    return threading.get_native_id()
+    """The thread's number in the system: asked once per thread, since asking is a system call."""
+    ident = threading.get_ident()
+    number = _native_ids.get(ident)
+    if number is None:
+        if len(_native_ids) > 10_000:
+            _native_ids.clear()
+        number = _native_ids[ident] = threading.get_native_id()
+    return number
 
 
 def _given(grads: list[Tensor | None]) -> tuple[Tensor, ...]:
     return tuple(g for g in grads if g is not None)
-
-
-def _passed(mark: Any) -> bool:
-    return isinstance(mark, int) or mark.query()
 
 
 def _unused(path: Path) -> Path:

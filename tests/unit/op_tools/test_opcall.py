@@ -7,10 +7,10 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from op_tools.opcall import TensorMeta, describe, labelled, map_tensors, tensors_in
+from op_tools.opcall import Descriptions, TensorMeta, describe, labelled, map_tensors, tensors_in
 
 
 class Point(NamedTuple):
@@ -93,3 +93,39 @@ def test_tensors_without_strides_are_described() -> None:
     assert isinstance(meta, TensorMeta)
     assert meta.stride is None
     assert meta.as_dict()["layout"] == "torch.sparse_coo"
+
+
+# -- descriptions of calls that look alike -------------------------------------------------------------
+
+_values = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-3, 3),
+        st.floats(allow_nan=True, width=16),
+        st.sampled_from(["a", "b"]),
+        st.sampled_from([torch.float32, torch.device("cpu"), torch.Size([1]), ...]),
+        st.builds(
+            lambda shape, dtype, grad: torch.zeros(shape, dtype=dtype, requires_grad=grad),
+            st.lists(st.integers(0, 2), max_size=2),
+            st.sampled_from([torch.float32, torch.float64]),
+            st.booleans(),
+        ),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2), st.lists(inner, max_size=2).map(tuple), st.dictionaries(st.just("k"), inner)
+    ),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.lists(_values, max_size=3), st.dictionaries(st.sampled_from("xy"), _values)), max_size=4))
+def test_a_cached_description_is_the_one_that_would_be_made(calls: list[Any]) -> None:
+    seen = Descriptions()
+    for args, kwargs in [*calls, *calls]:
+        tensors: list[torch.Tensor] = []
+        found = seen.of(tuple(args), kwargs, tensors, True)
+        made = describe(tuple(args), kwargs)
+        assert (found.args, found.kwargs, found.data_ptrs) == (made.args, made.kwargs, made.data_ptrs)
+        assert [id(t) for t in tensors] == [id(t) for t in tensors_in((tuple(args), kwargs))]
