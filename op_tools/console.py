@@ -13,6 +13,7 @@ from .opcall import Described, Finding, TensorMeta, labelled, short
 CAPTURE_COLUMNS: Final = ["name", "device", "dtype", "numel", "shape", "stride", "requires_grad", "layout", "data_ptr"]
 DEFAULT_COLUMNS: Final = ["name", "shape", "stride", "numel", "dtype", "device", "requires_grad", "layout", "data_ptr"]
 COMPARE_COLUMNS: Final = ["name", "allclose", "max_abs_diff", "max_relative_diff", "atol", "rtol", "error_info"]
+VERDICT_COLUMNS: Final = ["cosine", "max_ulp", "verdict"]
 CAST_COLUMNS: Final = ["name", "target", "action", "config"]
 _MOST_TEMPLATES: Final = 20_000
 
@@ -175,6 +176,21 @@ def summary_text(title: str, facts: Sequence[str], rows: Sequence[Sequence[str]]
     if rows:
         lines.append(table(header, rows))
     return "\n".join(lines)
+
+
+def wait_with_progress(what: str, total: int, left: Callable[[], int]) -> None:
+    """A progress bar on stderr until nothing is left (`wait_with_progress("comparing", 100, count)`)."""
+    import time
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        while (remaining := left()) > 0:
+            progress.update(task, completed=total - remaining)
+            time.sleep(0.1)
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

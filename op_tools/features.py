@@ -258,6 +258,7 @@ def _watch(
             if INTERCEPTOR.tools:
                 _put_on(INTERCEPTOR)
 
+    one_unit.op_tools_function = function  # type: ignore[attr-defined]
     return INTERCEPTOR.watch(plan, one_unit, args, kwargs)
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import op_facts
+from . import op_facts, settings
 from .opcall import Tensor, map_tensors, tensors_in
 from .traits import OpTraits, traits_of
 
@@ -61,6 +61,8 @@ class Source:
     kwargs: dict[str, Any]
     grad_outputs: Sequence[Tensor | None] | None = None
     device: str = ""  # the type of the device: what is known of its kernels is taken into account
+    rounded_to: torch.dtype | None = None  # autocast rounded the float32 arguments to this dtype first
+    autocast: torch.dtype | None = None  # the lower precision of the autocast region around the call
 
 
 @dataclasses.dataclass
@@ -166,20 +168,33 @@ def run(
     name: str | None = None,
     traits: OpTraits | None = None,
     device: str = "",
+    rounded_to: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
     max_bytes: int | None = None,
 ) -> GoldenResult:
     """Do a call again on the CPU, float64 in place of every float; never raises for what the call does.
 
     `args` and `kwargs` are CPU copies of the arguments from *before* the call, in the device's dtypes.
     `grad_outputs`, one per tensor of the result, adds the backward pass. `dtype_cast` overrides the casts.
-    `device` is the type of the device whose result will be judged (`"cuda"`).
+    `device` is the type of the device whose result will be judged (`"cuda"`); `rounded_to` is the dtype to which
+    autocast rounded the float32 arguments there (see `autocast_rounds_to`), `autocast` that of the region.
 
     >>> run(torch.mul, (torch.ones(2, requires_grad=True), 3), grad_outputs=[torch.ones(2)]).grad_inputs
     [tensor([3., 3.], dtype=torch.float64)]
     """
     if traits is None:
         traits = traits_of(function)
-    source = Source(function, name or traits.name, traits, tuple(args), dict(kwargs or {}), grad_outputs, device)
+    source = Source(
+        function,
+        name or traits.name,
+        traits,
+        tuple(args),
+        dict(kwargs or {}),
+        grad_outputs,
+        device,
+        rounded_to,
+        autocast,
+    )
     reason = _why_not(source, max_bytes)
     if reason:
         return GoldenResult(False, reason, source)
@@ -187,6 +202,28 @@ def run(
     result = _first_that_works(source, dtype_cast, backward=grad_outputs is not None)
     result.seconds = time.perf_counter() - started
     return result
+
+
+def casts_of(op: str) -> dict[torch.dtype, torch.dtype] | None:
+    """Casts that the user asked for, or None for double precision (`casts_of("torch.add")`).
+
+    `<OP>_OP_DTYPE_CAST_DICT` wins over `OP_DTYPE_CAST_DICT`.
+    """
+    for variable in (f"{settings.op_prefix(op)}_OP_DTYPE_CAST_DICT", "OP_DTYPE_CAST_DICT"):
+        text = settings.read(variable)
+        if text:
+            return settings.parse_dtype_map(text, variable)
+    return None
+
+
+def autocast_rounds_to(name: str, low: torch.dtype, result: Any) -> torch.dtype | None:
+    """The dtype to which autocast with dtype `low` rounded the arguments of a call, None if it did not.
+
+    Told by the result: `autocast_rounds_to("torch.nn.functional.linear", torch.bfloat16, y)`.
+    """
+    if op_facts.last_name(name) not in op_facts.AUTOCAST_LOW:
+        return None
+    return low if any(t.dtype == low for t in tensors_in(result)) else None
 
 
 def _why_not(source: Source, max_bytes: int | None) -> str:
@@ -238,7 +275,7 @@ def _one_line(error: BaseException) -> str:
 def _execute(source: Source, cast: Cast, backward: bool, mode: TorchDispatchMode | None) -> Run:
     with _neutral(grad=backward):
         enter = backward and op_facts.may_mutate(source.name, source.kwargs)
-        prepared = _Copies(cast, enter, whole="as_strided" in source.name)
+        prepared = _Copies(cast, enter, whole="as_strided" in source.name, rounded_to=source.rounded_to)
         args, kwargs = op_facts.adapt(source.name, source.args, source.kwargs)
         args, kwargs = prepared.of(args), prepared.of(kwargs)
         function = op_facts.on_cpu(source.name, source.function)
@@ -258,7 +295,14 @@ def _neutral(grad: bool) -> Iterator[None]:
         stack.enter_context(torch.enable_grad() if grad else torch.no_grad())
         if torch.is_autocast_enabled("cpu"):
             stack.enter_context(torch.autocast("cpu", enabled=False))
+        if grad and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            # checkpointing counts what is saved under its hooks: the golden run is not to be counted
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_is, _as_is))
         yield
+
+
+def _as_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _gradients(source: Source, outputs: Any, prepared: _Copies) -> list[Tensor | None]:
@@ -295,9 +339,9 @@ class _Enter(torch.autograd.Function):
 class _Copies:
     """Casts a tree of arguments to private CPU tensors that share memory exactly where the originals do."""
 
-    def __init__(self, cast: Cast, enter: bool, whole: bool) -> None:
+    def __init__(self, cast: Cast, enter: bool, whole: bool, rounded_to: torch.dtype | None = None) -> None:
         self._cast, self._enter = cast, enter
-        self._whole = whole
+        self._whole, self._rounded_to = whole, rounded_to
         self._storages: dict[tuple[int, torch.dtype], tuple[Tensor, int]] = {}
         self._made: dict[Any, tuple[Tensor, Tensor | None]] = {}
         self._order: list[Tensor | None] = []
@@ -371,6 +415,8 @@ class _Copies:
             plain = torch.empty(0, dtype=source.dtype, device=source.device)
             plain.set_(source.untyped_storage(), start, (end - start,), (1,))
             target = self._cast.get(source.dtype, source.dtype)
+            if self._rounded_to is not None and source.dtype == torch.float32:
+                plain = plain.to(self._rounded_to)
             found = self._storages[key] = (plain.to(device="cpu", dtype=target, copy=True), start)
         return found
 

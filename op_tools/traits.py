@@ -35,6 +35,7 @@ BOOKKEEPING: Final = frozenset(
         "_backward_hooks",
         "_dimI",
         "_dimV",
+        "_has_compatible_shallow_copy_type",
         "_indices",
         "_is_view",
         "_is_zerotensor",

@@ -1,27 +1,88 @@
-"""OpAutoCompare: compares every operator with a golden run on the CPU, forward and backward."""
+"""OpAutoCompare: compares every operator with a golden run on the CPU, forward and backward.
+
+The run only copies: arguments and results are staged on the device, and threads fetch them, do the golden run
+and judge. Comparisons may end in any order; they are told in the order of the calls.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import dataclasses
+import functools
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 
-from .. import archive, console, cpu_check, settings, store
-from ..cpu_check import Comparison, Tolerances, all_right, compare
+from .. import archive, attribution, console, golden, reproducer, settings, store, verdict
+from ..attribution import Blame, Lineage
+from ..budget import MODES, Chooser, kind_of, parse_budget
 from ..devices import quiet
+from ..golden import GoldenResult
 from ..intercept import Call
-from ..opcall import Described, Tensor, TensorMeta, describe, labelled, map_tensors, tensors_in
-from ..snapshot import Unpacker
+from ..module_path import module_path
+from ..opcall import Tensor, TensorMeta, describe, labelled, tensors_in
+from ..snapshot import Staged, Unpacker, rebuild, stage
+from ..verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
+from ..writer import Writer
 from .base import Tool
+
+_MOST_SAVED: Final = 200  # wrong calls that are saved to disk
+_MOST_BLAMES: Final = 10_000
+_MOST_SHOWN: Final = 5_000  # rows of the table at the end
+
+
+@dataclasses.dataclass
+class _Job:
+    """One comparison to do: what the call was, and the copies of its tensors."""
+
+    event: int
+    phase: str
+    call: Call
+    device: str
+    site: int
+    module: str
+    kind: Hashable
+    function: Any
+    before: Staged
+    after: Staged | None = None  # (args, kwargs, result)
+    grads: Staged | None = None  # (grad_outputs, grad_inputs)
+    rounded_to: torch.dtype | None = None
+    autocast: torch.dtype | None = None
+    grad_enabled: bool = True
+    twin: _Job | None = None  # what waits for the backward of the same call
+    done: threading.Event = dataclasses.field(default_factory=threading.Event)
+    # what came out
+    judgement: Judgement | None = None
+    result: GoldenResult | None = None
+    error: BaseException | None = None
+    host: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(s.nbytes for s in (self.before, self.after, self.grads) if s is not None)
+
+    def forget(self) -> None:
+        """Let go of all tensors."""
+        self.after = self.grads = self.result = self.twin = None
+        self.host = {}
 
 
 class OpAutoCompare(Tool):
     """Compare each operator's results and gradients with the CPU while the training runs.
 
+    `mode` is `every` (call) or `once` (per operator, shape, dtype and layout); `budget="2x"` compares as much as
+    keeps the run within that factor. Both can also be set by `OP_AUTOCOMPARE_MODE` and `OP_AUTOCOMPARE_BUDGET`.
+
     >>> with op_tools.OpAutoCompare() as comparison:  # doctest: +SKIP
     ...     train_step()
-    >>> [row["name"] for row in comparison.records() if not row["allclose"]]  # doctest: +SKIP
+    >>> [row["name"] for row in comparison.records() if row["verdict"] == "wrong"]  # doctest: +SKIP
     """
 
     name = "OpAutoCompare"
@@ -39,137 +100,354 @@ class OpAutoCompare(Tool):
         "atol": "REAL",
         "rtol": "REAL",
         "error_info": "TEXT",
+        "cosine": "REAL",
+        "max_ulp": "REAL",
+        "verdict": "TEXT",
+        "reason": "TEXT",
+        "module": "TEXT",
+        "step": "INTEGER",
     }
 
+    def __init__(self, *args: Any, mode: str | None = None, budget: str | float | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._mode, self._budget = mode, budget
+        self._chooser = Chooser()
+
     def prepare(self) -> None:
-        self._tolerances = Tolerances()
-        self._casts: dict[str, dict[torch.dtype, torch.dtype]] = {}
-        cpu_check.cast_map("torch.add")  # a mistake in the variable is an error now
-        self._unpacker = Unpacker()
-        self._wrong = 0
-        self._compared = 0
+        self._rules = Rules.from_environment()
+        golden.casts_of("torch.add")  # a mistake in the variable is an error now
+        self._chooser = _chooser(self._mode, self._budget)
+        self._max_bytes = int(settings.number("OP_AUTOCOMPARE_MAX_BYTES", 8 * 2**30))
+        self._max_seconds = settings.number("OP_AUTOCOMPARE_MAX_SECONDS", 10.0)
+        queued = int(settings.number("OP_AUTOCOMPARE_QUEUE_BYTES", 2**30))
+        threads = int(settings.number("OP_AUTOCOMPARE_THREADS", max(1, min(12, (os.cpu_count() or 2) - 2))))
+        self._at_once = self.only is not None or threads < 1
+        self._writer = Writer(queued, max(1, threads))
+        # how much of a worker's time the run itself loses: all of it where there is no core to spare
+        self._share = 1.0 if (os.cpu_count() or 1) <= threads + 1 else 0.5
+        self._workers = threading.local()
+        self._order_lock = threading.RLock()
+        self._waiting: dict[int, _Job] = {}
+        self._ready: dict[int, _Job] = {}
+        self._submitted = self._told = 0
+        self._abandoned = False
+        self._lineage = Lineage()
+        self._blames: list[Blame] = []
+        self._verdicts: Counter[str] = Counter()
+        self._compared_by_op: Counter[str] = Counter()
+        self._not_comparable: Counter[str] = Counter()
+        self._saved = 0
         self._folder = settings.results_dir() / "op_capture_results"
         self.csv_path: Path | None = None
 
-    # -- forward --------------------------------------------------------------------------------------
+    # -- which calls ----------------------------------------------------------------------------------
+
+    @property
+    def gated(self) -> bool:
+        """Whether each call must be asked about, besides its operator."""
+        return super().gated or self._chooser.chooses
+
+    def accepts(self, call: Call) -> bool:
+        """Whether this very call is compared: the base's conditions, then the budget."""
+        if not super().accepts(call):
+            return False
+        if not self._chooser.chooses:
+            return True
+        return self._chooser.take(kind_of(call.op, call.args, call.kwargs))
+
+    # -- while the training runs ----------------------------------------------------------------------
 
     def before(self, call: Call) -> None:
-        reason = cpu_check.why_not(call.traits, call.kwargs)
-        if reason is not None:
-            self.found(call, "skipped", f"not comparable: {reason}", once=True)
+        started = time.perf_counter()
+        if call.traits.collective:
+            self._skip(call, "a collective: its result depends on other processes")
             return
+        device = call.device.type
+        low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        kind = kind_of(call.op, call.args, call.kwargs)
         grad_enabled = torch.is_grad_enabled()
+        module = module_path(2)
         with quiet():
-            call.notes[self] = cpu_check.take_inputs(call.args, call.kwargs, grad_enabled)
+            staged = stage((call.args, call.kwargs))
+        if staged.opaque:
+            self._skip(call, f"arguments of type {', '.join(staged.opaque)} cannot be copied")
+            return
+        function = getattr(call.function, "op_tools_function", call.function)
+        call.notes[self] = _Job(
+            -1, "forward", call, device, 0, module, kind, function, staged, autocast=low, grad_enabled=grad_enabled
+        )
+        self._chooser.spend(kind, time.perf_counter() - started)
 
     def after(self, call: Call) -> None:
-        inputs = call.notes.pop(self, None)
-        if inputs is None:
+        job: _Job | None = call.notes.get(self)
+        if job is None:
             return
-        cast = self._casts.get(call.op)
-        if cast is None or self.only is not None:
-            cast = self._casts[call.op] = cpu_check.cast_map(call.op)
-        inputs = inputs.on_host(self._unpacker)
-        try:
-            reference = self._reference(call, inputs, cast)
-        except cpu_check.NotComparable as reason:
-            self.found(call, "skipped", f"not comparable: {reason}", once=True)
-            return
-        except Exception as error:
-            self.found(call, "skipped", f"not comparable: the CPU cannot run it ({_first_line(error)})", once=True)
-            return
+        started = time.perf_counter()
         self.announce(call)
         with quiet():
-            device_args = self._to_host((call.args, call.kwargs))
-            result = self._to_host(call.result)
-            mine, theirs = _compared(*device_args), _compared(reference.args, reference.kwargs)
-            rows = compare(call.op, "input", mine, theirs, self._tolerances)
-            rows += compare(call.op, "output", result, reference.result, self._tolerances)
-        call.notes[self] = (reference, inputs)
-        self._keep(call, "forward", rows)
-        if self.view.full:
-            self._show_forward(call, reference, rows)
-        if not all_right(rows):
-            self._save(call, {"device": self._forward_parts(call, inputs, result), "cpu": _golden_parts(reference)})
-
-    def _reference(
-        self, call: Call, inputs: cpu_check.Inputs, cast: dict[torch.dtype, torch.dtype]
-    ) -> cpu_check.Golden:
-        mutates = call.traits.mutates or "out" in call.kwargs or bool(call.kwargs.get("inplace"))
-        state = torch.get_rng_state()
-        try:
-            with torch._C.DisableTorchFunction(), torch.random.fork_rng(devices=[]):
-                return cpu_check.run(_plain_function(call), inputs, cast, mutates)
-        finally:
-            torch.set_rng_state(state)
-
-    def _to_host(self, value: Any) -> Any:
-        return map_tensors(value, lambda t: t.detach().cpu())
-
-    # -- backward -------------------------------------------------------------------------------------
+            job.after = stage((call.args, call.kwargs, call.result))
+        if job.autocast is not None:
+            job.rounded_to = golden.autocast_rounds_to(call.op, job.autocast, call.result)
+        job.site = self.site(call)
+        job.event = self._lineage.made_from(call.inputs.data_ptrs, call.outputs.data_ptrs)
+        # the arguments stay with the call for a backward to come; the rest goes with the job
+        job.twin = call.notes[self] = dataclasses.replace(job, after=None, done=threading.Event(), host={})
+        self._submit(job)
+        self._chooser.spend(job.kind, time.perf_counter() - started)
 
     def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
-        noted = call.notes.get(self)
-        if noted is None:
+        forward: _Job | None = call.notes.get(self)
+        if forward is None:
             return
-        reference, inputs = noted
-        with torch.enable_grad():
-            expected = reference.backward(grad_outputs)
-        found = [g.detach().cpu() if g is not None else None for g in grad_inputs]
-        paired = [(g, e) for g, e, leaf in zip(found, expected, reference.leaves) if leaf is not None or g is not None]
-        rows = compare(
-            call.op, "grad", [_or_zero(g, e) for g, e in paired], [_or_zero(e, g) for g, e in paired], self._tolerances
+        started = time.perf_counter()
+        staged = stage((grad_outputs, grad_inputs))
+        pointers = [[g.data_ptr() for g in grads if g is not None] for grads in (grad_outputs, grad_inputs)]
+        event = self._lineage.made_from(pointers[0], pointers[1], also=(forward.event,))
+        job = dataclasses.replace(
+            forward, event=event, phase="backward", grads=staged, twin=None, done=threading.Event(), host={}
         )
-        self._keep(call, "backward", rows)
-        host_outputs = [g.detach().cpu() if g is not None else None for g in grad_outputs]
-        if self.view.full:
-            self._show_backward(call, reference, host_outputs, grad_inputs, expected, rows)
-        if not all_right(rows):
-            device_parts = {
-                **self._forward_parts(call, inputs, None),
-                "grad_outputs": {"grad_outputs": archive.encode(tuple(host_outputs))},
-                "grad_inputs": {"grad_inputs": archive.encode(tuple(found))},
-            }
-            cpu_parts = {"grad_inputs": {"grad_inputs": archive.encode(tuple(expected))}}
-            self._save(call, {"device": device_parts, "cpu": cpu_parts})
+        self._submit(job)
+        self._chooser.spend(job.kind, time.perf_counter() - started)
 
-    # -- results --------------------------------------------------------------------------------------
+    def _skip(self, call: Call, reason: str) -> None:
+        self._not_comparable[call.op] += 1
+        self.found(call, "skipped", f"not comparable: {reason}", once=True)
 
-    def _keep(self, call: Call, phase: str, rows: list[Comparison]) -> None:
-        site = self.site(call)
-        self._compared += 1
-        for row in rows:
-            self.record(call.id, site, phase, *row[:1], int(row.allclose), *row[2:])
-        wrong = [row for row in rows if not row.allclose]
-        if wrong:
-            self._wrong += 1
-            worst = max(wrong, key=lambda r: r.max_abs_diff)
-            self.found(
-                call,
-                "difference",
-                f"{worst.name} differs from the CPU: max_abs_diff {worst.max_abs_diff:.9g} "
-                f"(atol {worst.atol:g}, rtol {worst.rtol:g}) {worst.error_info}".rstrip(),
+    def _submit(self, job: _Job) -> None:
+        with self._order_lock:
+            number = self._submitted
+            self._submitted += 1
+        size = job.nbytes
+        self._writer.reserve(size)
+        self._writer.submit(size, functools.partial(self._work, number, job))
+        if self._at_once:
+            job.done.wait()
+
+    # -- in the threads -------------------------------------------------------------------------------
+
+    def _work(self, number: int, job: _Job) -> None:
+        started = time.thread_time()
+        try:
+            if not self._abandoned:
+                self._prepare_thread()
+                self._compare(job)
+        except Exception as error:
+            job.error = error
+        finally:
+            self._chooser.spend(job.kind, (time.thread_time() - started) * self._share)
+            self._tell_in_order(number, job)
+
+    def _prepare_thread(self) -> None:
+        if not hasattr(self._workers, "unpacker"):
+            self._workers.unpacker = Unpacker()
+            _one_kernel_thread()
+
+    def _compare(self, job: _Job) -> None:
+        call, host, unpacker = job.call, job.host, self._workers.unpacker
+        with quiet():
+            before = job.before._replace(storages=tuple(unpacker.fetch(job.before)), event=None)
+            if job.twin is not None:
+                job.twin.before = before  # no device memory is held for a backward to come
+            args, kwargs = rebuild(before.tree, before.storages)
+            if job.after is not None:
+                host["args"], host["kwargs"], host["result"] = unpacker.unpack(job.after)
+            sent = None
+            if job.grads is not None:
+                sent, host["grad_inputs"] = unpacker.unpack(job.grads)
+                host["grad_outputs"] = sent
+        job.result = result = golden.run(
+            job.function,
+            args,
+            kwargs,
+            dtype_cast=golden.casts_of(call.op),
+            grad_outputs=sent,
+            name=call.op,
+            traits=call.traits,
+            device=job.device,
+            rounded_to=job.rounded_to,
+            autocast=job.autocast,
+            max_bytes=self._max_bytes,
+        )
+        if job.phase == "backward":
+            job.judgement = self._judge_backward(job, result)
+        else:
+            job.judgement = self._judge_forward(job, result)
+
+    def _judge_forward(self, job: _Job, result: GoldenResult) -> Judgement:
+        name, host = job.call.op, job.host
+        if not result.comparable:
+            return verdict.judge_call(name, result, outputs=host["result"], rules=self._rules)
+        options: dict[str, Any] = {"result": result, "rules": self._rules, "max_seconds": self._max_seconds}
+        inputs = self._judge_inputs(job, result, options)
+        return inputs + verdict.judge(name, host["result"], result.outputs, part="output", **options)
+
+    def _judge_inputs(self, job: _Job, result: GoldenResult, options: dict[str, Any]) -> Judgement:
+        """Arguments after the call: unchanged ones need no more than a look at their bits."""
+        name, source = job.call.op, result.source
+        ours = _compared(job.host["args"], job.host["kwargs"])
+        earlier = _compared(source.args, source.kwargs)
+        theirs = _compared(*result.inputs_after)
+        if len(ours) != len(theirs) or not all(map(_unchanged, ours, earlier)) or _wrote(result):
+            return verdict.judge(name, ours, theirs, part="input", **options)
+        rows = []
+        leaves = list(verdict.leaves_of(ours))
+        references = list(verdict.leaves_of(theirs))
+        for number, leaf in enumerate(leaves):
+            label = f"{name} input" if len(leaves) == 1 else f"{name} input[{number}]"
+            rows.append(self._same_row(name, label, leaf, references[number] if number < len(references) else None))
+        return Judgement(RIGHT, "", tuple(rows))
+
+    def _same_row(self, name: str, label: str, leaf: Any, reference: Any) -> Row:
+        dtype = leaf.dtype if isinstance(leaf, Tensor) else None
+        number = isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
+        if dtype is None and not number:
+            return Row(label, True, 0.0, 0.0, 0.0, 0.0, "", cosine=1.0)
+        atol, rtol, _ = self._rules.tolerance(name, dtype)
+        info = ""
+        if dtype is not None and isinstance(reference, Tensor) and reference.dtype != dtype:
+            info = f"Inconsistent dtypes: {dtype} {reference.dtype}"
+        return Row(label, True, 0.0, 0.0, atol, rtol, info, cosine=1.0)
+
+    def _judge_backward(self, job: _Job, result: GoldenResult) -> Judgement:
+        name = job.call.op
+        if not result.comparable:
+            return Judgement(NOT_COMPARABLE, result.reason)
+        expected = result.grad_inputs or []
+        found = job.host["grad_inputs"]
+        pairs = [(g, e) for g, e in zip(found, expected) if g is not None or e is not None]
+        if len(pairs) != len(expected):  # numbered as the golden run numbers them
+            found = [g if g is not None or e is not None else None for g, e in zip(found, expected)]
+        judged = verdict.judge(
+            name,
+            found,
+            expected,
+            result=result,
+            part="grad_input",
+            rules=self._rules,
+            max_seconds=self._max_seconds,
+        )
+        kept = [row for row, (g, e) in zip(judged.rows, zip(found, expected)) if g is not None or e is not None]
+        rows = []
+        for number, row in enumerate(kept):
+            rows.append(dataclasses.replace(row, name=f"{name} grad" if len(kept) == 1 else f"{name} grad[{number}]"))
+        return dataclasses.replace(judged, rows=tuple(rows))
+
+    # -- telling, in the order of the calls -----------------------------------------------------------
+
+    def _tell_in_order(self, number: int, job: _Job) -> None:
+        with self._order_lock:
+            self._ready[number] = job
+            while self._told in self._ready:
+                ready = self._ready.pop(self._told)
+                self._told += 1
+                try:
+                    if not self._abandoned or ready.judgement is not None:
+                        self._tell(ready)
+                except Exception as error:
+                    self.failed(ready.call, error)
+                finally:
+                    ready.forget()
+                    ready.done.set()
+
+    def _tell(self, job: _Job) -> None:
+        call, judgement = job.call, job.judgement
+        if job.error is not None:
+            self.failed(call, job.error)
+            return
+        if judgement is None:
+            return
+        if judgement.verdict == NOT_COMPARABLE and not judgement.rows:
+            self._skip(call, judgement.reason)
+            return
+        self._verdicts[judgement.verdict] += 1
+        self._compared_by_op[call.op] += 1
+        for row in judgement.rows:
+            self.record(
+                call.id,
+                job.site,
+                job.phase,
+                row.name,
+                int(row.allclose),
+                row.max_abs_diff,
+                row.max_relative_diff,
+                row.atol,
+                row.rtol,
+                row.error_info,
+                row.cosine,
+                row.max_ulp,
+                row.verdict,
+                row.reason,
+                job.module,
+                call.step,
             )
+        if self.view.full:
+            self._show(job, judgement)
+        if judgement.verdict == WRONG:
+            self._accuse(job, judgement)
 
-    def _forward_parts(self, call: Call, inputs: cpu_check.Inputs, result: Any) -> dict[str, dict[str, Any]]:
-        args, kwargs = inputs.values()
+    def _accuse(self, job: _Job, judgement: Judgement) -> None:
+        call = job.call
+        worst = max((r for r in judgement.rows if r.verdict == WRONG), key=lambda r: r.excess)
+        folder = ""
+        if self._saved < _MOST_SAVED:
+            self._saved += 1
+            folder = self._save(job, worst)
+        if len(self._blames) < _MOST_BLAMES:
+            self._blames.append(
+                Blame(
+                    job.event,
+                    call.id,
+                    call.op,
+                    job.phase,
+                    f"{worst.name}: {worst.reason}",
+                    worst.excess,
+                    call.location,
+                    job.module,
+                    call.step,
+                    folder,
+                )
+            )
+        where = f" in module {job.module}" if job.module else ""
+        self.found(
+            call,
+            "difference",
+            f"{worst.name} is wrong{where}: {worst.reason} (max_abs_diff {worst.max_abs_diff:.6g}, "
+            f"{worst.max_ulp:.3g} ulp)",
+        )
+
+    def _save(self, job: _Job, worst: Row) -> str:
+        """The saved call, both sides, and a script that repeats it; what cannot be saved is left out."""
+        call, host, result = job.call, job.host, job.result
+        assert result is not None
+        stamp = call.notes.setdefault((self, "stamp"), store.time_label())
+        folder = self._folder / call.op / settings.process_label() / "autocompare" / str(call.id) / stamp
         facts = {
             "name": call.op,
             "id": call.id,
             "location": call.location,
+            "module": job.module,
             "step": call.step,
-            "grad_enabled": inputs.grad_enabled,
-            "autocast": None,
+            "grad_enabled": job.grad_enabled,
+            "autocast": None if job.autocast is None else [job.device, str(job.autocast).removeprefix("torch.")],
             "rng": None,
         }
-        parts = {"input": {**facts, "args": archive.encode(args), "kwargs": archive.encode(kwargs)}}
-        if result is not None:
-            parts["output"] = {"name": call.op, "result": archive.encode(result)}
-        return parts
-
-    def _save(self, call: Call, sides: dict[str, dict[str, dict[str, Any]]]) -> None:
-        stamp = call.notes.setdefault((self, "stamp"), store.time_label())
-        folder = self._folder / call.op / settings.process_label() / "autocompare" / str(call.id) / stamp
+        source = result.source
+        sides: dict[str, dict[str, dict[str, Any]]] = {
+            "device": {
+                "input": {**facts, "args": archive.encode(source.args), "kwargs": archive.encode(source.kwargs)}
+            },
+            "cpu": {},
+        }
+        if job.phase == "forward":
+            after = result.inputs_after
+            sides["device"]["output"] = {"name": call.op, "result": archive.encode(host["result"])}
+            args, kwargs = archive.encode(after[0]), archive.encode(after[1])
+            sides["cpu"]["input"] = {"name": call.op, "args": args, "kwargs": kwargs}
+            sides["cpu"]["output"] = {"result": archive.encode(result.outputs)}
+        else:
+            sides["device"]["grad_outputs"] = {"grad_outputs": archive.encode(tuple(host["grad_outputs"]))}
+            sides["device"]["grad_inputs"] = {"grad_inputs": archive.encode(tuple(host["grad_inputs"]))}
+            sides["cpu"]["grad_inputs"] = {"grad_inputs": archive.encode(tuple(result.grad_inputs or ()))}
         lines = []
         for side, parts in sides.items():
             (folder / side).mkdir(parents=True, exist_ok=True)
@@ -178,24 +456,94 @@ class OpAutoCompare(Tool):
                 if not path.exists():
                     archive.save(path, payload)
                     lines.append(f"{path} saved")
-        self.view.block(*lines)
+        script = reproducer.write(
+            folder,
+            call.op,
+            {
+                "device": job.device,
+                "location": call.location,
+                "module": job.module,
+                "reason": f"{worst.name}: {worst.reason}",
+                "part": "grad_input" if job.phase == "backward" else "output",
+                "observed": worst.max_abs_diff if worst.max_abs_diff < float("inf") else 0.0,
+                "rounded_to": job.rounded_to,
+                "autocast": job.autocast,
+                "mutates": bool(call.traits.mutates) or "out" in source.kwargs,
+                "ditorch": "ditorch" in sys.modules,
+            },
+        )
+        self.view.block(*lines, f"{script} saved")
+        return str(folder)
+
+    # -- the end --------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        rows = self.records()
-        header = ["forward_id", *console.COMPARE_COLUMNS]
-        body = [[str(row["call_id"]), *_cells(_comparison(row))] for row in rows]
-        if self.view.full and rows and self.only is None:
-            self.view.block(console.table(header, body))
+        try:
+            self._drain()
+        except KeyboardInterrupt:
+            self._abandoned = True  # what is queued is dropped; what was found is kept
+            self._writer.drain()
+            raise
+        finally:
+            self._writer.close()
+            self._write_table()
+
+    def _drain(self) -> None:
+        with self._order_lock:
+            left = self._submitted - self._told
+        if left > 50 and self.view.on and sys.stderr.isatty():
+            console.wait_with_progress("comparing", left, lambda: self._submitted - self._told)
+        self._writer.drain()
+
+    def _write_table(self) -> None:
+        assert self._store is not None
         folder = settings.results_dir() / "op_autocompare_result"
         self.csv_path = folder / f"op_autocompare_info_pid{settings.process_label()}_{store.time_label()}.csv"
-        store.write_csv(self.csv_path, header, [[cell.strip() for cell in row] for row in body])
+        header = ["forward_id", *console.COMPARE_COLUMNS, *console.VERDICT_COLUMNS, "reason", "module", "location"]
+        rows = self.records()
+        if self.view.full and rows and self.only is None:
+            body = [[str(row["call_id"]), *_cells(_row(row))] for row in rows[:_MOST_SHOWN]]
+            self.view.block(console.table(header[: 1 + len(console.COMPARE_COLUMNS) + 3], body))
+        extra = ("reason", "module", "location")
+        table = ([row["call_id"], *[c.strip() for c in _cells(_row(row))], *[row[k] for k in extra]] for row in rows)
+        store.write_csv(self.csv_path, header, table)
 
     def summary(self) -> list[str]:
-        skipped = sum(f.kind == "skipped" for f in self.findings_now)
-        return [
-            f"{self._compared} comparisons, {self._wrong} with differences, {skipped} operators not comparable",
-            f"comparisons in {self.csv_path}",
-        ]
+        total = sum(self._verdicts.values())
+        text = f"{total} comparisons, {self._verdicts[WRONG]} wrong"
+        if self._not_comparable:
+            names = ", ".join(f"{op} {n}" for op, n in self._not_comparable.most_common(5))
+            text += f"; not comparable: {names}"
+        facts = [text]
+        left_out = self._chooser.describe()
+        if left_out:
+            facts.append(left_out)
+        if self._abandoned:
+            facts.append("interrupted: comparisons that were still queued were dropped")
+        facts += attribution.report(self._blames, self._lineage, self._compared_by_op)
+        facts.append(f"comparisons in {self.csv_path}")
+        return facts
+
+    @property
+    def blames(self) -> Sequence[Blame]:
+        """The wrong events in program order (`comparison.blames[0].module`)."""
+        return tuple(sorted(self._blames, key=lambda b: b.event))
+
+    def wait(self) -> None:
+        """Wait until every call so far is compared (`comparison.wait()`)."""
+        self._writer.drain()
+
+    def records(self) -> list[dict[str, Any]]:
+        """All rows so far, in the order of the calls (`comparison.records()[0]["verdict"]`)."""
+        if self.active:
+            self.wait()
+        return super().records()
+
+    def findings(self) -> list[Any]:
+        """What was found since the last start (`comparison.findings()`)."""
+        if self.active:
+            self.wait()
+        return super().findings()
 
     def polish(self, row: dict[str, Any]) -> None:
         row.pop("described", None)
@@ -203,58 +551,52 @@ class OpAutoCompare(Tool):
 
     # -- what is shown --------------------------------------------------------------------------------
 
-    def _show_forward(self, call: Call, reference: cpu_check.Golden, rows: list[Comparison]) -> None:
-        cpu_inputs = describe(reference.args, reference.kwargs)
-        cpu_outputs = describe((reference.result,))
-        shown = [
-            *labelled(call.inputs, "inputs"),
-            *labelled(call.outputs, "outputs"),
-            *labelled(cpu_inputs, "inputs(cpu)"),
-            *labelled(cpu_outputs, "outputs(cpu)"),
-        ]
-        pointers = call.inputs.data_ptrs + call.outputs.data_ptrs + cpu_inputs.data_ptrs + cpu_outputs.data_ptrs
-        self._show(call, reference, shown, pointers, rows)
-
-    def _show_backward(
-        self,
-        call: Call,
-        reference: cpu_check.Golden,
-        grad_outputs: list[Tensor | None],
-        grad_inputs: list[Tensor | None],
-        expected: list[Tensor | None],
-        rows: list[Comparison],
-    ) -> None:
-        parts: list[tuple[Described, str]] = [
-            (describe(tuple(g for g in grad_outputs if g is not None)), "grad_output(cpu)"),
-            (describe(tuple(grad_inputs)), "grad_inputs"),
-            (describe(tuple(expected)), "grad_inputs(cpu)"),
-        ]
+    def _show(self, job: _Job, judgement: Judgement) -> None:
+        call, result = job.call, job.result
+        assert result is not None
+        if job.phase == "forward":
+            cpu_inputs, cpu_outputs = describe(*result.inputs_after), describe((result.outputs,))
+            parts = [
+                (call.inputs, "inputs"),
+                (call.outputs, "outputs"),
+                (cpu_inputs, "inputs(cpu)"),
+                (cpu_outputs, "outputs(cpu)"),
+            ]
+        else:
+            grads = job.host
+            parts = [
+                (describe(tuple(g for g in grads["grad_outputs"] if g is not None)), "grad_output(cpu)"),
+                (describe(tuple(grads["grad_inputs"])), "grad_inputs"),
+                (describe(tuple(result.grad_inputs or ())), "grad_inputs(cpu)"),
+            ]
         shown: list[tuple[str, TensorMeta | str]] = []
         pointers: tuple[int, ...] = ()
         for described, what in parts:
             shown += labelled(described, what)
             pointers += described.data_ptrs
-        self._show(call, reference, shown, pointers, rows)
-
-    def _show(
-        self,
-        call: Call,
-        reference: cpu_check.Golden,
-        shown: list[tuple[str, TensorMeta | str]],
-        pointers: tuple[int, ...],
-        rows: list[Comparison],
-    ) -> None:
-        info = f"    cpu_dtype_cast_info(from:to): {reference.cast}" if reference.cast else ""
+        info = f"    cpu_dtype_cast_info(from:to): {result.cast_info}" if result.cast_info else ""
         self.view.block(
             f"{call.op} forward_id: {call.id}{info}",
             call.location,
             console.tensor_table(call.op, shown, pointers),
-            console.table(console.COMPARE_COLUMNS, [_cells(row) for row in rows]),
+            console.table([*console.COMPARE_COLUMNS, *console.VERDICT_COLUMNS], [_cells(r) for r in judgement.rows]),
+            *[f"{r.name}: {r.reason}" for r in judgement.rows if r.verdict == WRONG],
             "",
         )
 
 
-def _cells(row: Comparison) -> list[str]:
+def _chooser(mode: str | None, budget: str | float | None) -> Chooser:
+    if mode is None:
+        mode = settings.choice("OP_AUTOCOMPARE_MODE", MODES)
+    elif mode not in MODES:
+        raise settings.SettingsError(f"OpAutoCompare(mode={mode!r}): choose one of {', '.join(MODES)}")
+    variable = "OpAutoCompare(budget=...)"
+    if budget is None:
+        variable, budget = "OP_AUTOCOMPARE_BUDGET", settings.read("OP_AUTOCOMPARE_BUDGET") or None
+    return Chooser(mode, None if budget is None else parse_budget(str(budget), variable))
+
+
+def _cells(row: Row) -> list[str]:
     return [
         f"{row.name:<30}",
         str(row.allclose),
@@ -263,51 +605,68 @@ def _cells(row: Comparison) -> list[str]:
         console.number(row.atol),
         console.number(row.rtol),
         row.error_info,
+        "" if row.cosine != row.cosine else f"{row.cosine:.6f}",
+        f"{row.max_ulp:.3g}",
+        row.verdict,
     ]
 
 
-def _comparison(row: dict[str, Any]) -> Comparison:
+def _row(row: dict[str, Any]) -> Row:
     nan = float("nan")
-    return Comparison(
+    numbers = {k: nan if row[k] is None else row[k] for k in ("max_abs_diff", "max_relative_diff", "cosine", "max_ulp")}
+    return Row(
         row["name"],
         row["allclose"],
-        nan if row["max_abs_diff"] is None else row["max_abs_diff"],
-        nan if row["max_relative_diff"] is None else row["max_relative_diff"],
+        numbers["max_abs_diff"],
+        numbers["max_relative_diff"],
         row["atol"],
         row["rtol"],
         row["error_info"],
+        numbers["cosine"],
+        numbers["max_ulp"],
+        row["verdict"],
+        row["reason"],
     )
 
 
-def _compared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _compared(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
     """What is compared of the arguments: all positional ones, and tensors given by keyword."""
     return [*args, *tensors_in(kwargs)]
 
 
-def _or_zero(grad: Tensor | None, other: Tensor | None) -> Tensor | None:
-    # No gradient and a gradient of zeros are the same.
-    if grad is None and other is not None:
-        return torch.zeros_like(other)
-    return grad
+def _unchanged(after: Any, before: Any) -> bool:
+    ours, earlier = list(tensors_in(after)), list(tensors_in(before))
+    return len(ours) == len(earlier) and all(map(_same_bits, ours, earlier))
 
 
-def _golden_parts(reference: cpu_check.Golden) -> dict[str, dict[str, Any]]:
-    def plain(value: Any) -> Any:
-        return archive.encode(map_tensors(value, lambda t: t.detach()))
-
-    return {
-        "input": {"name": "", "args": plain(reference.args), "kwargs": plain(reference.kwargs)},
-        "output": {"result": plain(reference.result)},
-    }
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype or a.layout != torch.strided or b.layout != torch.strided:
+        return False
+    if torch.equal(a, b):
+        return True
+    return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def _plain_function(call: Call) -> Any:
-    """`Tensor.cuda()` and its like have no meaning on the CPU: there they change nothing."""
-    if call.traits.transfer and call.op.rsplit(".", 1)[-1] not in ("to", "cpu"):
-        return lambda tensor, *args, **kwargs: tensor
-    return call.function
+def _wrote(result: GoldenResult) -> bool:
+    """Whether the golden run changed its arguments."""
+    source = result.source
+    return bool(source.traits.mutates) or golden.op_facts.may_mutate(source.name, source.kwargs)
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0][:160]}" if text else type(error).__name__
+@functools.cache
+def _openmp() -> Any:
+    try:
+        with open("/proc/self/maps") as maps:
+            paths = {line.split()[-1] for line in maps if "libgomp" in line or "libiomp" in line or "libomp" in line}
+        return [ctypes.CDLL(path) for path in sorted(paths)]
+    except OSError:
+        return []
+
+
+def _one_kernel_thread() -> None:
+    """Golden runs go on side by side: each keeps to one core. Only the calling thread is concerned."""
+    for library in _openmp():
+        try:
+            library.omp_set_num_threads(1)
+        except AttributeError:
+            continue

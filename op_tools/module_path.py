@@ -1,0 +1,44 @@
+"""Where in the model a call was made: `blocks.3.attn.qkv`, read off the stack of module calls."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from types import FrameType
+from typing import Final
+
+import torch
+
+_CALLS: Final = frozenset({torch.nn.Module._call_impl.__code__})
+_DEEPEST: Final = 256
+
+_names: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+
+
+def module_path(depth: int = 1) -> str:
+    """Path of the innermost module that is being called, from the outermost one (`module_path()`).
+
+    Empty where no module is being called; the class where the outermost module itself makes the call.
+    """
+    frame: FrameType | None = sys._getframe(depth)
+    innermost = outermost = None
+    for _ in range(_DEEPEST):
+        if frame is None:
+            break
+        if frame.f_code in _CALLS:
+            outermost = frame.f_locals.get("self")
+            if innermost is None:
+                innermost = outermost
+        frame = frame.f_back
+    if innermost is None or outermost is None:
+        return ""
+    return _name(outermost, innermost) or type(innermost).__name__
+
+
+def _name(root: torch.nn.Module, module: torch.nn.Module) -> str:
+    known = _names.get(root)
+    if known is None or id(module) not in known:
+        known = {id(m): name for name, m in root.named_modules()}
+        known.setdefault(id(module), f"({type(module).__name__})")  # made on the fly, no part of the root
+        _names[root] = known
+    return known[id(module)]

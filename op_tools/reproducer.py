@@ -1,0 +1,164 @@
+"""Writes a script that repeats one saved call, on its own: PyTorch and the saved files are all it needs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+_TEMPLATE: Final = '''"""{title}
+
+{facts}
+
+usage: python reproduce.py [device]     (exit code 1: the difference is still there, 0: it is gone)
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+{imports}
+HERE = Path(__file__).resolve().parent
+ROUNDED_TO = {rounded_to}  # what autocast rounds float32 arguments to in this call
+LOW = {autocast}  # dtype of the autocast region that the call was made in
+function = {function}
+
+
+def plain(value):
+    """Values as the call had them."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain(v) for v in value)
+    if not isinstance(value, dict):
+        return value
+    tag = value.get("__op_tools__")
+    if tag is None:
+        return {{k: plain(v) for k, v in value.items()}}
+    if tag in ("dtype", "constant"):
+        return getattr(torch, value["value"].removeprefix("torch."))
+    if tag in ("slice", "range", "size", "group"):
+        made = [plain(v) for v in value["value"]]
+        return {{"slice": lambda: slice(*made), "range": lambda: range(*made), "size": lambda: torch.Size(made)}}.get(
+            tag, lambda: tuple(made)
+        )()
+    if tag == "device":
+        return torch.device(value["value"])
+    if tag == "ellipsis":
+        return Ellipsis
+    raise SystemExit(f"an argument of type {{value.get('type')}} was not captured: the call cannot be repeated")
+
+
+def each(value, change):
+    """The same nest of containers with every tensor, dtype and device changed."""
+    if isinstance(value, (torch.Tensor, torch.dtype, torch.device)):
+        return change(value)
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return type(value)(each(v, change) for v in value)
+    if isinstance(value, dict):
+        return {{k: each(v, change) for k, v in value.items()}}
+    return value
+
+
+def tensors(value):
+    found = []
+    each(value, lambda v: found.append(v) if isinstance(v, torch.Tensor) else None)
+    return found
+
+
+def load(name):
+    path = HERE / "device" / f"{{name}}.pth"
+    return plain(torch.load(path, map_location="cpu", weights_only=True)) if path.exists() else None
+
+
+WIDE = {{torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64,
+        torch.complex64: torch.complex128}}
+
+
+def run(device, wide):
+    saved = load("input")
+
+    def place(value):
+        if isinstance(value, torch.dtype):
+            return WIDE.get(value, value) if wide else value
+        if isinstance(value, torch.device):
+            return torch.device(device)
+        moved = value.detach()
+        if wide:
+            if ROUNDED_TO is not None and value.dtype == torch.float32:
+                moved = moved.to(ROUNDED_TO)
+            dtype = WIDE.get(value.dtype, value.dtype)
+            copy = torch.empty_strided(value.size(), value.stride(), dtype=dtype)
+        else:
+            copy = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
+        return copy.copy_(moved).requires_grad_(value.requires_grad)
+
+    leaves = tensors(each((saved["args"], saved["kwargs"]), place))
+    rest = iter(leaves)
+    args, kwargs = each(
+        (saved["args"], saved["kwargs"]), lambda v: next(rest) if isinstance(v, torch.Tensor) else place(v)
+    )
+    with torch.autocast(torch.device(device).type, dtype=LOW or torch.bfloat16, enabled=LOW is not None and not wide):
+        {enter}result = function(*args, **kwargs)
+    found = {{f"output[{{i}}]": t.detach() for i, t in enumerate(tensors(result))}}
+    sent = load("grad_outputs")
+    if sent is not None:
+        grads = tensors(result), tensors(sent["grad_outputs"])
+        pairs = [(r, g.to(r.device, r.dtype)) for r, g in zip(*grads) if r.requires_grad]
+        wanted = [t for t in leaves if t.requires_grad]
+        got = torch.autograd.grad([r for r, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+        found.update({{f"grad_input[{{i}}]": g for i, g in enumerate(got) if g is not None}})
+    return {{name: t.cpu() for name, t in found.items()}}
+
+
+def main():
+    device = sys.argv[1] if len(sys.argv) > 1 else "{device}"
+    mine, exact = run(device, wide=False), run("cpu", wide=True)
+    still = False
+    for name, t in mine.items():
+        want = exact[name].to(t.dtype)
+        off = (t.double() - want.double()).abs().nan_to_num(nan=float("inf"))
+        off[(t == want) | (t.isnan() & want.isnan())] = 0
+        worst = off.flatten().argmax() if off.numel() else None
+        size = float(off.max()) if off.numel() else 0.0
+        print(f"{{name:<14}} {{device}} against the CPU in float64: max_abs_diff {{size:.6g}}", end="")
+        print(f" ({{t.flatten()[worst].item():.9g}} instead of {{want.flatten()[worst].item():.9g}})" if size else "")
+        still = still or (name.startswith("{part}") and size >= {observed} / 4 and size > 0)
+    print("the difference is still there" if still else "the difference is gone")
+    return 1 if still else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
+'''
+
+
+def write(folder: Path, op: str, facts: dict[str, Any]) -> Path:
+    """Write `reproduce.py` into the folder of a saved call (`write(folder, "torch.add", {...})`).
+
+    `facts`: device, location, module, reason, part (what differed), observed (the size of the difference),
+    rounded_to and autocast (dtypes or None), mutates, ditorch (whether the device came from it).
+    """
+    module = op.rsplit(".", 1)[0] if not op.startswith("torch.") else ""
+    imports = "import ditorch  # noqa: F401  (the device comes from here)\n" if facts.get("ditorch") else ""
+    if module:
+        imports += f"import {module}\n"
+    lines = [facts.get("location") or "", f"module {facts['module']}" if facts.get("module") else "", facts["reason"]]
+    text = _TEMPLATE.format(
+        title=f"{op} is wrong on {facts['device']}: repeats the call and compares it with the CPU in float64.",
+        facts="\n".join(line.replace("\\", "\\\\").replace('"""', "'''") for line in lines if line),
+        imports=imports,
+        rounded_to=facts.get("rounded_to"),
+        autocast=facts.get("autocast"),
+        function=op,
+        device=facts["device"],
+        part=facts["part"],
+        observed=repr(float(facts["observed"])),
+        enter="args, kwargs = each((args, kwargs), lambda v: v * 1 if isinstance(v, torch.Tensor) "
+        "and v.requires_grad else v)\n        "
+        if facts.get("mutates")
+        else "",
+    )
+    path = folder / "reproduce.py"
+    partial = folder / ".reproduce.py.partial"
+    partial.write_text(text)
+    os.replace(partial, path)
+    return path

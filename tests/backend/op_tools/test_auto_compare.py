@@ -1,0 +1,263 @@
+"""OpAutoCompare: what it calls wrong, what it never calls wrong, whom it blames, what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import ditorch
+import op_tools
+from op_tools import launch
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = torch.nn.LayerNorm(width), torch.nn.LayerNorm(width)
+        self.qkv, self.proj = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, time, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, time, width))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(torch.nn.Module):
+    def __init__(self, width: int = 32, layers: int = 2, save_memory: bool = False) -> None:
+        super().__init__()
+        self.token = torch.nn.Embedding(64, width)
+        self.blocks = torch.nn.ModuleList(Block(width, 4) for _ in range(layers))
+        self.norm, self.head = torch.nn.LayerNorm(width), torch.nn.Linear(width, 64, bias=False)
+        self.save_memory = save_memory
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.token(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.save_memory else block(x)
+        logits = self.head(self.norm(x[:, :-1]))
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train(device: str, steps: int = 2, low: torch.dtype | None = None, **options: Any) -> list[float]:
+    torch.manual_seed(3)
+    model = GPT(**options).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.randint(0, 64, (2, 17)).to(device)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast(torch.device(device).type, dtype=low or torch.bfloat16, enabled=low is not None):
+            loss = model(tokens)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture
+def faults(device: str) -> Iterator[Any]:
+    if not device.startswith("soft") and getattr(ditorch.backend, "name", "") != "soft":
+        pytest.skip("only the software accelerator can be made to fail on purpose")
+    from ditorch.soft import faults as module
+
+    yield module
+    module.clear()
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"])
+def test_a_healthy_training_is_called_right(device: str, low: torch.dtype | None) -> None:
+    bare = train(device, low=low)
+    with op_tools.OpAutoCompare() as compared:
+        watched = train(device, low=low)
+    assert watched == bare, "losses are the same to the last bit"
+    assert [f for f in compared.findings() if f.kind != "skipped"] == []
+    rows = compared.records()
+    assert {row["verdict"] for row in rows} == {"right"}
+    assert {row["phase"] for row in rows} == {"forward", "backward"}
+    assert any(row["name"].startswith("torch.nn.functional.linear grad[") for row in rows)
+    assert {"blocks.1.qkv", "blocks.0.down", "head"} <= {row["module"] for row in rows}
+
+
+def test_checkpointing_is_compared_and_not_disturbed(device: str) -> None:
+    bare = train(device, save_memory=True)
+    with op_tools.OpAutoCompare() as compared:
+        assert train(device, save_memory=True) == bare
+    assert [f for f in compared.findings() if f.kind != "skipped"] == []
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_the_wrong_operator_is_named(device: str, faults: Any, phase: str) -> None:
+    operator = "gelu" if phase == "forward" else "gelu_backward"
+    with faults.plant(f"{operator}: noise=1e-2, nth=2"), op_tools.OpAutoCompare() as compared:
+        train(device, steps=1)
+    blames = compared.blames
+    assert [(b.op, b.phase) for b in blames] == [("torch.nn.functional.gelu", phase)], blames
+    # backward meets the blocks in reverse
+    assert blames[0].module == ("blocks.1" if phase == "forward" else "blocks.0")
+    assert "self.down(F.gelu(self.up" in blames[0].location
+    text = "\n".join(compared.summary())
+    assert f"first wrong: torch.nn.functional.gelu ({phase})" in text
+    assert "nothing wrong went into them" in text
+
+
+def test_spreading_errors_do_not_hide_their_origin(device: str, faults: Any) -> None:
+    with faults.plant("native_layer_norm: noise=0.3"), op_tools.OpAutoCompare() as compared:
+        train(device, steps=1)
+    wrong = {row["op"] for row in compared.records() if row["verdict"] == "wrong"}
+    assert wrong == {"torch.nn.functional.layer_norm"}, "what works on wrong values is not wrong itself"
+    assert compared.blames[0].module == "blocks.0.norm1"
+    assert not any(line.startswith("  0 later events") for line in compared.summary())
+
+
+def run_script(path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "bfloat16"])
+def test_the_script_repeats_the_fault_alone(device: str, faults: Any, where: str) -> None:
+    fault = {"forward": "addmm: noise=0.1", "backward": "mm: noise=0.1, phase=backward", "bfloat16": "addmm: noise=0.5"}
+    low = torch.bfloat16 if where == "bfloat16" else None
+    with faults.plant(fault[where]), op_tools.OpAutoCompare(ops=["torch.nn.functional.linear"]) as compared:
+        train(device, steps=1, low=low)
+    script = Path(compared.blames[0].folder) / "reproduce.py"
+    assert script.exists()
+    faulty = run_script(script, DITORCH_SOFT_FAULTS=fault[where].replace(", phase=backward", ""))
+    assert faulty.returncode == 1, faulty.stdout + faulty.stderr
+    assert "the difference is still there" in faulty.stdout
+    healthy = run_script(script)
+    assert healthy.returncode == 0, healthy.stdout + healthy.stderr
+    assert "the difference is gone" in healthy.stdout
+
+
+def test_in_place_and_out_calls_are_compared_by_what_they_wrote(device: str, faults: Any) -> None:
+    x, out = torch.randn(64, device=device), torch.empty(64, device=device)
+    with faults.plant("add.out: noise=0.1"), op_tools.OpAutoCompare() as compared:
+        torch.add(x, x, out=out)
+        x.mul_(2)
+    verdicts = {(row["op"], row["verdict"]) for row in compared.records()}
+    assert ("torch.add", "wrong") in verdicts
+    assert ("torch.Tensor.mul_", "right") in verdicts
+    assert ("torch.Tensor.mul_", "wrong") not in verdicts
+
+
+def test_random_operators_are_never_wrong(device: str) -> None:
+    x = torch.randn(2000, device=device)
+    with op_tools.OpAutoCompare() as compared:
+        F.dropout(x, 0.5)
+        torch.rand_like(x)
+        torch.randperm(100, device=device)
+        x.clone().normal_()
+    assert not [row for row in compared.records() if row["verdict"] == "wrong"]
+    assert {f.kind for f in compared.findings()} <= {"skipped"}
+
+
+def test_each_kind_once(device: str) -> None:
+    x = torch.randn(8, device=device)
+    with op_tools.OpAutoCompare(mode="once") as compared:
+        for _ in range(5):
+            x + 1
+            torch.randn(3, device=device) * 2
+    assert compared.calls["torch.Tensor.add"] == 1
+    assert compared.calls["torch.Tensor.mul"] == 1
+    assert any("left out (each kind of call once)" in line for line in compared.summary())
+
+
+def test_a_budget_leaves_calls_out_and_says_so(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OP_AUTOCOMPARE_BUDGET", "1.2x")
+    x = torch.randn(64, 64, device=device)
+    with op_tools.OpAutoCompare() as compared:
+        for _ in range(3000):
+            x @ x
+    total = compared.calls["torch.Tensor.matmul"] + compared.calls["torch.Tensor.__matmul__"]
+    assert 1 <= total < 3000
+    assert any("budget of 1.2x" in line for line in compared.summary())
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("OP_AUTOCOMPARE_BUDGET", "fast"), ("OP_AUTOCOMPARE_MODE", "twice"), ("OP_AUTOCOMPARE_STANDARD", "mine")],
+)
+def test_settings_that_cannot_be_meant(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(op_tools.SettingsError, match=variable):
+        op_tools.OpAutoCompare().start()
+    monkeypatch.delenv(variable)
+    tool = op_tools.OpAutoCompare(mode="twice")
+    with pytest.raises(op_tools.SettingsError, match="mode"):
+        tool.start()
+
+
+def test_tolerances_that_are_set_decide(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(1000, device=device)
+    monkeypatch.setenv("EXP_AUTOCOMPARE_ERROR_TOLERANCE_FLOAT32", "0,0")
+    with op_tools.OpAutoCompare(ops=["torch.exp"]) as compared:
+        torch.exp(x)
+    assert [row["verdict"] for row in compared.records() if row["name"].endswith("output")] == ["wrong"]
+    monkeypatch.setenv("EXP_AUTOCOMPARE_ERROR_TOLERANCE_FLOAT32", "1e-5,1e-5")
+    with op_tools.OpAutoCompare(ops=["torch.exp"]) as compared:
+        torch.exp(x)
+    assert [row["verdict"] for row in compared.records() if row["name"].endswith("output")] == ["right"]
+
+
+def test_the_golden_dtype_can_be_chosen(
+    device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OP_TOOLS_CONSOLE", "full")
+    monkeypatch.setenv("LINEAR_OP_DTYPE_CAST_DICT", "torch.float32->torch.bfloat16")
+    x, w = torch.randn(3, 4, device=device), torch.randn(5, 4, device=device)
+    with op_tools.OpAutoCompare():
+        F.linear(x, w)
+    assert "cpu_dtype_cast_info(from:to): {torch.float32: torch.bfloat16}" in capsys.readouterr().out
+
+
+def test_records_come_in_the_order_of_the_calls(device: str) -> None:
+    x = torch.randn(200, 200, device=device)
+    with op_tools.OpAutoCompare() as compared:
+        for _ in range(10):
+            torch.linalg.svdvals(x) if _ % 3 == 0 else torch.neg(x)
+    ids = [row["call_id"] for row in compared.records()]
+    assert ids == sorted(ids)
+    assert len(set(ids)) == 10
+
+
+def test_a_script_runs_under_a_tool_as_it_is(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text("import sys, torch\nx = torch.ones(3, device='cuda')\nprint((x + 1).tolist(), sys.argv[1:])\n")
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OP_TOOLS_CONSOLE": "summary"}
+    command = [sys.executable, "-m", "op_tools.launch", "OpAutoCompare,OpObserve", str(script), "--flag"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "[2.0, 2.0, 2.0] ['--flag']" in done.stdout
+    assert "OpAutoCompare summary" in done.stdout
+    assert "OpObserve summary" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["OpNothing", "job.py"], "there is no tool 'OpNothing'"),
+        (["OpObserve", "none.py"], "there is no script none.py"),
+        (["OpObserve", "--steps", "3:1", "job.py"], "the range is empty"),
+        (["OpObserve", "--steps", "x", "job.py"], "write A:B"),
+        (["OpObserve", "--budget", "2x", "job.py"], "belong to OpAutoCompare"),
+    ],
+)
+def test_a_launch_that_cannot_be_meant(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launch.main(words) == 2
+    assert text in capsys.readouterr().err
