@@ -12,8 +12,24 @@ from typing import Any
 
 import pytest
 
-import ditorch  # noqa: F401  (before any test module is imported, as a user would)
+import ditorch  # before any test module is imported, as a user would
 from ditorch.conformance.native_names import DIARY, SELECTION
+
+
+def _leave_cuda_internals_alone() -> None:
+    """Run tests on the current stream, and without a count of CUDA's memory.
+
+    PyTorch's test classes for CUDA set a side stream and count memory around each test through private functions of
+    torch._C, which are CUDA's alone; the tests themselves use the public names.
+    """
+    from torch.testing._internal.common_device_type import CUDATestBase
+
+    CUDATestBase._do_cuda_non_default_stream = False
+    CUDATestBase._do_cuda_memory_leak_check = False
+
+
+if not ditorch.backend.native:
+    _leave_cuda_internals_alone()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -21,6 +21,7 @@ from ditorch.conformance.cases import CRASH, TIMEOUT, Case, Result, Unit
 
 START_SECONDS = 300.0
 STARTS = 3
+WORKER = (sys.executable, "-m", "ditorch.conformance.worker")
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 
 
@@ -174,7 +175,7 @@ class Slot:
         ours, theirs = socket.socketpair()
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ditorch.conformance.worker", str(theirs.fileno()), self.settings.argument()],
+                [*WORKER, str(theirs.fileno()), self.settings.argument()],
                 env=self.settings.environment(),
                 cwd=self._folder.name,  # nothing in the user's folder can shadow a module
                 stdin=subprocess.DEVNULL,
