@@ -38,7 +38,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; the exit status is 0, 2 for a mistake in the input, or 130 after Ctrl-C."""
+    """Run the command; the exit status is 0, 1 where the loss became NaN, 2 for a mistake in the input, 130 after Ctrl-C."""
     args = parse(arguments)
     try:
         config = Config(get_config(args.config_file))
@@ -85,6 +85,8 @@ def _run(args: argparse.Namespace, config: Config, ranks: Ranks) -> int:
     if args.resume:
         trainer.resume()
     reason = trainer.train()
+    if "not finite" in reason:
+        return 1
     return 130 if "SIGINT" in reason else 0
 
 

@@ -109,12 +109,13 @@ class Trainer:
                 self._step_started = time.perf_counter()
                 self._pending.append(self.step(self.iteration))
                 self.iteration += 1
+                boundary = self.iteration % options.log_period == 0
+                if boundary and not self._report():
+                    reason = f"the loss is not finite at iteration {self.iteration - 1}"
+                    break
                 if self.iteration - first == WARM_UP:
                     torch.cuda.synchronize()
                     self._clock_restart(self.iteration)
-                boundary = self.iteration % options.log_period == 0
-                if boundary:
-                    self._report()
                 if options.evaluation.period and self.iteration % options.evaluation.period == 0:
                     with self._off_the_clock():
                         self.evaluate()
@@ -126,10 +127,16 @@ class Trainer:
                 if (boundary or self.ranks.world == 1) and self.ranks.any(self._due() is not None):
                     reason = self._due() or "stopped by another rank"
                     break
-        if saved != self.iteration:
+        broken = reason.startswith("the loss is not finite")
+        if saved != self.iteration and not broken:  # the last good checkpoint stays the newest
             self.save()
         log.info(f"Training ended at iteration {self.iteration}: {reason}")
-        if options.evaluation.at_end and self._stop is None:
+        if broken:
+            log.error(
+                "Nothing is to be gained by going on. OpOverflowCheck names the operator that made the first NaN:"
+            )
+            log.error("  python -m projects.rwkv_v4.watched --tool OpOverflowCheck (with the same options)")
+        elif options.evaluation.at_end and self._stop is None:
             self.evaluate()
         if self.ranks.rank == 0 and not plot_losses(self.folder / "metrics.json", self.folder / "loss.png"):
             log.info("No loss plot: matplotlib is not installed")
@@ -176,7 +183,8 @@ class Trainer:
         self._clock += pause
         self._measured_since += pause
 
-    def _report(self) -> None:
+    def _report(self) -> bool:
+        """Tell the losses since the last report; False where one of them is not finite."""
         losses = torch.stack(self._pending).float()  # waits for the device: the only place that does
         if self.strategy != "tensor":
             losses = self.ranks.mean(losses)
@@ -199,8 +207,7 @@ class Trainer:
         )
         events.info(event.line())
         self.metrics.add(event.record())
-        if not all(map(math.isfinite, values)):
-            log.warning(f"The loss is not finite at iteration {self.iteration - 1}")
+        return all(map(math.isfinite, values))
 
     # --- evaluation ---------------------------------------------------------------------------------------------
 

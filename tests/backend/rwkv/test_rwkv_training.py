@@ -129,3 +129,22 @@ def test_mixed_precision_trains() -> None:
     assert run("amp", "train.amp=bf16") == 0
     found = losses("amp")
     assert max(found[-4:]) < min(found[:2]) - 0.5
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_good_checkpoint(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = trainer.Trainer.step
+
+    def broken(self: Any, iteration: int) -> torch.Tensor:
+        loss = step(self, iteration)
+        return loss * float("nan") if iteration == 13 else loss
+
+    monkeypatch.setattr(trainer.Trainer, "step", broken)
+    assert run("nan") == 1
+    text = capsys.readouterr().out
+    assert "Training ended at iteration 16: the loss is not finite at iteration 15" in text
+    assert "OpOverflowCheck" in text
+    newest = checkpoint.load_latest(Path("nan"))
+    assert newest is not None
+    assert newest[1]["iteration"] == 10
