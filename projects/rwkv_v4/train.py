@@ -38,7 +38,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; the exit status is 0, 1 where the loss became NaN, 2 for a mistake in the input, 130 after Ctrl-C."""
+    """Run the command; the exit status is 0, 1 for a loss of NaN, 2 for a mistake in the input, 130 after Ctrl-C."""
     args = parse(arguments)
     try:
         config = Config(get_config(args.config_file))

@@ -133,7 +133,7 @@ class Trainer:
         log.info(f"Training ended at iteration {self.iteration}: {reason}")
         if broken:
             log.error(
-                "Nothing is to be gained by going on. OpOverflowCheck names the operator that made the first NaN:"
+                "There is no use in going on. OpOverflowCheck names the operator that made the first NaN:"
             )
             log.error("  python -m projects.rwkv_v4.watched --tool OpOverflowCheck (with the same options)")
         elif options.evaluation.at_end and self._stop is None:
