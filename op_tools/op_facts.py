@@ -7,6 +7,7 @@ the rest. Names are those of ATen operators without overload, in-place mark or `
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
@@ -226,9 +227,36 @@ def decomposition(func: Any) -> Callable[..., Any] | None:
     """The steps inside a fused kernel, as a function of tensors (`decomposition(torch.ops.aten.gelu.default)`)."""
     if base_name(func) not in _COMPOSED or func._schema.is_mutable:
         return None
+    if func._overloadname == "correction":
+        return _VARIANCES.get(base_name(func))
     from torch._decomp import decomposition_table
 
-    return decomposition_table.get(func)
+    steps = decomposition_table.get(func)
+    # Without the wrappers that promote dtypes, which there is no need of: the first call of them imports Dynamo.
+    return None if steps is None else inspect.unwrap(steps)
+
+
+def _variance(a: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    if a.is_complex():
+        raise NotImplementedError("complex numbers are not done step by step")
+    dims = list(range(a.dim())) if not dim else list(dim)
+    mean = a.mean(dims, keepdim=True)
+    count = math.prod(a.shape[d] for d in dims) - (1 if correction is None else correction)
+    total = (a - mean).square().sum(dims, keepdim=keepdim)
+    return total / max(count, 0), mean if keepdim else mean.view(total.shape)
+
+
+def _deviation(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    variance, mean = _variance(*args, **kwargs)
+    return variance.sqrt(), mean
+
+
+_VARIANCES: Final[dict[str, Callable[..., Any]]] = {
+    "var": lambda *args, **kwargs: _variance(*args, **kwargs)[0],
+    "std": lambda *args, **kwargs: _deviation(*args, **kwargs)[0],
+    "var_mean": _variance,
+    "std_mean": _deviation,
+}
 
 
 # Largest error of a function in units of rounding errors of the dtype it is computed in, where it is more than

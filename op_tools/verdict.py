@@ -32,6 +32,7 @@ STANDARDS: Final = ("ulp", "torch", "dual", "seed")
 STORED: Final = 2.0
 SIGMAS: Final = 6.0
 _TF32: Final = 2.0**-11
+_TRUST: Final = 0.5  # in what one probe says; in n of them, the square root of n as much
 _MANY: Final = 1 / 16  # share of elements in doubt above which a probe of the whole call is cheaper
 
 _SEED_TOLERANCE: Final[dict[torch.dtype, float]] = {
@@ -485,6 +486,8 @@ def _probed(number: int, spread: Spread, check: _Check, stored: float, most: int
     """After as many probes as it takes to clear the elements in doubt."""
     while True:
         sigma = spread.sigma(number)
+        if sigma is not None:
+            sigma.mul_(min(1.0, _TRUST * math.sqrt(spread.probes)))
         suspects = check.doubtful(stored, sigma, spread.not_settled(number))
         if suspects is None or spread.probes >= most or not spread.grow():
             return sigma, suspects
