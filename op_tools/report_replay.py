@@ -19,7 +19,7 @@ from .replay import CapturedOp
 from .replay_check import ERROR, IDENTICAL, WRONG, Options, Outcome, Shown, counts
 from .verdict import Row
 
-_COLUMNS: Final = [*console.COMPARE_COLUMNS, "cosine", "max_ulp", "verdict"]
+_COLUMNS: Final = [*console.COMPARE_COLUMNS, *console.VERDICT_COLUMNS]
 _MOST_FAILURES: Final = 50
 
 
