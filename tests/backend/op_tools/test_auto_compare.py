@@ -93,6 +93,55 @@ def test_a_healthy_training_is_called_right(device: str, low: torch.dtype | None
     assert {"blocks.1.qkv", "blocks.0.down", "head"} <= {row["module"] for row in rows}
 
 
+class ResNet(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = torch.nn.Conv2d(3, 16, 7, 2, 3)
+        self.first, self.second = (torch.nn.Conv2d(16, 16, 3, padding=1, bias=False) for _ in range(2))
+        self.norm1, self.norm2 = torch.nn.BatchNorm2d(16), torch.nn.BatchNorm2d(16)
+        self.head = torch.nn.Linear(16, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.max_pool2d(self.stem(x), 3, 2, 1)
+        x = F.relu(x + self.norm2(self.second(F.relu(self.norm1(self.first(x)), inplace=True))))
+        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = torch.nn.LSTM(12, 24, 2, batch_first=True), torch.nn.Linear(24, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x.flatten(1)[:, :96].view(-1, 8, 12))[0][:, -1])
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [ResNet, Recurrent])
+def test_other_healthy_models(device: str, kind: type[torch.nn.Module], low: torch.dtype | None) -> None:
+    torch.manual_seed(1)
+    model = kind().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x, y = torch.randn(4, 3, 16, 16).to(device), torch.randint(0, 10, (4,)).to(device)
+    with op_tools.OpAutoCompare() as compared:
+        for _ in range(2):
+            optimizer.zero_grad()
+            with torch.autocast(torch.device(device).type, dtype=low or torch.bfloat16, enabled=low is not None):
+                loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    assert [f for f in compared.findings() if f.kind != "skipped"] == []
+
+
+def test_norms_of_lists_of_tensors(device: str) -> None:
+    torch.manual_seed(0)
+    tensors = [torch.randn(n).bfloat16().float().to(device) for n in (9216, 32, 150_000)]
+    with op_tools.OpAutoCompare() as compared:
+        torch._foreach_norm(tensors)
+    assert {row["verdict"] for row in compared.records()} == {"right"}
+
+
 def test_checkpointing_is_compared_and_not_disturbed(device: str) -> None:
     bare = train(device, save_memory=True)
     with op_tools.OpAutoCompare() as compared:
