@@ -168,12 +168,13 @@ def measure(bench: Bench, only: list[str]) -> tuple[list[dict[str, Any]], int, l
 def _drain_remark(tool: Any, bench: Bench) -> str:
     written = tool.bytes_written
     raw = raw_write_speed(Path(os.environ["OP_TOOLS_RESULTS_DIR"]), min(written, 1 << 31))
-    speed = written / max(tool.write_seconds, 1e-9)
+    one = written / max(tool.write_seconds, 1e-9)
+    speed = written / max(tool.writer.busy_seconds, 1e-9)
     room = "had room" if not tool.writer.waited else "was full at times"
     return (
         f"OpCapture: {written / 1e6 / (bench.steps + 1):.0f} MB per step, "
         f"queue of {tool.writer.most_bytes / 1e6:.0f} MB {room} "
-        f"(peak {tool.writer.peak_bytes / 1e6:.0f} MB); one writer drains {speed / 1e6:.0f} MB/s, "
+        f"(peak {tool.writer.peak_bytes / 1e6:.0f} MB); drains {speed / 1e6:.0f} MB/s (one writer {one / 1e6:.0f}), "
         f"a plain file takes {raw / 1e6:.0f} MB/s: {speed / raw:.0%}"
     )
 

@@ -11,14 +11,14 @@ import struct
 import sys
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from .opcall import Tensor, children, tensors_in
-from .snapshot import Opaque
+from .snapshot import Opaque, Ref
 
 FORMAT: Final = 1
 _TAG: Final = "__op_tools__"
@@ -34,6 +34,8 @@ def encode(value: Any) -> Any:
     kind = type(value)
     if value is None or kind in (bool, int, float, complex, str) or isinstance(value, Tensor):
         return value.detach().requires_grad_(value.requires_grad) if kind is torch.nn.Parameter else value
+    if kind is Ref:
+        return value
     if isinstance(value, torch.dtype):
         return {_TAG: "dtype", "value": str(value)}
     if isinstance(value, torch.Size):
@@ -201,6 +203,89 @@ class _Pickler(pickle.Pickler):
         return torch._utils._rebuild_tensor_v3, (known, *geometry, False, self._names, value.dtype, *extra)
 
 
+class NotPlain(Exception):
+    """Something that the plain form of a pickle has no words for; `save` has."""
+
+
+def fragment(value: Any, sizes: Sequence[int] = ()) -> bytes:
+    """The pickle of encoded values without its frame; staged tensors refer to storages of these sizes.
+
+    Nothing in it refers to an earlier part of the pickle, so fragments can be kept and put together.
+
+    >>> fragment([1, None])
+    b'](J\\x01\\x00\\x00\\x00Ne'
+    """
+    out: list[bytes] = []
+    _put(value, sizes, {}, out.append)
+    return b"".join(out)
+
+
+def _put(value: Any, sizes: Sequence[int], dtypes: dict[int, torch.dtype], out: Callable[[bytes], None]) -> None:
+    kind = type(value)
+    if kind is str:
+        text = value.encode("utf-8", "surrogatepass")
+        out(b"X" + len(text).to_bytes(4, "little") + text)
+    elif value is None:
+        out(b"N")
+    elif kind is bool:
+        out(b"\x88" if value else b"\x89")
+    elif kind is int:
+        if -(1 << 31) <= value < 1 << 31:
+            out(b"J" + value.to_bytes(4, "little", signed=True))
+        else:
+            number = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            if len(number) > 255:
+                raise NotPlain
+            out(b"\x8a" + bytes([len(number)]) + number)
+    elif kind is float:
+        out(b"G" + struct.pack(">d", value))
+    elif kind is tuple or kind is list:
+        out(b"(" if kind is tuple else b"](")
+        for member in value:
+            _put(member, sizes, dtypes, out)
+        out(b"t" if kind is tuple else b"e")
+    elif kind is dict:
+        out(b"}(")
+        for key, member in value.items():
+            _put(key, sizes, dtypes, out)
+            _put(member, sizes, dtypes, out)
+        out(b"u")
+    elif kind is Ref:
+        _put_tensor(value, sizes, dtypes, out)
+    else:
+        raise NotPlain
+
+
+def _put_tensor(ref: Ref, sizes: Sequence[int], dtypes: dict[int, torch.dtype], out: Callable[[bytes], None]) -> None:
+    nbytes, dtype = sizes[ref.storage], ref.dtype
+    kind = _storage_kinds().get(dtype)
+    seen_as = dtypes.setdefault(ref.storage, dtype)
+    if kind is None or seen_as != dtype or nbytes % dtype.itemsize or ref.conjugated or ref.negated:
+        raise NotPlain
+    out(b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\n" + kind.encode() + b"\n")
+    for part in (str(ref.storage), "cpu", nbytes // dtype.itemsize):
+        _put(part, (), dtypes, out)
+    out(b"tQ")
+    for fact in (ref.offset, ref.shape, ref.stride, ref.requires_grad):
+        _put(fact, (), dtypes, out)
+    out(b"ccollections\nOrderedDict\n)RtR")
+
+
+def save_fragments(path: str, fragments: Iterable[bytes], storages: Iterable[Any]) -> None:
+    """Write a `.pth` file of one dict: fragments are its keys and values, storages are buffers or give one.
+
+    >>> save_fragments("one.pth", [fragment("x"), fragment(1)], [])  # doctest: +SKIP
+    """
+    pickled = b"".join([_FRAME, *fragments, b"u."])
+    records: list[tuple[str, Any]] = [("data.pkl", pickled), ("byteorder", _BYTE_ORDER)]
+    records += [(f"data/{i}", storage) for i, storage in enumerate(storages)]
+    records.append(("version", b"3\n"))
+    folder, _, name = path.rpartition("/")
+    partial = f"{folder}/.{name}.partial" if folder else f".{name}.partial"
+    write_archive(partial, records)
+    os.replace(partial, path)
+
+
 def save(path: Path, payload: Mapping[str, Any]) -> None:
     """Write one `.pth` file; a reader sees all of it or nothing (`save(folder / "input.pth", {...})`).
 
@@ -229,7 +314,9 @@ def _buffer_of(storage: torch.UntypedStorage) -> Any:
     return memoryview(flat)
 
 
+_FRAME: Final = b"\x80\x02}(" + fragment("format") + fragment(FORMAT)
 _BYTE_ORDER: Final = sys.byteorder.encode()
+_SMALL: Final = 1 << 16
 _LOCAL: Final = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL: Final = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _END64: Final = struct.Struct("<4sQHHIIQQQQ")
@@ -241,48 +328,76 @@ _MASK: Final = 0xFFFFFFFF
 
 def write_archive(path: str, records: Sequence[tuple[str, Any]]) -> None:
     """Write an uncompressed zip archive in one pass, its records aligned to 64 bytes (`write_archive(p, r)`)."""
-    directory = bytearray()
+    directory: list[bytes] = []
+    waiting: list[Any] = []
     position = 0
-    with open(path, "wb", buffering=0) as handle:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
+    try:
         for name, data in records:
+            if callable(data):  # too large to be held beside others
+                _write_all(descriptor, waiting)
+                waiting = []
+                data = data()
             label = f"archive/{name}".encode()
             size = len(data)
-            checksum = zlib.crc32(data) if size < 1 << 16 else 0  # `torch.load` does not look at it
+            checksum = zlib.crc32(data) if size < _SMALL else 0  # `torch.load` does not look at it
             # the size fields hold 32 bits; larger records have theirs in an extra field of the directory
             shown, start = min(size, _MASK), position
             padding = -(start + _LOCAL.size + len(label) + 4) % 64
-            extra = struct.pack("<HH", 0x4246, padding) + b"Z" * padding
-            head = _LOCAL.pack(b"PK\3\4", 0, 0, 0, 0, 0, checksum, shown, shown, len(label), len(extra))
-            head = head + label + extra
-            _write_all(handle, head if size > 1 << 16 else head + bytes(data))
-            if size > 1 << 16:
-                _write_all(handle, data)
+            head = _LOCAL.pack(b"PK\3\4", 0, 0, 0, 0, 0, checksum, shown, shown, len(label), padding + 4)
+            head += label + _PADDING[padding]
+            waiting += (head, data)
             position += len(head) + size
             wide = _EXTRA64.pack(1, 24, size, size, start) if size >= _MASK or start >= _MASK else b""
             small = (_MASK, _MASK, _MASK) if wide else (size, size, start)
-            directory += _CENTRAL.pack(
-                b"PK\1\2", 0, 0, 0, 0, 0, 0, checksum, *small[:2], len(label), len(wide), 0, 0, 0, 0, small[2]
+            directory += (
+                _CENTRAL.pack(
+                    b"PK\1\2", 0, 0, 0, 0, 0, 0, checksum, *small[:2], len(label), len(wide), 0, 0, 0, 0, small[2]
+                ),
+                label,
+                wide,
             )
-            directory += label + wide
-        count, length = len(records), len(directory)
-        tail = bytes(directory)
+        listed = b"".join(directory)
+        count, length = len(records), len(listed)
+        tail = listed
         if position + length >= _MASK:
             tail += _END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, count, count, length, position)
             tail += _LOCATOR64.pack(b"PK\6\7", 0, position + length, 1)
         tail += _END.pack(b"PK\5\6", 0, 0, count, count, min(length, _MASK), min(position, _MASK), 0)
-        _write_all(handle, tail)
+        _write_all(descriptor, [*waiting, tail])
+    finally:
+        os.close(descriptor)
 
 
-def _write_all(handle: Any, data: Any) -> None:
-    view = memoryview(data)
-    while len(view):
-        view = view[handle.write(view) :]
+_PADDING: Final = tuple(struct.pack("<HH", 0x4246, n) + b"Z" * n for n in range(64))
+
+
+def _write_all(descriptor: int, buffers: list[Any]) -> None:
+    """Hand all buffers to the system at once: no copy of them, and the interpreter is free meanwhile."""
+    views = [memoryview(b) for b in buffers if len(b)]
+    while views:
+        written = os.writev(descriptor, views[:512])
+        while views and written >= len(views[0]):
+            written -= len(views[0])
+            del views[0]
+        if written:
+            views[0] = views[0][written:]
 
 
 def save_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write the readable twin of a capture (`save_json(folder / "input.json", {...})`)."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(content, default=str))
+    save_text(str(path), json.dumps(content, default=str))
+
+
+def save_text(path: str, text: str) -> None:
+    """Write a small file, whole or not at all (`save_text("input.json", "{}")`)."""
+    folder, _, name = path.rpartition("/")
+    partial = f"{folder}/.{name}.partial" if folder else f".{name}.partial"
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        _write_all(descriptor, [text.encode("utf-8", "surrogatepass")])
+    finally:
+        os.close(descriptor)
     os.replace(partial, path)
 
 

@@ -45,6 +45,9 @@ class _Slice(NamedTuple):
     offset: int
 
 
+_TO_LEAF: Final = _Slice((), (), 0)
+
+
 class Edges(NamedTuple):
     """The gradient edges of a call's inputs, as they were before the call."""
 
@@ -138,7 +141,7 @@ def _hooks_of_call(
             if variable is not None:
                 inputs = known.get(id(variable))
                 if inputs is not None:
-                    targets.append((edge, inputs, None))
+                    targets.append((edge, inputs, _TO_LEAF))
                 continue
             if seen is None:
                 seen = set(sources)
@@ -214,7 +217,9 @@ class _Backward:
             grad = to_inputs[edge] if edge < len(to_inputs) else None
             if grad is None:
                 continue
-            if place is not None:
+            if place is _TO_LEAF:
+                grad = grad.detach()  # a gradient that somebody else holds would be copied into `.grad`
+            elif place is not None:
                 grad = grad.as_strided(*place)
             for index in inputs:
                 present = self.grad_inputs[index]

@@ -6,7 +6,7 @@ staged copies into CPU tensors of the same layout, on whichever thread has the t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -18,6 +18,8 @@ _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch
 # A small view of a large storage is cut out of it; a view of most of a storage keeps its offset.
 _KEEP_WHOLE_BELOW: Final = 1 << 16
 _KEEP_WHOLE_FACTOR: Final = 4
+_MOST_LAYOUTS: Final = 10_000
+MOST_BORROWED: Final = 1 << 28  # bytes that go through the pinned buffer at once
 
 
 class Ref(NamedTuple):
@@ -54,6 +56,49 @@ class Staged(NamedTuple):
     event: Any
     nbytes: int
     opaque: tuple[str, ...] = ()  # kinds of tensors that could not be copied
+    layout: Layout | None = None  # shared with calls that look alike, where the tree is
+
+
+class Layout:
+    """How the tensors of a call lie in its storages; worked out once for calls that look alike."""
+
+    __slots__ = ("nbytes", "notes", "parts", "tree")
+
+    def __init__(self, tree: Any, parts: tuple[tuple[int, int, int], ...]) -> None:
+        self.tree = tree
+        self.parts = parts  # of each storage: a tensor in it, first and last byte that are copied
+        self.nbytes = sum(end - start for _, start, end in parts)
+        self.notes: dict[Any, Any] = {}  # what a writer has worked out about it
+
+
+class Layouts:
+    """Stages calls; those that look like an earlier one share its tree.
+
+    >>> Layouts().stage(describe((x,)).number, [x], (x,))  # doctest: +SKIP
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Layout] = {}
+
+    def stage(self, number: int, tensors: list[Tensor], value: Any, event: bool = True) -> Staged:
+        """Copy the storages under `value`; `number` is that of its description, `tensors` are all in it."""
+        if not number:
+            return stage(value, event)
+        key: list[Any] = [number]
+        storages: dict[int, int] = {}
+        for tensor in tensors:
+            if type(tensor) not in _PLAIN_TYPES or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+                return stage(value, event)
+            storage = tensor.untyped_storage()
+            index = storages.setdefault(storage._cdata, len(storages))
+            key += (index, tensor.storage_offset(), storage.nbytes())
+        layout = self._known.get(tuple(key))
+        if layout is None:
+            if len(self._known) >= _MOST_LAYOUTS:
+                self._known.clear()
+            layout = self._known[tuple(key)] = _lay_out(value, tensors, [])
+        copies = tuple([_copy_storage(tensors[at], start, end) for at, start, end in layout.parts])
+        return Staged(layout.tree, copies, mark_after(copies) if event else None, layout.nbytes, (), layout)
 
 
 def span_of(tensor: Tensor) -> tuple[int, int]:
@@ -68,21 +113,21 @@ def span_of(tensor: Tensor) -> tuple[int, int]:
 class _Group:
     """Tensors that share a storage."""
 
-    def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
-        self.sample, self.storage = tensor, storage
+    __slots__ = ("end", "first", "start", "total")
+
+    def __init__(self, first: int, total: int) -> None:
+        self.first, self.total = first, total
         self.start, self.end = 1 << 62, 0
-        self.members = 0
 
     def add(self, tensor: Tensor) -> None:
         size = tensor.element_size()
         start, end = span_of(tensor)
         self.start, self.end = min(self.start, start * size), max(self.end, end * size)
-        self.members += 1
 
-    def bounds(self, total: int) -> tuple[int, int]:
+    def bounds(self) -> tuple[int, int]:
         needed = self.end - self.start
-        if total <= _KEEP_WHOLE_BELOW or total <= _KEEP_WHOLE_FACTOR * needed:
-            return 0, total
+        if self.total <= _KEEP_WHOLE_BELOW or self.total <= _KEEP_WHOLE_FACTOR * needed:
+            return 0, self.total
         start = self.start - self.start % 64  # stay aligned for every dtype
         return start, self.end
 
@@ -94,29 +139,29 @@ def measure(value: Any) -> int:
 
 def stage(value: Any, event: bool = True) -> Staged:
     """Copy every storage under `value` on its own device (`stage((args, kwargs))`)."""
+    tensors = list(tensors_in(value))
+    opaque: list[str] = []
+    layout = _lay_out(value, tensors, opaque)
+    copies = tuple([_copy_storage(tensors[at], start, end) for at, start, end in layout.parts])
+    return Staged(layout.tree, copies, mark_after(copies) if event else None, layout.nbytes, tuple(opaque))
+
+
+def _lay_out(value: Any, tensors: list[Tensor], opaque: list[str]) -> Layout:
     groups: dict[int, _Group] = {}
     keys: dict[int, int] = {}
-    for tensor in tensors_in(value):
+    for number, tensor in enumerate(tensors):
         if _is_plain(tensor):
             storage = tensor.untyped_storage()
             key = keys[id(tensor)] = storage._cdata
-            group = groups.get(key)
-            if group is None:
-                group = groups[key] = _Group(tensor, storage)
-            group.add(tensor)
-    storages: list[Tensor] = []
+            if key not in groups:
+                groups[key] = _Group(number, storage.nbytes())
+            groups[key].add(tensor)
     placed: dict[int, tuple[int, int]] = {}
-    nbytes = 0
-    device = None
+    parts: list[tuple[int, int, int]] = []
     for key, group in groups.items():
-        copy, start = _copy_storage(group)
-        placed[key] = (len(storages), start)
-        storages.append(copy)
-        nbytes += copy.numel() * copy.element_size()
-        if copy.device.type != "cpu":
-            device = copy.device
-
-    opaque: list[str] = []
+        start, end = group.bounds()
+        placed[key] = (len(parts), start)
+        parts.append((group.first, start, end))
 
     def replace(tensor: Tensor) -> Any:
         if id(tensor) not in keys:
@@ -136,31 +181,39 @@ def stage(value: Any, event: bool = True) -> Staged:
             tensor.is_neg(),
         )
 
-    tree = map_tensors(value, replace)
-    mark = None
-    if event and device is not None:
-        kind = event_class(device.type)
-        if kind is not None:
+    return Layout(map_tensors(value, replace), tuple(parts))
+
+
+def mark_after(copies: tuple[Tensor, ...]) -> Any:
+    """An event after the last copy on a device, for whoever reads the copies on another stream."""
+    for copy in reversed(copies):
+        if not copy.is_cpu:
+            kind = event_class(copy.device.type)
+            if kind is None:
+                return None
             mark = kind()
             mark.record()
-    return Staged(tree, tuple(storages), mark, nbytes, tuple(opaque))
+            return mark
+    return None
 
 
 def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN_TYPES and tensor.layout == torch.strided and not tensor.is_quantized
 
 
-def _copy_storage(group: _Group) -> tuple[Tensor, int]:
-    sample, storage = group.sample, group.storage
-    total = storage.nbytes()
-    if group.members == 1 and total == sample.numel() * sample.element_size() and not sample.is_complex():
-        copy = sample.detach().clone()  # one launch instead of three for a tensor that fills its storage
-        if copy.stride() == sample.stride() and not sample.is_neg():
-            return copy, 0
-    start, end = group.bounds(total)
+def _copy_storage(sample: Tensor, start: int, end: int) -> Tensor:
+    """A copy of these bytes of the storage that a tensor lies in, with as few launches as will do."""
+    size = sample.element_size()
+    if not (sample.is_conj() or sample.is_neg()):
+        if start == 0 and end == sample.numel() * size:
+            copy = sample.detach().clone()  # a tensor that fills its storage
+            if copy.stride() == sample.stride():
+                return copy
+        if start % size == 0 and end % size == 0:
+            return torch.as_strided(sample.detach(), ((end - start) // size,), (1,), start // size).clone()
     flat = torch.empty(0, dtype=torch.uint8, device=sample.device)
-    flat.set_(storage, start, (end - start,), (1,))
-    return flat.clone(), start
+    flat.set_(sample.untyped_storage(), start, (end - start,), (1,))
+    return flat.clone()
 
 
 def _stage_odd(tensor: Tensor) -> Whole | Opaque:
@@ -178,13 +231,10 @@ class _PinnedBuffer:
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
 
-    def fetch(self, source: Tensor) -> Tensor:
-        size = source.numel()
+    def room(self, size: int) -> Tensor:
         if self._buffer is None or self._buffer.numel() < size:
             self._buffer = torch.empty(max(size, 1 << 24), dtype=torch.uint8, pin_memory=True)
-        view = self._buffer[:size]
-        view.copy_(source, non_blocking=True)
-        return view
+        return self._buffer
 
 
 class Unpacker:
@@ -199,26 +249,47 @@ class Unpacker:
         return rebuild(staged.tree, self.fetch(staged))
 
     def fetch(self, staged: Staged) -> list[Tensor]:
-        """The bytes of the staged storages on the host."""
-        return [self._to_host(_bytes_of(s), staged.event) for s in staged.storages]
+        """The bytes of the staged storages on the host, to keep."""
+        together = [staged.storages] if staged.nbytes <= MOST_BORROWED else [(s,) for s in staged.storages]
+        return [
+            flat if storage.is_cpu else flat.clone()
+            for some in together
+            for storage, flat in zip(some, self.borrow(some, staged.event))
+        ]
 
-    def _to_host(self, flat: Tensor, event: Any) -> Tensor:
-        if flat.device.type == "cpu":
-            return flat
-        if not can_pin(flat.device.type):
+    def borrow(self, storages: Sequence[Tensor], event: Any) -> list[Tensor]:
+        """The bytes of staged storages on the host, valid until this unpacker is used again."""
+        flats = [_bytes_of(s) for s in storages]
+        devices = {f.device for f in flats if not f.is_cpu}
+        if not devices:
+            return flats
+        device = devices.pop()
+        if devices or not can_pin(device.type):
             if event is not None:
                 event.synchronize()
-            return flat.cpu()
-        module = module_of(flat.device.type)
-        stream = self._streams.get(flat.device)
+            return [f.cpu() for f in flats]
+        module = module_of(device.type)
+        stream = self._streams.get(device)
         if stream is None:
-            stream = self._streams[flat.device] = module.Stream(flat.device)
+            stream = self._streams[device] = module.Stream(device)
+        buffer = self._pinned.room(sum([_padded(f.numel()) for f in flats if not f.is_cpu]))
+        found, position = [], 0
         with module.stream(stream):
             if event is not None:
                 stream.wait_event(event)
-            pinned = self._pinned.fetch(flat)
+            for flat in flats:
+                if not flat.is_cpu:
+                    view = buffer[position : position + flat.numel()]
+                    view.copy_(flat, non_blocking=True)
+                    position += _padded(flat.numel())
+                    flat = view
+                found.append(flat)
             stream.synchronize()
-        return pinned.clone()
+        return found
+
+
+def _padded(nbytes: int) -> int:
+    return (nbytes + 63) & -64
 
 
 def _bytes_of(copy: Tensor) -> Tensor:

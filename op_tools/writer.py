@@ -33,6 +33,9 @@ class Writer:
         self.dropped = 0
         self.waited = 0  # how often the run had to wait for the disk
         self.peak_bytes = 0
+        self.busy_seconds = 0.0  # during which at least one job was done
+        self._working = 0
+        self._began = 0.0
         self.last_error: Exception | None = None
         self._bytes = 0
         self._jobs: deque[Any] = deque()
@@ -74,7 +77,8 @@ class Writer:
                 thread.start()
             self._jobs.append((time.monotonic(), nbytes, job))
             self._unfinished += 1
-            self._change.notify()
+            if len(self._jobs) == 1 or self._may_begin():  # else a thread would wake up only to wait again
+                self._change.notify()
 
     def _work(self) -> None:
         while True:
@@ -86,6 +90,7 @@ class Writer:
             if item is _STOP:
                 return
             _, nbytes, job = item
+            self._begin()
             try:
                 job()
             except Exception as error:  # a job that fails must not end the thread
@@ -95,7 +100,16 @@ class Writer:
                 with self._change:
                     self._bytes -= nbytes
                     self._unfinished -= 1
+                    self._working -= 1
+                    if not self._working:
+                        self.busy_seconds += time.monotonic() - self._began
                     self._change.notify_all()
+
+    def _begin(self) -> None:
+        with self._change:
+            if not self._working:
+                self._began = time.monotonic()
+            self._working += 1
 
     def _may_begin(self) -> bool:
         if not self._jobs:

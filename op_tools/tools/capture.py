@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -16,14 +17,16 @@ import torch
 from .. import archive, console, settings, store
 from ..devices import accelerator_type, get_rng_state, module_of, quiet
 from ..intercept import Call
-from ..opcall import Described, Tensor, TensorMeta, describe, labelled
-from ..snapshot import Staged, Unpacker, measure, stage
+from ..opcall import Described, Descriptions, Tensor, TensorMeta, describe, labelled
+from ..snapshot import MOST_BORROWED, Layouts, Staged, Unpacker, mark_after, measure
 from ..writer import Writer
 from .base import Tool
 
 _MEBI: Final = 1 << 20
 _PATIENCE: Final = 1.0  # seconds that a burst of captures goes undisturbed by its own writing
 _GIVE_UP_AFTER: Final = 3  # failed writes in a row
+_FORWARD: Final = ("input", "output")
+_BACKWARD: Final = ("grad_inputs", "grad_outputs")
 
 
 class OpCapture(Tool):
@@ -37,6 +40,7 @@ class OpCapture(Tool):
     prefix = "OP_CAPTURE"
     order = 40
     wants_backward = True
+    wants_pointers = False
     columns: ClassVar[dict[str, str]] = {
         "call_id": "INTEGER",
         "site": "INTEGER",
@@ -63,6 +67,9 @@ class OpCapture(Tool):
         room = settings.number("OP_CAPTURE_QUEUE_MB", _default_queue() / _MEBI, minimum=1)
         self.writer = Writer(int(room * _MEBI), threads, drop, _PATIENCE)
         self._label = settings.process_label()
+        self._root = str(self.folder)
+        self._inputs, self._outputs, self._grads = Layouts(), Layouts(), Layouts()
+        self._gradients = Descriptions()
         self._shown: deque[_Shown] = deque()
         self._unpackers: dict[int, Unpacker] = {}
         self.bytes_written = 0
@@ -78,30 +85,19 @@ class OpCapture(Tool):
         if self._broken >= _GIVE_UP_AFTER:
             self._dropped += 1
             return
-        value = (call.args, call.kwargs)
-        nbytes = measure(value)
+        nbytes = _bytes_in(call.inputs, call.tensors)
         if not self.writer.reserve(nbytes):
             self.found(call, "dropped", "captures were dropped: the queue was full (OP_CAPTURE_WHEN_FULL)", once=True)
             return
         claimed = _Claim(self.writer, nbytes)
-        state = self._state(call)
-        with quiet():
-            call.notes[self] = (stage(value, event=False), state, claimed)
-
-    def _state(self, call: Call) -> dict[str, Any]:
         device = call.device
-        state: dict[str, Any] = {
-            "name": call.op,
-            "id": call.id,
-            "location": call.location,
-            "step": call.step,
-            "grad_enabled": torch.is_grad_enabled(),
-            "autocast": _autocast_state(device.type),
-            "rng": None,
-        }
+        rng = None
         if call.traits.random is not False:
-            state["rng"] = {"cpu": torch.get_rng_state(), "device": get_rng_state(device), "type": str(device)}
-        return state
+            rng = {"cpu": torch.get_rng_state(), "device": get_rng_state(device), "type": str(device)}
+        state = (torch.is_grad_enabled(), _autocast_state(device.type), rng)
+        with quiet():
+            staged = self._inputs.stage(call.inputs.number, call.tensors, (call.args, call.kwargs), event=False)
+        call.notes[self] = (staged, state, claimed)
 
     def after(self, call: Call) -> None:
         noted = call.notes.pop(self, None)
@@ -109,23 +105,25 @@ class OpCapture(Tool):
             return
         assert self.writer is not None
         inputs, state, claimed = noted
-        nbytes = measure(call.result)
+        nbytes = _bytes_in(call.outputs, call.results)
         if not self.writer.reserve(nbytes):
             return
         with quiet():
-            outputs = stage(call.result)
+            outputs = self._outputs.stage(call.outputs.number, call.results, call.result)
+            if outputs.event is None:
+                inputs = inputs._replace(event=mark_after(inputs.storages))
         self.calls[call.op] += 1
-        stamp = store.time_label()
-        folder = f"{self.folder}/{call.op}/{self._label}/{call.id}/{stamp}"
+        folder = f"{self._root}/{call.op}/{self._label}/{call.id}/{store.time_label()}"
         call.notes[self] = folder
         total = nbytes + claimed.take()
         if inputs.opaque:
             kinds = ", ".join(inputs.opaque)
             self.found(call, "not-captured", f"arguments of type {kinds} were not captured", once=True)
-        parts = {"input": (inputs, {**state, "kind": "input"}), "output": (outputs, {"name": call.op})}
         shown = self._to_show(call, None)  # here, not on the writer's thread: shown in the order of the calls
-        self.writer.submit(total, lambda: self._write(call, folder, parts, shown, outputs.event))
-        self._settle()
+        job = functools.partial(self._write, call, folder, _FORWARD, (inputs, outputs), state, shown)
+        self.writer.submit(total, job)
+        if self.view.full or self.only is not None:
+            self._settle()
 
     def _settle(self) -> None:
         if self.only is not None and self.writer is not None:  # a feature on one operator shows at once
@@ -133,23 +131,26 @@ class OpCapture(Tool):
         self._show_done()
 
     def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
-        noted = call.notes.get(self)
-        if noted is None:
+        folder = call.notes.get(self)
+        if folder is None:
             return
         assert self.writer is not None
-        value = (tuple(grad_outputs), tuple(grad_inputs))
-        nbytes = measure(value)
+        found: list[list[Tensor]] = [[], []]
+        to_inputs = self._gradients.of(tuple(grad_inputs), {}, found[0], False)
+        from_outputs = self._gradients.of(tuple(grad_outputs), {}, found[1], False)
+        nbytes = _bytes_in(to_inputs, found[0]) + _bytes_in(from_outputs, found[1])
         if not self.writer.reserve(nbytes):
             return
-        outputs = stage(tuple(grad_outputs), event=False)
-        inputs = stage(tuple(grad_inputs))
-        described = (describe(tuple(g for g in grad_outputs if g is not None)), describe(tuple(grad_inputs)))
-        parts = {
-            "grad_inputs": (inputs, {"name": call.op}),
-            "grad_outputs": (outputs, {"name": call.op}),
-        }
+        outputs = self._grads.stage(from_outputs.number, found[1], tuple(grad_outputs), event=False)
+        inputs = self._grads.stage(to_inputs.number, found[0], tuple(grad_inputs))
+        if inputs.event is None:
+            outputs = outputs._replace(event=mark_after(outputs.storages))
+        described = None
+        if self.view.full:
+            described = (describe(tuple(g for g in grad_outputs if g is not None)), describe(tuple(grad_inputs)))
         shown = self._to_show(call, described)
-        self.writer.submit(nbytes, lambda: self._write(call, noted, parts, shown, inputs.event))
+        job = functools.partial(self._write, call, folder, _BACKWARD, (inputs, outputs), None, shown)
+        self.writer.submit(nbytes, job)
         if self.only is not None:
             self._settle()
 
@@ -165,39 +166,39 @@ class OpCapture(Tool):
     def _write(
         self,
         call: Call,
-        place: str,
-        parts: dict[str, tuple[Staged, dict[str, Any]]],
+        folder: str,
+        parts: tuple[str, ...],
+        staged: tuple[Staged, ...],
+        state: tuple[Any, ...] | None,
         shown: _Shown | None,
-        event: Any,
     ) -> None:
         try:
             began = time.perf_counter()
-            os.makedirs(place, exist_ok=True)
-            folder = Path(place)
-            unpacker = self._unpackers.setdefault(threading.get_ident(), Unpacker())
-            paths = []
-            described: dict[str, Any] = {}
-            readable: dict[str, Any] = {"torch": torch.__version__}
-            for part, (staged, facts) in parts.items():
-                value = unpacker.unpack(staged._replace(event=event))
-                path = folder / f"{part}.pth"
-                archive.save(path, {**_encode_facts(facts), **_payload(part, value)})
-                described[part] = _described(part, value)
-                readable.update(_plain_facts(facts))
-                paths.append(path)
-                self.bytes_written += staged.nbytes
+            facts = _facts(call, state)
+            written = _Files(folder, self._unpackers.setdefault(threading.get_ident(), Unpacker()))
+            event = next((s.event for s in reversed(staged) if s.event is not None), None)
+            described = []
+            for part, one in zip(parts, staged):
+                of_part = facts if part == "input" else {"name": call.op}
+                described.append(f'"{part}": {written.add(part, one._replace(event=event), of_part)}')
+                self.bytes_written += one.nbytes
                 self.files_written += 1
-                self.record(call.id, self.site(call), part, str(path), staged.nbytes)
-            name = "metadata.json" if "input" in parts else "grad_metadata.json"
-            archive.save_json(folder / name, {**readable, "tensors": described})
+            readable = {"torch": torch.__version__, **_plain_facts(facts)}
+            written.describe(
+                "metadata.json" if "input" in parts else "grad_metadata.json",
+                f'{json.dumps(readable, default=str)[:-1]}, "tensors": {{{", ".join(described)}}}}}',
+            )
+            site = self.site(call)
+            for part, one in zip(parts, staged):
+                self.record(call.id, site, part, f"{folder}/{part}.pth", one.nbytes)
             self.write_seconds += time.perf_counter() - began
             self._broken = 0
             if shown is not None:
-                shown.paths = paths
+                shown.paths = [Path(f"{folder}/{part}.pth") for part in parts]
         except Exception as error:
             self._broken += 1
             self._dropped += 1
-            self.failed(call, error, f"a capture could not be written to {place}")
+            self.failed(call, error, f"a capture could not be written to {folder}")
         finally:
             if shown is not None:
                 shown.done = True
@@ -310,8 +311,81 @@ def _autocast_state(device_type: str) -> dict[str, Any] | None:
     return None
 
 
-def _encode_facts(facts: dict[str, Any]) -> dict[str, Any]:
-    return {key: archive.encode(value) for key, value in facts.items()}
+def _bytes_in(described: Described, tensors: list[Tensor]) -> int:
+    if described.number:
+        return sum([t.nbytes for t in tensors])
+    return measure(tensors)
+
+
+def _facts(call: Call, state: tuple[Any, ...] | None) -> dict[str, Any]:
+    """What a file says about its call besides the tensors."""
+    if state is None:
+        return {"name": call.op}
+    grad_enabled, autocast, rng = state
+    return {
+        "name": call.op,
+        "id": call.id,
+        "location": call.location,
+        "step": call.step,
+        "grad_enabled": grad_enabled,
+        "autocast": autocast,
+        "rng": rng,
+        "kind": "input",
+    }
+
+
+class _Files:
+    """Writes the files of one call; what calls that look alike have in common is worked out once."""
+
+    def __init__(self, folder: str, unpacker: Unpacker) -> None:
+        self._folder, self._unpacker = folder, unpacker
+
+    def add(self, part: str, staged: Staged, facts: dict[str, Any]) -> str:
+        """Write one part; returns the description of its tensors as JSON."""
+        layout = staged.layout
+        known = layout.notes.get(part) if layout is not None else None
+        if known is None or facts.get("rng") is not None:
+            described = self._add_odd(part, staged, facts)
+            if layout is not None:
+                try:
+                    sizes = [end - start for _, start, end in layout.parts]
+                    payload = _payload(part, layout.tree)
+                    pickled = b"".join([archive.fragment(v, sizes) for pair in payload.items() for v in pair])
+                    layout.notes[part] = (pickled, described)
+                except archive.NotPlain:
+                    pass
+            return described
+        pickled, described = known
+        fragments = [archive.fragment(archive.encode(v)) for pair in facts.items() for v in pair]
+        borrow, event, storages = self._unpacker.borrow, staged.event, staged.storages
+        buffers: list[Any]
+        if staged.nbytes <= MOST_BORROWED:
+            buffers = [_buffer(flat) for flat in borrow(storages, event)]
+        else:
+            buffers = [functools.partial(lambda s: _buffer(borrow([s], event)[0]), s) for s in storages]
+        self._with_folder(lambda: archive.save_fragments(f"{self._folder}/{part}.pth", [*fragments, pickled], buffers))
+        return described
+
+    def _add_odd(self, part: str, staged: Staged, facts: dict[str, Any]) -> str:
+        value = self._unpacker.unpack(staged)
+        content = {**{key: archive.encode(v) for key, v in facts.items()}, **_payload(part, value)}
+        self._with_folder(lambda: archive.save(Path(f"{self._folder}/{part}.pth"), content))
+        return json.dumps(_described(part, value), default=str)
+
+    def describe(self, name: str, text: str) -> None:
+        self._with_folder(lambda: archive.save_text(f"{self._folder}/{name}", text))
+
+    def _with_folder(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except FileNotFoundError:  # the first file of a call finds no folder
+            os.makedirs(self._folder, exist_ok=True)
+            write()
+
+
+def _buffer(flat: Tensor) -> Any:
+    array: Any = flat.numpy()
+    return memoryview(array) if flat.numel() else b""
 
 
 def _plain_facts(facts: dict[str, Any]) -> dict[str, Any]:

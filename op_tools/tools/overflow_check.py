@@ -156,7 +156,7 @@ class OpOverflowCheck(Tool):
         if tensor.layout != torch.strided or tensor.is_meta:
             return None
         with quiet():
-            data = tensor.detach()
+            data = tensor
             if data.is_complex():
                 data = torch.view_as_real(data.resolve_conj())
             if data.dtype not in _MEASURED_AS_THEY_ARE:

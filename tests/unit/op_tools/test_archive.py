@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import pickle
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +18,9 @@ from hypothesis import strategies as st
 
 from op_tools import archive
 from op_tools.archive import ArchiveError
-from op_tools.opcall import tensors_in
-from op_tools.snapshot import Unpacker, rebuild, stage
+from op_tools.opcall import Descriptions, tensors_in
+from op_tools.snapshot import Layouts, Unpacker, rebuild, stage
+from op_tools.tools import capture
 
 DTYPES = [
     torch.float32,
@@ -195,3 +200,72 @@ def test_opaque_arguments_are_described() -> None:
     args = archive.load(Path("x.pth"))["args"]
     assert archive.unknown_in(args) == ["builtins.object"]
     assert len(list(tensors_in(args))) == 1
+
+
+# -- calls that look alike -----------------------------------------------------------------------------
+
+
+@st.composite
+def _arguments(draw: st.DrawFn) -> Callable[[float], tuple[Any, ...]]:
+    """A function that makes arguments of one fixed layout with values that depend on its argument."""
+    dtype = draw(
+        st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+    )
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    step, transposed, shared = draw(st.integers(1, 2)), draw(st.booleans()), draw(st.booleans())
+    grad = draw(st.booleans()) and dtype.is_floating_point
+    constant = draw(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=3)))
+    large = draw(st.booleans())
+
+    def make(seed: float) -> tuple[Any, ...]:
+        base = (torch.arange(40000 if large else 8 * math.prod(shape)) * seed).to(dtype)
+        view = base[1 : 1 + math.prod(shape) * step : step].view(shape) if step == 1 else base[3::step][: shape[0]]
+        view = view.t() if transposed and view.dim() == 2 else view
+        other = base[: shape[0]] if shared else base[: shape[0]].clone()
+        return (view.detach().requires_grad_(grad), [other, constant], (), 2**40)
+
+    return make
+
+
+@given(_arguments())
+@settings(max_examples=150, deadline=None)
+def test_the_second_of_two_calls_that_look_alike_is_written_as_faithfully(make: Callable[[float], Any]) -> None:
+    layouts, seen = Layouts(), Descriptions()
+    with tempfile.TemporaryDirectory() as folder:
+        for number, seed in enumerate((1.0, 2.0)):
+            args = make(seed)
+            tensors: list[torch.Tensor] = []
+            described = seen.of(args, {}, tensors, False)
+            staged = layouts.stage(described.number, tensors, (args, {}))
+            assert staged.layout is not None
+            files = capture._Files(f"{folder}/{number}", Unpacker())
+            told = files.add("input", staged, {"name": "torch.add", "id": number, "autocast": None})
+            payload = archive.load(Path(f"{folder}/{number}/input.pth"))
+            loaded = payload["args"]
+            assert (payload["name"], payload["id"], payload["kwargs"]) == ("torch.add", number, {})
+            assert loaded[1][1] == args[1][1]
+            assert loaded[2:] == args[2:]
+            assert json.loads(told)["inputs[0]"]["shape"] == list(args[0].shape)
+            for mine, theirs in zip(tensors_in(loaded), tensors):
+                assert torch.equal(mine, theirs)
+                assert (mine.dtype, mine.stride(), mine.requires_grad) == (
+                    theirs.dtype,
+                    theirs.stride(),
+                    theirs.requires_grad,
+                )
+            together = [t.untyped_storage().data_ptr() for t in tensors_in(loaded)]
+            originals = [t.untyped_storage().data_ptr() for t in tensors]
+            assert (together[0] == together[1]) == (originals[0] == originals[1])
+        known = next(iter(layouts._known.values())).notes
+        assert "input" in known, "the second call took the short way"
+
+
+@given(
+    st.recursive(
+        st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text()),
+        lambda v: st.one_of(st.lists(v), st.lists(v).map(tuple), st.dictionaries(st.text(), v)),
+        max_leaves=10,
+    )
+)
+def test_fragments_are_pickles(value: Any) -> None:
+    assert repr(pickle.loads(b"\x80\x02" + archive.fragment(value) + b".")) == repr(value)
