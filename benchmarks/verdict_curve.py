@@ -2,7 +2,7 @@
 
     python benchmarks/verdict_curve.py --matrix              every kind of fault, on every operator and dtype
     python benchmarks/verdict_curve.py --json curve.json     the curve: recall against fault size, false alarms
-    python benchmarks/verdict_curve.py --plot docs/img/verdict_curve.png --from curve.json
+    python benchmarks/verdict_curve.py --from curve.json --plot docs/verdicts.png
 
 Faults are planted in the kernels of the software accelerator, one operator at a time.
 """
@@ -25,7 +25,8 @@ import torch
 import torch.nn.functional as F
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-STANDARDS = ("ulp", "torch", "dual", "seed")
+STANDARDS = ("ulp", "torch", "dual", "seed")  # of the verdict; beside them torch.allclose as one finds it
+RULES = (*STANDARDS, "allclose")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +179,7 @@ class Bench:
         from op_tools import golden, verdict
 
         self.faults, self.golden, self.verdict = faults, golden, verdict
+        self._last: tuple[Any, Any] = (None, None)
 
     def inputs(self, case: Case, dtype: torch.dtype, scale: float = 1.0) -> tuple[Any, ...]:
         drawn = case.inputs(Draw(dtype))
@@ -207,9 +209,7 @@ class Bench:
         finally:
             if planted is not None:
                 planted.remove()
-        result = self.golden.run(
-            case.call, host, name=case.name, grad_outputs=cotangents if grads else None, device="soft"
-        )
+        result = self.reference((case.name, dtype, scale), case, host, cotangents if grads else None)
         to_host = lambda v: self.golden.map_tensors(v, lambda t: t.detach().cpu())  # noqa: E731
         host_grads = [to_host(grads.get(id(t))) for t in device] if grads else None
         verdicts: dict[str, Any] = {"hits": planted.hits if planted else 0}
@@ -221,7 +221,17 @@ class Bench:
             if standard == "ulp":
                 verdicts["reason"] = judgement.reason
                 verdicts["excess"] = max((row.excess for row in judgement.rows), default=0.0)
+        ours = self.golden.tensors_in((to_host(outputs), host_grads))
+        theirs = self.golden.tensors_in((result.outputs, result.grad_inputs if grads else None))
+        verdicts["allclose"] = not all(torch.allclose(a, b.to(a.dtype), equal_nan=True) for a, b in zip(ours, theirs))
         return verdicts
+
+    def reference(self, key: Any, case: Case, host: tuple[Any, ...], cotangents: Any) -> Any:
+        """The golden run of a case, kept for the next fault in it."""
+        if self._last[0] != key:
+            run = self.golden.run(case.call, host, name=case.name, grad_outputs=cotangents, device="soft")
+            self._last = (key, run)
+        return self._last[1]
 
 
 def faults_of(case: Case, dtype: torch.dtype) -> Iterator[tuple[str, str, float]]:
@@ -289,35 +299,51 @@ def curve(bench: Bench, sizes: list[float], pattern: str) -> list[dict[str, Any]
     return records
 
 
+_LABELS = {
+    "ulp": "op_tools (rounding-aware)",
+    "seed": "fixed tolerance per dtype",
+    "allclose": "torch.allclose, defaults",
+    "torch": "torch.testing",
+    "dual": "cosine, then dual-thousandth",
+}
+_FAULTS = {"noise": "every element is off by up to this", "element": "one element is off by this"}
+
+
 def draw(records: list[dict[str, Any]], target: Path) -> None:
+    """Recall against the size of the fault, one column per dtype, one row per kind of fault."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    names = {
-        "ulp": "rounding-aware (default)",
-        "torch": "torch.testing",
-        "dual": "dual-thousandth",
-        "seed": "fixed tolerance",
-    }
-    figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), sharey=True)
-    for axis, dtype in zip(axes, ("float32", "bfloat16", "float16")):
-        mine = [r for r in records if r["dtype"] == dtype]
-        sizes = sorted({r["size"] for r in mine if r["size"]})
-        for standard, label in names.items():
-            share = [_share(mine, size, standard) for size in sizes]
-            alarms = _share(mine, 0.0, standard)
-            axis.plot(sizes, share, marker="o", markersize=3, label=f"{label}, false alarms {alarms:.0%}")
-        axis.set_xscale("log", base=2)
-        axis.set_title(dtype)
-        axis.set_xlabel("relative size of the fault, in eps of the dtype")
-        axis.legend(fontsize=7, loc="lower right")
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("share of planted faults found")
+    dtypes = ("float32", "bfloat16", "float16")
+    figure, axes = pyplot.subplots(2, 3, figsize=(13, 7.2), sharey=True, sharex=True)
+    for row, (kind, what) in enumerate(_FAULTS.items()):
+        for axis, dtype in zip(axes[row], dtypes):
+            mine = [r for r in records if r["dtype"] == dtype]
+            struck = [r for r in mine if r["kind"] == kind]
+            sizes = sorted({r["size"] for r in struck if r["size"]})
+            for rule, label in _LABELS.items():
+                alarms = _share(mine, 0.0, rule)
+                shares = [100 * _share(struck, size, rule) for size in sizes]
+                style = {"linewidth": 2.6, "zorder": 5} if rule == "ulp" else {"linewidth": 1.3}
+                if alarms:  # what always finds something has found nothing
+                    style["linestyle"] = "--"
+                name = f"{label}: {alarms:.0%} false alarms"
+                axis.plot(sizes, shares, marker="o", markersize=3, label=name, **style)
+            axis.set_xscale("log", base=2)
+            axis.set_title(f"{dtype}: {what}", fontsize=10)
+            axis.grid(alpha=0.3)
+            axis.legend(fontsize=7, loc="lower right")
+            if row == 1:
+                axis.set_xlabel("relative size of the fault, in eps of the dtype")
+        axes[row][0].set_ylabel("faults found, %")
+    figure.suptitle(
+        "Faults planted in correct kernels: how many each rule finds, and how often it is wrong without one"
+    )
     figure.tight_layout()
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=120)
+    figure.savefig(target, dpi=110)
 
 
 def _share(records: list[dict[str, Any]], size: float, standard: str) -> float:
@@ -329,7 +355,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--matrix", action="store_true", help="plant every kind of fault and list what was missed")
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--sizes", default="0,1,2,4,8,16,64,256,1024,4096,16384")
+    parser.add_argument("--sizes", default="0,1,2,4,8,16,32,64,256,1024,4096,16384")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--plot", type=Path, default=None)
     parser.add_argument("--from", dest="source", type=Path, default=None, help="draw from these records")
@@ -345,7 +371,7 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps(records, indent=0, default=str))
     for size in sorted({r["size"] for r in records}):
-        shares = {s: round(_share(records, size, s), 3) for s in STANDARDS}
+        shares = {s: round(_share(records, size, s), 3) for s in RULES}
         print(f"{'false alarms' if not size else f'fault of {size:g} eps'}: {shares}")
     if options.plot:
         draw(records, options.plot)
