@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +15,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from op_tools import golden, measures, verdict
+from op_tools import golden, measures, spread, verdict
 from op_tools.settings import SettingsError
 from op_tools.verdict import NOT_COMPARABLE, RIGHT, WRONG, Rules
 
+ROOT = Path(__file__).resolve().parents[3]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -83,6 +87,19 @@ CORRECT: list[tuple[str, Callable[[torch.dtype], Any]]] = [
     ("sin of large numbers", lambda d: judged(torch.sin, (normal(500, dtype=d) * 1000).detach())),
     ("norm", lambda d: judged(torch.linalg.vector_norm, normal(50, 60, dtype=d), dim=1)),
     ("tanh", lambda d: judged(torch.tanh, normal(1000, dtype=d))),
+    ("sigmoid", lambda d: judged(torch.sigmoid, normal(64, 256, dtype=d))),
+    ("layer_norm, many rows", lambda d: judged(
+        F.layer_norm, normal(300, 64, dtype=d), (64,), normal(64, dtype=d, seed=1), normal(64, dtype=d, seed=2))),
+    ("logsumexp near zero", lambda d: judged(torch.logsumexp, (normal(200, 8, dtype=d) - 2).detach(), 1)),
+    ("attention with a mask", lambda d: judged(
+        F.scaled_dot_product_attention, normal(2, 2, 16, 8, dtype=d), normal(2, 2, 16, 8, dtype=d, seed=1),
+        normal(2, 2, 16, 8, dtype=d, seed=2),
+        attn_mask=torch.zeros(16, 16, dtype=d).masked_fill(torch.ones(16, 16).triu(1).bool(), -math.inf))),
+    ("probabilities up to one", lambda d: judged(
+        F.binary_cross_entropy, normal(64, 64, dtype=d).sigmoid().clamp(0, 1).detach().requires_grad_(),
+        torch.ones(64, 64, dtype=d))),
+    ("dilated convolution", lambda d: judged(
+        F.conv2d, normal(1, 2, 20, 20, dtype=d), normal(2, 2, 5, 5, dtype=d, seed=1), dilation=3)),
 ]  # fmt: skip
 
 
@@ -288,6 +305,86 @@ def test_numbers_read_from_tensors() -> None:
 def test_ulps() -> None:
     x = torch.tensor([1.0, 1.5, 2.0, 0.0], dtype=torch.float64)
     assert measures.ulps(x, torch.float32).tolist() == [2.0**-23, 2.0**-23, 2.0**-22, 2.0**-149]
+
+
+def test_few_probes_do_not_let_a_fault_pass() -> None:
+    # the roundings of one probe may happen to go the same way: that alone must not widen the bound
+    x = normal(64, 256).detach()
+    noise = 1 + 64 * torch.finfo(torch.float32).eps * torch.linspace(-1, 1, 64)
+    assert judged(torch.var, x, -1).verdict == RIGHT
+    assert judged(torch.var, x, -1, break_it=lambda y: y * noise).verdict == WRONG
+
+
+FUNCTIONS: list[Callable[..., Any]] = [torch.exp, torch.tanh, F.gelu, F.silu, torch.neg, torch.sum, torch.var]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(FUNCTIONS),
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(0, 7), min_size=0, max_size=3),
+    st.sampled_from([0.0, 1.0, 3.0, 30.0, 3000.0]),
+    st.sampled_from([1e-30, 1e-6, 1.0, 1e4]),
+    st.integers(0, 10**6),
+)
+def test_the_quick_way_gives_the_columns_and_the_verdict_of_the_full_one(
+    function: Callable[..., Any], dtype: torch.dtype, shape: list[int], ulp: float, scale: float, seed: int
+) -> None:
+    x = (normal(*shape, seed=seed).detach() * scale).to(dtype)
+    change = lambda y: y * (1 + ulp * torch.finfo(dtype).eps)  # noqa: E731
+    quick = judged(function, x, break_it=change)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measures, "_quickly", lambda *_: None)
+        full = judged(function, x, break_it=change)
+    assert quick.verdict == full.verdict
+    for a, b in zip(quick.rows, full.rows):
+        assert a.allclose == b.allclose
+        assert a.max_abs_diff == pytest.approx(b.max_abs_diff, rel=1e-5, abs=1e-45)
+        assert a.max_relative_diff == pytest.approx(b.max_relative_diff, rel=1e-5)
+        assert a.cosine == pytest.approx(b.cosine, abs=1e-6, nan_ok=True)
+        assert a.max_ulp == pytest.approx(b.max_ulp, rel=1e-5, abs=1e-6)
+
+
+def test_the_cosine_of_a_small_error_keeps_its_digits() -> None:
+    exact = torch.ones(1000, dtype=torch.float64)
+    device = torch.ones(1000)
+    device[::2] += 2.0**-12
+    expected = 1 - measures._fully(measures.Sides(device, exact), 0, 0).cosine
+    assert 0 < 1 - measures.measure(measures.Sides(device, exact), 0, 0).cosine == pytest.approx(expected, rel=1e-3)
+
+
+def test_structures_are_found_once_for_calls_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    trace = spread.Spread._trace
+    monkeypatch.setattr(spread.Spread, "_trace", lambda self: found.append(self.part) or trace(self))
+    for seed in range(3):
+        assert judged(F.softmax, normal(7, 311, seed=seed), -1).verdict == RIGHT
+    assert sorted(found) == sorted(set(found))  # once for outputs, once for gradients
+    assert judged(F.softmax, normal(7, 312), -1).verdict == RIGHT
+    assert len(found) == 2 * len(set(found))
+
+
+def test_elements_in_doubt_are_probed_alone() -> None:
+    x = normal(300, 300)
+    judgement = judged(lambda t: F.gelu(t), x, break_it=scaled_at((3, 4), 1.0001))
+    assert judgement.verdict == WRONG
+    assert judgement.rows[0].where == (3, 4)
+    assert "1 of 90000 elements" in judgement.reason
+
+
+def test_probes_need_no_compiler() -> None:
+    # the wrappers around PyTorch's decompositions import Dynamo: seconds, in the middle of somebody's training
+    code = """if True:
+        import sys, torch
+        import torch.nn.functional as F
+        from op_tools import golden, verdict
+        for f in (F.gelu, F.elu, F.softplus, torch.std, lambda x: F.layer_norm(x, (50,))):
+            x = torch.linspace(-5, 5, 5000).view(100, 50)
+            result = golden.run(f, (x,), device="cpu", traits=golden.OpTraits("torch.f", f, random=False))
+            assert verdict.judge_call("torch.f", result, outputs=f(x) * (1 + 1e-3)).verdict == verdict.WRONG
+        sys.exit("torch._dynamo" in sys.modules)
+    """
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 @settings(max_examples=25, deadline=None)
