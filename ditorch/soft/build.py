@@ -103,7 +103,9 @@ def _fingerprint() -> str:
     for source in sorted(SOURCES.iterdir()):
         if source.suffix in (".cpp", ".h"):
             digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    digest.update(repr((UNITS, OPTIMIZE, _flags(), platform.machine())).encode())
+    # where torch lies is left out: environments with the same torch share one build
+    flags = [flag for flag in _flags() if not flag.startswith("-isystem")]
+    digest.update(repr((UNITS, OPTIMIZE, flags, torch.version.git_version, platform.machine())).encode())
     return digest.hexdigest()[:16]
 
 

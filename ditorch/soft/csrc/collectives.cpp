@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/csrc/utils/pybind.h>
 
 #include <ATen/ops/cat.h>
@@ -289,7 +290,27 @@ class SoftBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> inner_;
 };
 
+// What DistributedDataParallel measures its iterations with; work on soft is complete when a call returns.
+class SoftTimer final : public c10d::Timer {
+ public:
+  explicit SoftTimer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event start, Event end) override {
+    auto from = getTimeRef(start), to = getTimeRef(end);
+    if (from == c10d::kUnsetTime || to == c10d::kUnsetTime || to < from) {
+      return std::nullopt;
+    }
+    return to - from;
+  }
+};
+
 } // namespace
+} // namespace soft
+
+namespace c10d {
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kPrivateUse1, soft::SoftTimer)
+} // namespace c10d
+
+namespace soft {
 
 void bind_collectives(pybind11::module_& m) {
   m.def("make_collectives", [](const c10::intrusive_ptr<c10d::Backend>& inner) -> c10::intrusive_ptr<c10d::Backend> {

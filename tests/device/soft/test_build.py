@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from ditorch.soft import build
 from tests.device.soft.conftest import ROOT
@@ -212,3 +213,11 @@ def test_the_library_is_linked_with_the_runtime_that_torch_uses():
     (runtime,) = build._runtime_library()
     assert "/libstdc++.so" in runtime
     assert Path(runtime).exists()
+
+
+def test_environments_with_the_same_torch_share_one_build(tmp_path, monkeypatch):
+    before = build._fingerprint()
+    monkeypatch.setattr(build, "_torch_root", lambda: tmp_path)
+    assert build._fingerprint() == before
+    monkeypatch.setattr(torch.version, "git_version", "another")
+    assert build._fingerprint() != before
