@@ -47,10 +47,13 @@ class Precision:
         self.smallest = info.smallest_normal * info.eps  # the distance between subnormal numbers
 
 
-def sigma_of_products(precision: Precision, length: int, squares: Tensor, result: Tensor) -> Tensor:
+def sigma_of_products(
+    precision: Precision, length: int, squares: Tensor, result: Tensor, steps_in_low: float = 1.0
+) -> Tensor:
     """What the probes of a sum of products tend to, from the sums of its squared terms (see `Noise._units`)."""
     grown = precision.inner * math.sqrt(length)
-    terms = squares.mul(2 * max(grown, precision.stored) ** 2)
+    steps = steps_in_low if precision.stored > precision.inner else 1.0
+    terms = squares.mul(2 * (max(grown, precision.stored) * steps) ** 2)
     return terms.add_(result.mul(grown).square_().to(squares.dtype)).sqrt_()
 
 
@@ -65,8 +68,10 @@ class _Watcher(TorchDispatchMode):
 class Trace(_Watcher):
     """Notes which operators a call is made of, and which of them wrote each piece of memory last."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "") -> None:
         super().__init__()
+        self.device = device
+        self.steps_in_low = 1.0
         self.operators: list[Any] = []
         self.longest_sum = 1
         self.selects = self.selects_first = False
@@ -99,6 +104,8 @@ class Trace(_Watcher):
         if facts.kind not in (Kind.EXACT, Kind.SELECT, Kind.POINTWISE):
             self.longest_sum = max(self.longest_sum, op_facts.length_of_sums(func, args, kwargs or {}))
             self.contracts = self.contracts or facts.kind == Kind.CONTRACT
+            if facts.kind == Kind.CONTRACT and op_facts.computes_low(func, self.device, kwargs or {}):
+                self.steps_in_low = max(self.steps_in_low, op_facts.steps_in_low(func, args))
         return result
 
     @property

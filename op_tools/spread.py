@@ -31,6 +31,7 @@ class Structure:
     contracts: bool
     sums_of_products: bool
     longest_sum: int
+    steps_in_low: float  # by which products in a half type are worse than one rounding, where a device does them so
     last: frozenset[int]  # operators that write the results
     least: tuple[float, ...]  # for each result the least error of its last operator, in units of its arithmetic
 
@@ -77,7 +78,7 @@ class Spread:
         return self._structure
 
     def _trace(self) -> tuple[Structure, bool]:
-        trace = Trace()
+        trace = Trace(self.precision.device)
         leaves = self.leaves(self.result.again(trace, self.backward))
         least = tuple(trace.least_error(t) if isinstance(t, Tensor) else 0.0 for t in leaves)
         structure = Structure(
@@ -88,6 +89,7 @@ class Spread:
             contracts=trace.contracts,
             sums_of_products=trace.sums_of_products,
             longest_sum=trace.longest_sum,
+            steps_in_low=trace.steps_in_low,
             last=trace.last_writers([t for t in leaves if isinstance(t, Tensor)]),
             least=least,
         )
@@ -109,7 +111,7 @@ class Spread:
         mine = squares[number] if number < len(squares) else None
         if not isinstance(mine, Tensor) or mine.shape != golden.shape:
             return None
-        return sigma_of_products(self.precision, structure.longest_sum, mine, golden)
+        return sigma_of_products(self.precision, structure.longest_sum, mine, golden, structure.steps_in_low)
 
     def _run_on_squares(self, dtype: torch.dtype) -> Run:
         """Of sums of products this gives the sums of the squared terms."""
@@ -286,7 +288,7 @@ def _signature(result: GoldenResult, part: str) -> Any:
     try:
         sent = None if source.grad_outputs is None else _shape_of(list(source.grad_outputs))
         arguments = _shape_of(source.args), _shape_of(source.kwargs)
-        key = (source.function, source.name, part, frozenset(result.cast.items()), sent, arguments)
+        key = (source.function, source.name, source.device, part, frozenset(result.cast.items()), sent, arguments)
         hash(key)
         return key
     except (_NotPlain, TypeError):
