@@ -10,7 +10,7 @@ JOBS   ?= 2
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench clean
+.PHONY: help demo test test-all lint format bench conformance clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -52,6 +52,9 @@ format: $(VENV)/.ready-dev  ## format the code
 bench: $(VENV)/.ready-dev  ## the benchmarks of docs/benchmarks.md
 	@$(PY) -m benchmarks
 
+conformance: $(VENV)/.ready-dev  ## how much of PyTorch this machine's device does (ARGS="--ops add" and the like)
+	@$(PY) -m ditorch conformance $(ARGS)
+
 clean:  ## remove the virtual environment and what was generated
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info demo_results
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info demo_results conformance_results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,6 +8,8 @@ import datetime
 import fnmatch
 import os
 import platform
+import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -199,7 +201,7 @@ def _collect(view: View, kept: store.Store, todo: list[tuple[Engine, list[Unit]]
     before = len(results)
     total = before + sum(len(unit.checks) for _, units in todo for unit in units)
     try:
-        with kept, view.progress(total, before) as bar:
+        with kept, _ended_politely(), view.progress(total, before) as bar:
             for engine, units in todo:
                 for result in engine.run(units) if units else ():
                     kept.add(result)
@@ -208,6 +210,23 @@ def _collect(view: View, kept: store.Store, todo: list[tuple[Engine, list[Unit]]
     except KeyboardInterrupt:
         return False
     return True
+
+
+@contextlib.contextmanager
+def _ended_politely() -> Iterator[None]:
+    """Let SIGTERM, which schedulers send, do what Ctrl-C does."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -133,6 +133,8 @@ class Trial:
     device: str
     reference: Callable[..., Any] | None = None
     stay: Callable[[torch.Tensor], bool] = lambda tensor: False
+    random: bool | None = None
+    """Whether it draws random numbers; None lets the golden run find out, under a dispatch mode."""
     before: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -184,6 +186,14 @@ class Trial:
         return self.stay(tensor)
 
     def _judged(self, outputs: Any, cotangents: Any, gradients: Any) -> Outcome:
+        try:
+            found = self._verdict(outputs, cotangents, gradients)
+        except Exception as error:  # a failure of the judge says nothing about the device
+            return Outcome(NOT_COMPARABLE, f"no verdict: {one_line(error)}")
+        wrong = [row for row in found.rows if row.verdict == verdict.WRONG]
+        return Outcome(_STATUS[found.verdict], found.reason[:300], "\n".join(_row(row) for row in wrong))
+
+    def _verdict(self, outputs: Any, cotangents: Any, gradients: Any) -> verdict.Judgement:
         args, kwargs = self.before
         function = self.reference or self.call
         result = golden.run(
@@ -191,13 +201,11 @@ class Trial:
             args,
             kwargs,
             name=self.name,
-            traits=OpTraits(self.name, function, random=None),
+            traits=OpTraits(self.name, function, random=self.random),
             grad_outputs=cotangents,
             device=torch.device(self.device).type,
         )
-        found = verdict.judge_call(self.name, result, outputs=outputs, grad_inputs=gradients, max_seconds=JUDGE_SECONDS)
-        wrong = [row for row in found.rows if row.verdict == verdict.WRONG]
-        return Outcome(_STATUS[found.verdict], found.reason[:300], "\n".join(_row(row) for row in wrong))
+        return verdict.judge_call(self.name, result, outputs=outputs, grad_inputs=gradients, max_seconds=JUDGE_SECONDS)
 
 
 def _row(row: verdict.Row) -> str:

@@ -60,7 +60,7 @@ def test_only_device_generic_files_are_taken(tmp_path: Path) -> None:
     source = checkout(tmp_path)
     assert [file.name for file in native.find_files(source)] == ["test_inner.py", "test_small.py"]
     assert [file.name for file in native.find_files(source, "nn/*")] == ["test_inner.py"]
-    with pytest.raises(ValueError, match="no device-generic test file that test_ops.py matches"):
+    with pytest.raises(ValueError, match=r"no device-generic test file that test_ops\.py matches"):
         native.find_files(source, "test_ops.py")
     with pytest.raises(ValueError, match="expected a checkout of PyTorch"):
         native.find_files(tmp_path / "nowhere")

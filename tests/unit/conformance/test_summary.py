@@ -119,8 +119,8 @@ def test_difference(tmp_path: Path) -> None:
 
 
 def test_bad_folders_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="neither results.jsonl nor summary.json"):
+    with pytest.raises(ValueError, match=r"neither results\.jsonl nor summary\.json"):
         read_cases(tmp_path)
     (tmp_path / "summary.json").write_text("[]")
-    with pytest.raises(ValueError, match="is not a summary.json of a run"):
+    with pytest.raises(ValueError, match=r"is not a summary\.json of a run"):
         read_cases(tmp_path)
