@@ -45,6 +45,8 @@ class _Slice(NamedTuple):
     offset: int
 
 
+_NO_GRADIENTS: Final[list[Tensor | None]] = []
+_NO_TOKENS: Final[list[Any]] = []
 _TO_LEAF: Final = _Slice((), (), 0)
 
 
@@ -187,6 +189,8 @@ class _Backward:
         if self.gradients:
             with quiet():
                 self._hear(hook, to_inputs, from_outputs)
+        elif self.nodes == 1:
+            self._tell(_NO_GRADIENTS, _NO_GRADIENTS)
         else:
             self._hear(hook, to_inputs, from_outputs)
 
@@ -198,11 +202,8 @@ class _Backward:
             self.queued = False
         if self.gradients:
             self._add(hook, to_inputs, from_outputs)
-        if self.nodes == 1:
-            self._finish()
-            return
         self.heard.add(hook.number)
-        if len(self.heard) == self.nodes:
+        if len(self.heard) >= self.nodes:
             self._finish()
         elif not self.queued:
             # Some nodes may never run (unused outputs, `inputs=`): the end of the pass is then the end.
@@ -235,6 +236,9 @@ class _Backward:
         grad_outputs, grad_inputs = self.grad_outputs, self.grad_inputs
         self.heard = None
         del self.grad_outputs, self.grad_inputs
+        self._tell(grad_outputs, grad_inputs)
+
+    def _tell(self, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
         for tool in self.listeners:
             try:
                 tool.after_backward(self.call, grad_outputs, grad_inputs)
@@ -255,27 +259,29 @@ class _Hook:
         sources: Sequence[tuple[int, int]],  # (output number of the node, output of the call)
     ) -> None:
         self.state, self.number, self.targets, self.sources = state, number, targets, sources
-        self.started: list[Any] = []
+        self.started: list[Any] = _NO_TOKENS
 
     def __call__(self, grads: Any, grad_outputs: Any = None) -> None:
         state = self.state
+        starters = state.starters
         if grad_outputs is None:  # a hook before the node gets one argument, a hook after it two
-            self.started = [self._start(tool) for tool in state.starters]
-            return
-        for tool, token in zip(state.starters, self.started):
-            if token is not None:
+            self.started = started = []
+            for tool in starters:
                 try:
-                    tool.after_node(state.call, token)
+                    started.append(tool.before_node(state.call, self.number))
                 except Exception as error:
+                    started.append(None)
                     tool.failed(state.call, error)
+            return
+        if starters:
+            for tool, token in zip(starters, self.started):
+                if token is not None:
+                    try:
+                        tool.after_node(state.call, token)
+                    except Exception as error:
+                        tool.failed(state.call, error)
+            self.started = _NO_TOKENS
         try:
             state.hear(self, grads, grad_outputs)
         except Exception as error:
             state.listeners[0].failed(state.call, error)
-
-    def _start(self, tool: Tool) -> Any:
-        try:
-            return tool.before_node(self.state.call, self.number)
-        except Exception as error:
-            tool.failed(self.state.call, error)
-            return None

@@ -141,6 +141,12 @@ class Store:
             names = [d[0] for d in cursor.description]
             return [dict(zip(names, row)) for row in cursor.fetchall()]
 
+    def tuples(self, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """The same without names, for many rows (`store.tuples("SELECT op FROM sites")`)."""
+        self.flush()
+        with self._lock:
+            return self._connection.execute(query, parameters).fetchall()
+
     def close(self) -> None:
         """Write the rest and close the file (`store.close()`)."""
         if self._closed or self.pid != os.getpid():

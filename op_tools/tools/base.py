@@ -86,7 +86,7 @@ class Tool:
 
     @property
     def wants_gradients(self) -> bool:
-        """Whether `after_backward` looks at the gradients; where no tool does, its lists hold None."""
+        """Whether `after_backward` looks at the gradients; where no tool does, its lists are empty."""
         return True
 
     def before_node(self, call: Call, node: int) -> Any:

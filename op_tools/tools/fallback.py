@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
@@ -56,6 +56,7 @@ _STAY: Final = frozenset(
 )
 # Kernels that write to arguments their schema does not declare as written.
 _UNDECLARED: Final = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
+_SMALL: Final = 1 << 14  # bytes that are not worth a pinned buffer
 _HALVES: Final = (torch.float16, torch.bfloat16)
 
 
@@ -66,6 +67,7 @@ class _Kernel(NamedTuple):
     writes: tuple[int | str, ...]  # positions and names of arguments it writes to
     returns: tuple[int | str | None, ...]  # which written argument each result is
     random: bool
+    may_move: bool
 
 
 @functools.cache
@@ -88,7 +90,8 @@ def _kernel(func: Any) -> _Kernel:
     writes += _UNDECLARED.get(name[-1], ())
     is_view = (bool(getattr(func, "is_view", False)) and not writes) or torch.Tag.inplace_view in func.tags
     stays = is_view or name[-1] in _STAY or name[0] in ("c10d", "_c10d_functional", "prim", "profiler")
-    return _Kernel(stays, tuple(writes), tuple(returns), torch.Tag.nondeterministic_seeded in func.tags)
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    return _Kernel(stays, tuple(writes), tuple(returns), random, name[-1] in ("_to_copy", "copy_", "_copy_from"))
 
 
 class _NoCpuKernel(Exception):
@@ -200,7 +203,8 @@ class _Twins:
 
     def __init__(self, keep: bool) -> None:
         self._keep = keep
-        self._kept: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}
+        self._kept: dict[int, tuple[weakref.ref[Tensor], int, Tensor, int]] = {}
+        self._by_storage: dict[int, set[int]] = {}
         self._addresses: dict[int, int] = {}
         self.copied_bytes = 0
 
@@ -211,33 +215,42 @@ class _Twins:
         return None
 
     def put(self, tensor: Tensor, twin: Tensor) -> None:
-        self._addresses[id(tensor)] = twin.data_ptr()
+        key = id(tensor)
         if len(self._addresses) > 10_000:
             self._addresses.clear()
+        self._addresses[key] = twin.data_ptr()
         if not self._keep or tensor.is_inference():
             return
-        key, kept = id(tensor), self._kept
+        self._forget(key)
+        storage = tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
+        self._kept[key] = (weakref.ref(tensor, lambda _: self._forget(key)), tensor._version, twin, storage)
+        together = self._by_storage.get(storage)
+        if together is None:
+            self._by_storage[storage] = {key}
+        else:
+            together.add(key)
 
-        def forget(_: Any) -> None:
-            kept.pop(key, None)
-
-        kept[key] = (weakref.ref(tensor, forget), _version(tensor), twin)
+    def _forget(self, key: int) -> None:
+        kept = self._kept.pop(key, None)
+        if kept is not None:
+            together = self._by_storage.get(kept[3])
+            if together is not None:
+                together.discard(key)
+                if not together:
+                    self._by_storage.pop(kept[3], None)
 
     def drop_storage(self, tensor: Tensor) -> None:
         """A storage was written to: whatever was copied from it is stale."""
-        if not self._kept:
-            return
-        storage = tensor.untyped_storage()._cdata
-        for key, (ref, _, _) in list(self._kept.items()):
-            other = ref()
-            if other is None or other.untyped_storage()._cdata == storage:
-                self._kept.pop(key, None)
+        storage = tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
+        for key in list(self._by_storage.get(storage, ())):
+            self._forget(key)
 
     def address(self, tensor: Tensor) -> int:
         return self._addresses.get(id(tensor), 0)
 
     def clear(self) -> None:
         self._kept.clear()
+        self._by_storage.clear()
         self._addresses.clear()
 
 
@@ -260,61 +273,70 @@ class _OnCpu(TorchDispatchMode):
         with torch._C.DisableTorchFunction():  # in a backward pass the interceptor is on
             if kernel.stays:
                 return func(*args, **kwargs)
-            device = _device_of(args, kwargs)
-            if device is None or _moves(func, args, kwargs):
+            tensors = _flat(args, kwargs)
+            device = _device_of(tensors, kwargs)
+            if device is None or (kernel.may_move and _moves(func, args, kwargs)):
                 if kernel.writes:
-                    for tensor in tensors_in((args, kwargs)):
+                    for tensor in tensors:
                         self._twins.drop_storage(tensor)
                 return func(*args, **kwargs)
-            return self._run(func, kernel, args, kwargs, device)
+            return self._run(func, kernel, args, kwargs, tensors, device)
 
     def _run(
-        self, func: Any, kernel: _Kernel, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+        self,
+        func: Any,
+        kernel: _Kernel,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+        device: torch.device,
     ) -> Any:
-        written = {id(t) for where in kernel.writes for t in tensors_in(_argument(args, kwargs, where))}
-        copies: dict[int, Tensor] = {}
-        self._fetch(args, kwargs, written, copies, device)
+        written: list[Tensor] = []
+        for where in kernel.writes:
+            written.extend(tensors_in(_argument(args, kwargs, where)))
+        copies = self._fetch(tensors, {id(t) for t in written} if written else _NONE, device)
 
         def swap(tensor: Tensor) -> Tensor:
             return copies.get(id(tensor), tensor)
 
-        cpu_args = map_tensors(args, swap)
-        cpu_kwargs = {k: _cpu_argument(k, map_tensors(v, swap)) for k, v in kwargs.items()}
-        with _Random(kernel.random, device, kwargs.get("generator")) as random:
-            if random.generator is not None:
-                cpu_kwargs["generator"] = random.generator
-            result = _call_on_cpu(func, cpu_args, cpu_kwargs)
-        for where in kernel.writes:
-            for tensor in tensors_in(_argument(args, kwargs, where)):
-                copy = copies.get(id(tensor))
-                if copy is not None:
-                    self._write_back(tensor, copy)
-        return self._return(result, kernel, args, kwargs, copies, device)
+        cpu_args = [
+            copies.get(id(a), a) if isinstance(a, Tensor) else map_tensors(a, swap) if type(a) in _LISTS else a
+            for a in args
+        ]
+        cpu_kwargs = {k: _cpu_argument(k, map_tensors(v, swap)) for k, v in kwargs.items()} if kwargs else kwargs
+        if kernel.random:
+            with _Random(True, device, kwargs.get("generator")) as random:
+                if random.generator is not None:
+                    cpu_kwargs = {**cpu_kwargs, "generator": random.generator}
+                result = _call_on_cpu(func, tuple(cpu_args), cpu_kwargs)
+        else:
+            result = _call_on_cpu(func, tuple(cpu_args), cpu_kwargs)
+        for tensor in written:
+            copy = copies.get(id(tensor))
+            if copy is not None:
+                self._write_back(tensor, copy)
+        return self._return(result, kernel, args, kwargs, tensors, copies, device)
 
-    def _fetch(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        written: set[int],
-        copies: dict[int, Tensor],
-        device: torch.device,
-    ) -> None:
+    def _fetch(self, tensors: list[Tensor], written: Container[int], device: torch.device) -> dict[int, Tensor]:
+        copies: dict[int, Tensor] = {}
         fetched = False
-        for tensor in tensors_in((args, kwargs)):
-            if tensor.device.type == "cpu" or id(tensor) in copies:
+        for tensor in tensors:
+            key = id(tensor)
+            if tensor.is_cpu or key in copies:
                 continue
             twin = self._twins.get(tensor)
             if twin is None:
                 twin = _to_host(tensor)
                 fetched = True
                 self._twins.copied_bytes += twin.numel() * twin.element_size()
-                if id(tensor) not in written:
+                if key not in written:
                     self._twins.put(tensor, twin)
-            elif id(tensor) in written:
+            elif key in written:
                 twin = twin.clone()
-            copies[id(tensor)] = twin
+            copies[key] = twin
         if fetched and can_pin(device.type):
             module_of(device.type).current_stream(device).synchronize()
+        return copies
 
     def _write_back(self, tensor: Tensor, copy: Tensor) -> None:
         self._twins.drop_storage(tensor)
@@ -329,33 +351,45 @@ class _OnCpu(TorchDispatchMode):
         kernel: _Kernel,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        tensors: list[Tensor],
         copies: dict[int, Tensor],
         device: torch.device,
     ) -> Any:
-        back = {id(copy): key for key, copy in copies.items()}
-        originals = {id(t): t for t in tensors_in((args, kwargs))}
-        single = len(kernel.returns) == 1
+        def move(tensor: Tensor) -> Tensor:
+            for key, copy in copies.items():
+                if copy is tensor:  # an argument handed back
+                    return next(t for t in tensors if id(t) == key)
+            moved = _to_device(tensor, device)
+            self._twins.copied_bytes += tensor.numel() * tensor.element_size()
+            self._twins.put(moved, tensor)
+            return moved
 
-        def place(value: Any) -> Any:
-            def move(tensor: Tensor) -> Tensor:
-                original = back.get(id(tensor))
-                if original is not None:
-                    return originals[original]
-                moved = _to_device(tensor, device)
-                self._twins.copied_bytes += tensor.numel() * tensor.element_size()
-                self._twins.put(moved, tensor)
-                return moved
-
-            return map_tensors(value, move)
-
-        if single and kernel.returns[0] is not None:
-            return _argument(args, kwargs, kernel.returns[0])
-        if not single and isinstance(result, tuple):
+        if len(kernel.returns) == 1:
+            where = kernel.returns[0]
+            return map_tensors(result, move) if where is None else _argument(args, kwargs, where)
+        if isinstance(result, tuple):
             return tuple(
-                _argument(args, kwargs, where) if where is not None else place(value)
-                for value, where in zip(result, kernel.returns)
+                [
+                    map_tensors(value, move) if where is None else _argument(args, kwargs, where)
+                    for value, where in zip(result, kernel.returns)
+                ]
             )
-        return place(result)
+        return map_tensors(result, move)
+
+
+_NONE: Final[frozenset[int]] = frozenset()
+_LISTS: Final = frozenset({list, tuple})
+
+
+def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments of a kernel: alone or in lists, by position or by name."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif type(value) in _LISTS:
+            found.extend(tensors_in(value))
+    return found
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], where: int | str) -> Any:
@@ -372,9 +406,9 @@ def _cpu_argument(name: str, value: Any) -> Any:
     return value
 
 
-def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-    for tensor in tensors_in((args, kwargs)):
-        if tensor.device.type not in ("cpu", "meta"):
+def _device_of(tensors: list[Tensor], kwargs: dict[str, Any]) -> torch.device | None:
+    for tensor in tensors:
+        if not tensor.is_cpu and not tensor.is_meta:
             return tensor.device
     wanted = kwargs.get("device")
     if wanted is not None and torch.device(wanted).type not in ("cpu", "meta"):
@@ -483,6 +517,11 @@ def _to_host(tensor: Tensor) -> Tensor:
     conjugated, negated = data.is_conj(), data.is_neg()
     if data.layout != torch.strided:
         return data.cpu()
+    if data.is_contiguous() and not conjugated and not negated:
+        pin = can_pin(data.device.type)
+        copy = torch.empty(data.shape, dtype=data.dtype, pin_memory=pin)
+        if copy.stride() == data.stride():
+            return copy.copy_(data, non_blocking=pin)
     first, last = span_of(data)
     size = data.element_size()
     flat = torch.empty(0, dtype=torch.uint8, device=data.device)
@@ -498,7 +537,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    if tensor.layout != torch.strided or not can_pin(device.type) or tensor.numel() == 0:
+    if tensor.layout != torch.strided or not can_pin(device.type) or tensor.nbytes <= _SMALL:
         return tensor.to(device)
     pinned = torch.empty_like(tensor, pin_memory=True)
     if pinned.stride() != tensor.stride():

@@ -7,7 +7,7 @@ import threading
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import isfinite
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -20,7 +20,7 @@ from ..opcall import Described, Tensor, TensorMeta, labelled
 from .base import Tool
 
 _BATCH: Final = 256  # tensors measured between two transfers to the host
-_MOST_FLIGHTS: Final = 4
+_MOST_FLIGHTS: Final = 2
 _MOST_ENTRIES: Final = 1_024
 _STATISTICS: Final = ("inf", "nan", "min", "max", "mean", "std", "norm")
 _ROLES: Final = {"forward": ("inputs", "outputs"), "backward": ("grad_outputs", "grad_inputs")}
@@ -53,11 +53,25 @@ class _Measure:
         return row
 
 
+class _Seen(weakref.ref):  # type: ignore[type-arg]
+    """A tensor whose present version has been measured; few objects per tensor keep the collector idle."""
+
+    __slots__ = ("key", "measure", "version")
+
+    key: int
+    version: int
+    measure: _Measure
+
+
 class _Entry(NamedTuple):
     call: Call
     phase: str
-    arriving: tuple[tuple[int, _Measure], ...]
-    leaving: tuple[tuple[int, _Measure], ...]
+    arriving: tuple[Any, ...]  # number of a tensor, its measure, number of the next one, ...
+    leaving: tuple[Any, ...]
+
+
+def _pairs(side: tuple[Any, ...]) -> Iterator[tuple[int, _Measure]]:
+    return zip(side[::2], side[1::2])
 
 
 class _Flight(NamedTuple):
@@ -121,7 +135,14 @@ class OpOverflowCheck(Tool):
     }
 
     def prepare(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], int, _Measure]] = {}
+        self._known: dict[int, _Seen] = {}
+        known = self._known
+
+        def forget(seen: _Seen) -> None:
+            if known.get(seen.key) is seen:
+                del known[seen.key]
+
+        self._forget = forget
         self._batches: dict[tuple[torch.dtype, torch.device], _Batch] = {}
         self._entries: list[_Entry] = []
         self._flights: deque[_Flight] = deque()
@@ -135,21 +156,21 @@ class OpOverflowCheck(Tool):
 
     # -- on the device --------------------------------------------------------------------------------
 
-    def _all(self, tensors: Iterable[Tensor | None]) -> tuple[tuple[int, _Measure], ...]:
-        found = []
+    def _all(self, tensors: Iterable[Tensor | None]) -> tuple[Any, ...]:
+        found: list[Any] = []
         index = -1
         for tensor in tensors:
             index += 1
             if tensor is None:
                 continue
-            known = self._known.get(id(tensor))
-            if known is not None and known[0]() is tensor and known[1] == tensor._version:
+            seen = self._known.get(id(tensor))
+            if seen is not None and seen() is tensor and seen.version == tensor._version:  # type: ignore[union-attr]
                 self.reused += 1
-                found.append((index, known[2]))
+                found += (index, seen.measure)
             elif (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel():
-                measure = self._measure(tensor)
+                measure = (self._measured_as_base(tensor) if tensor._is_view() else None) or self._measure(tensor)
                 if measure is not None:
-                    found.append((index, measure))
+                    found += (index, measure)
         return tuple(found)
 
     def _measure(self, tensor: Tensor) -> _Measure | None:
@@ -161,6 +182,8 @@ class OpOverflowCheck(Tool):
                 data = torch.view_as_real(data.resolve_conj())
             if data.dtype not in _MEASURED_AS_THEY_ARE:
                 data = data.float()
+            if not data.is_contiguous() and _is_dense(data):
+                data = data.as_strided((data.numel(),), (1,))  # the order does not matter, and a copy is saved
             kind = (data.dtype, data.device)
             batch = self._batches.get(kind)
             if batch is None:
@@ -170,13 +193,23 @@ class OpOverflowCheck(Tool):
                 self._full.append(self._batches.pop(kind))
         self.measured += 1
         if not tensor.is_inference():  # those count no versions
-            key, known = id(tensor), self._known
-
-            def forget(_: Any) -> None:
-                known.pop(key, None)
-
-            known[key] = (weakref.ref(tensor, forget), tensor._version, measure)
+            seen = _Seen(tensor, self._forget)
+            seen.key, seen.version, seen.measure = id(tensor), tensor._version, measure
+            self._known[seen.key] = seen
         return measure
+
+    def _measured_as_base(self, view: Tensor) -> _Measure | None:
+        """The measure of what a view looks at, where that is all of it in another order."""
+        base = view._base
+        seen = self._known.get(id(base))
+        if seen is None or seen() is not base or base is None or seen.version != view._version:
+            return None
+        if view.numel() != base.numel() or view.data_ptr() != base.data_ptr() or view.dtype != base.dtype:
+            return None
+        if not (_is_dense(view) and _is_dense(base)):
+            return None
+        self.reused += 1
+        return seen.measure
 
     def before(self, call: Call) -> None:
         with self._guard:
@@ -243,20 +276,20 @@ class OpOverflowCheck(Tool):
         roles = _ROLES[entry.phase]
         which, numbers = array("H"), array("d")
         for side, measures in enumerate((entry.arriving, entry.leaving)):
-            for index, measure in measures:
+            for index, measure in _pairs(measures):
                 which.extend((side, index & 0xFFFF))
                 numbers.extend(measure.stats)
         if which:
             self.record(call.id, self.site(call), entry.phase, which.tobytes(), numbers.tobytes())
-        if not any(m.bad for _, m in entry.leaving):
+        if not any(m.bad for m in entry.leaving[1::2]):
             return
-        if any(m.bad for _, m in entry.arriving):
+        if any(m.bad for m in entry.arriving[1::2]):
             self._passed_on += 1
         elif _asked_for_infinity(call.inputs):
             return  # masks are filled with -inf on purpose
         else:
             self._made += 1
-            kinds = sorted({k for _, m in entry.leaving for k in ("nan", "inf") if m.row()[k]})
+            kinds = sorted({k for m in entry.leaving[1::2] for k in ("nan", "inf") if m.row()[k]})
             text = f"made {' and '.join(kinds)} in its {roles[1]} from finite {roles[0]} ({entry.phase})"
             if self._first is None:
                 self._first = text
@@ -274,7 +307,7 @@ class OpOverflowCheck(Tool):
         described = (call.inputs, call.outputs) if entry.phase == "forward" else (None, None)
         for role, measures, parts in zip(roles, sides, described):
             labels = _tensor_labels(parts, role) if parts is not None else None
-            for index, measure in measures:
+            for index, measure in _pairs(measures):
                 label, meta = labels[index] if labels and index < len(labels) else (f"{role}[{index}]", None)
                 row = measure.row()
                 shape = str(tuple(meta.shape)) if meta is not None else ""
@@ -321,6 +354,18 @@ class OpOverflowCheck(Tool):
                     {**row, "role": role, "tensor": index, **stats, "op": described[0], "location": described[1]}
                 )
         return rows
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill one stretch of memory, in whichever order."""
+    if tensor.is_contiguous():
+        return not tensor.is_neg() and not tensor.is_conj()
+    expected = 1
+    for step, size in sorted([(st, n) for st, n in zip(tensor.stride(), tensor.shape) if n > 1]):
+        if step != expected:
+            return False
+        expected *= size
+    return not tensor.is_neg() and not tensor.is_conj()
 
 
 def _tensor_labels(described: Described, role: str) -> list[tuple[str, TensorMeta]]:

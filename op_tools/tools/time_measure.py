@@ -168,14 +168,21 @@ class OpTimeMeasure(Tool):
                 waiting.popleft()
                 self._keep(timing, (sum(spans[1::2]) - sum(spans[::2])) / 1e6)
                 continue
-            if not wait and not all(mark.query() for mark in spans[1::2]):
-                return
-            waiting.popleft()
-            elapsed = 0.0
-            for first, last in zip(spans[::2], spans[1::2]):
+            if len(spans) == 2:
                 if wait:
                     last.synchronize()
-                elapsed += first.elapsed_time(last)
+                elif not last.query():
+                    return
+                waiting.popleft()
+                elapsed = spans[0].elapsed_time(last)
+            else:
+                if not wait and not all(mark.query() for mark in spans[1::2]):
+                    return
+                waiting.popleft()
+                elapsed = 0.0
+                for first, last in zip(spans[::2], spans[1::2]):
+                    last.synchronize()
+                    elapsed += first.elapsed_time(last)
             self._free.setdefault(timing.device_type, []).extend(spans)
             self._keep(timing, elapsed)
 
@@ -222,7 +229,8 @@ class OpTimeMeasure(Tool):
     def finish(self) -> None:
         with self._reading:
             self._read(wait=True)
-        rows = self._pairs()
+        timings = self._timings()
+        rows = _pairs(timings)
         if self.view.full and rows:
             header = ["name", "forward_id", "forward_elasped", "backward_elasped", "unit"]
             self.view.block(console.table(header, [[str(c) for c in row] for row in rows]))
@@ -235,20 +243,16 @@ class OpTimeMeasure(Tool):
             rows,
         )
         self.trace_path = self.csv_path.with_name(self.csv_path.name.replace("info", "trace")).with_suffix(".json")
-        self.export_trace(self.trace_path)
+        _write_trace(self.trace_path, timings)
         self.view.say(f"op elasped info saved to {self.csv_path}")
 
-    def _pairs(self) -> list[list[Any]]:
+    def _timings(self) -> list[tuple[Any, ...]]:
         assert self._store is not None
-        rows: dict[int, list[Any]] = {}
         query = (
-            "SELECT r.call_id, s.op, r.phase, r.elapsed_ms FROM op_time_measure r "
-            "JOIN sites s ON s.site = r.site WHERE r.run = ? ORDER BY r.call_id"
+            "SELECT r.call_id, s.op, r.phase, r.elapsed_ms, r.start_us, r.thread, r.step, s.location "
+            "FROM op_time_measure r JOIN sites s ON s.site = r.site WHERE r.run = ? ORDER BY r.call_id"
         )
-        for row in self._store.rows(query, (self._run_key,)):
-            pair = rows.setdefault(row["call_id"], [row["op"], row["call_id"], "", "", "ms"])
-            pair[2 if row["phase"] == "forward" else 3] = f"{row['elapsed_ms']:.8f}"
-        return list(rows.values())
+        return self._store.tuples(query, (self._run_key,))
 
     def by_op(self) -> list[dict[str, Any]]:
         """Calls, total, mean, p50, p99 and share by operator and phase, the costliest first.
@@ -295,26 +299,40 @@ class OpTimeMeasure(Tool):
 
         >>> timing.export_trace("trace.json")  # doctest: +SKIP
         """
-        events = [
-            {
-                "name": row["op"],
-                "cat": row["phase"],
-                "ph": "X",
-                "ts": row["start_us"],
-                "dur": row["elapsed_ms"] * 1e3,
-                "pid": os.getpid(),
-                "tid": row["thread"],
-                "args": {"forward_id": row["call_id"], "step": row["step"], "location": row["location"]},
-            }
-            for row in self.records()
-        ]
-        target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-        return target
+        return _write_trace(Path(path), self._timings())
 
     def polish(self, row: dict[str, Any]) -> None:
         row.pop("described", None)
+
+
+def _pairs(timings: list[tuple[Any, ...]]) -> list[list[Any]]:
+    rows: dict[int, list[Any]] = {}
+    for call_id, op, phase, elapsed, *_ in timings:
+        pair = rows.get(call_id)
+        if pair is None:
+            pair = rows[call_id] = [op, call_id, "", "", "ms"]
+        pair[2 if phase == "forward" else 3] = f"{elapsed:.8f}"
+    return list(rows.values())
+
+
+def _write_trace(path: Path, timings: list[tuple[Any, ...]]) -> Path:
+    texts: dict[str, str] = {}
+    pid = os.getpid()
+
+    def text(value: str) -> str:
+        found = texts.get(value)
+        if found is None:
+            found = texts[value] = json.dumps(value)
+        return found
+
+    events = [
+        f'{{"name": {text(op)}, "cat": "{phase}", "ph": "X", "ts": {start!r}, "dur": {elapsed * 1e3!r}, "pid": {pid}, '
+        f'"tid": {thread}, "args": {{"forward_id": {call_id}, "step": {step}, "location": {text(location)}}}}}'
+        for call_id, op, phase, elapsed, start, thread, step, location in timings
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{{"traceEvents": [{", ".join(events)}], "displayTimeUnit": "ms"}}')
+    return path
 
 
 _native_ids: dict[int, int] = {}

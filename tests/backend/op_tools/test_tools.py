@@ -298,6 +298,41 @@ def test_each_version_of_a_tensor_is_measured_once(device: str) -> None:
     assert check.measured == 4, "changed in place: measured again"
 
 
+def test_a_view_of_everything_needs_no_measurement_of_its_own(device: str) -> None:
+    x = torch.randn(4, 6, device=device)
+    with op_tools.OpOverflowCheck() as check:
+        y = x.exp()
+        y.t().neg()  # y in another order
+        y[:, ::2].neg()  # a part of y
+        y[0:1].expand(4, 6).neg()  # as many numbers as y, but not the same
+    rows = [r for r in check.records() if r["op"] == "torch.Tensor.neg" and r["role"] == "inputs"]
+    y = y.cpu()
+    for row, seen in zip(rows, (y.t(), y[:, ::2], y[0:1].expand(4, 6))):
+        assert (row["min"], row["max"]) == (seen.min().item(), seen.max().item())
+        assert row["mean"] == pytest.approx(seen.mean().item(), rel=1e-5)
+        assert row["std"] == pytest.approx(seen.std().item(), rel=1e-5)
+    assert check.measured == 8, "x, y, the three partial views, and three results"
+
+
+def test_statistics_do_not_depend_on_the_order_in_memory(device: str) -> None:
+    x = torch.randn(3, 4, 5, device=device).permute(2, 0, 1)
+    with op_tools.OpOverflowCheck() as check:
+        x.add(0)
+    row = next(r for r in check.records() if r["role"] == "inputs")
+    assert (row["min"], row["max"]) == (x.min().item(), x.max().item())
+    assert row["norm"] == pytest.approx(x.norm().item(), rel=1e-5)
+
+
+def test_more_tensors_in_one_call_than_a_batch_holds(device: str) -> None:
+    parts = [torch.full((2,), float(i), device=device) for i in range(700)]
+    parts[699][0] = float("inf")
+    with op_tools.OpOverflowCheck() as check:
+        torch.stack(parts)
+    rows = [r for r in check.records() if r["role"] == "inputs"]
+    assert [r["min"] for r in rows] == [float(i) for i in range(700)]
+    assert [r["tensor"] for r in rows if r["inf"]] == [699]
+
+
 def test_half_values_that_only_their_square_overflows_are_fine(device: str) -> None:
     x = torch.full((100,), 60000.0, device=device, dtype=torch.float16)
     with op_tools.OpOverflowCheck() as check:
