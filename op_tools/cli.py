@@ -120,7 +120,7 @@ def run_from_data(arguments: Sequence[str] | None = None) -> int:
 
 def run_replay(given: argparse.Namespace) -> int:
     """Replay every capture under some folders; the result is the exit code."""
-    from .replay import find
+    from .captures import find
     from .replay_check import Options
 
     try:

@@ -1,11 +1,10 @@
-"""Captured operators from disk, ready to run again on any device: found, read with suspicion, placed, run."""
+"""A captured operator, ready to run again on any device: looked up, its arguments placed as they were, run."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,140 +13,13 @@ from torch.overrides import get_testing_overrides
 
 from . import archive, op_facts
 from .archive import ArchiveError
+from .captures import CannotReplay, is_answer, read
 from .devices import accelerator_type, get_rng_state, set_rng_state
 from .opcall import Tensor, children, map_tensors, tensors_in
 from .traits import COLLECTIVES, OpTraits, factories, name_of, traits_of
 
-PARTS: Final = ("input", "output", "grad_outputs", "grad_inputs")
-_MOST_VALUES: Final = 1_000_000  # in one file; a real call has a few, a foreach call of an optimizer thousands
 _FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX: Final = (torch.complex32, torch.complex64, torch.complex128)
-
-
-class CannotReplay(ArchiveError):
-    """A whole and sound capture of something that cannot run alone, such as a collective."""
-
-
-# --- which captures there are -----------------------------------------------------------------------------
-
-
-def find(folder: Path) -> list[Path]:
-    """All folders under `folder` that hold a capture or part of one, in order (`find(Path("op_tools_results"))`).
-
-    What OpAutoCompare saves has two sides; `cpu` holds the answers to `device`, not a call of its own.
-    """
-    if folder.is_file():
-        return [folder.parent]
-    found = {
-        Path(place)
-        for place, _, files in os.walk(folder)
-        if any(f"{part}.pth" in files for part in PARTS) and (Path(place) == folder or not _is_answer(Path(place)))
-    }
-    return sorted(found, key=_in_order)
-
-
-def _is_answer(folder: Path) -> bool:
-    return folder.name == "cpu" and (folder.parent / "device").is_dir()
-
-
-def _in_order(path: Path) -> list[Any]:
-    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in path.parts]
-
-
-# --- reading ----------------------------------------------------------------------------------------------
-
-
-def read(path: Path) -> dict[str, Any]:
-    """Read one file of a capture; a file that lies about its size or its nature is an ArchiveError.
-
-    >>> read(Path("capture/input.pth"))["name"]  # doctest: +SKIP
-    'torch.add'
-    """
-    if not path.is_file():  # a pipe or a device of that name would be waited for
-        raise ArchiveError(f"{path}: {'is no plain file' if path.exists() else 'is missing'}")
-    size = path.stat().st_size
-    _check_records(path, size)
-    try:
-        payload = torch.load(path, map_location="cpu", weights_only=True)
-        problem = _problem_of(payload, size)
-        if not problem:
-            decoded = {key: archive.decode(value) for key, value in payload.items()}
-            return {**decoded, "as_tuples": _kinds_lost(payload)}
-    except ArchiveError as error:
-        problem = str(error)
-    except MemoryError:
-        problem = "asks for more memory than there is"
-    except Exception as error:
-        problem = f"cannot be read as a capture ({one_line(error)})"
-    raise ArchiveError(f"{path}: {problem}")
-
-
-def _check_records(path: Path, size: int) -> None:
-    """Captures are stored, not compressed: a file that unpacks to more than its size is no capture."""
-    try:
-        with zipfile.ZipFile(path) as records:
-            entries = records.infolist()
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise ArchiveError(
-            f"{path}: cannot be read as a capture (broken, cut off, or no file of op_tools: {error})"
-        ) from None
-    packed = [entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
-    if packed or sum(entry.file_size for entry in entries) > size:
-        raise ArchiveError(f"{path}: is no capture of op_tools (its records unpack to more than the file holds)")
-
-
-def _problem_of(payload: Any, size: int) -> str:
-    if not isinstance(payload, dict) or "format" not in payload:
-        return "is no capture of op_tools (no format field)"
-    if payload["format"] != archive.FORMAT:
-        return f"was written in format {payload['format']!r}, this version reads {archive.FORMAT}"
-    tensors = _tensors_of(payload)
-    if tensors is None:
-        return f"holds more than {_MOST_VALUES:,} values: no operator takes that many"
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.layout == torch.strided}
-    if sum(storages.values()) > size:
-        return f"claims {_gib(sum(storages.values()))} of tensors in a file of {size:,} bytes"
-    return ""
-
-
-def _tensors_of(payload: Any) -> list[Tensor] | None:
-    """The tensors of a tree, None when it is too large: references make small files with endless trees."""
-    tensors, waiting, seen = [], [payload], 0
-    while waiting:
-        value = waiting.pop()
-        seen += 1
-        if seen > _MOST_VALUES:
-            return None
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, dict):
-            waiting.extend(value.values())
-        elif isinstance(value, (list, tuple)):
-            waiting.extend(value)
-    return tensors
-
-
-def _kinds_lost(payload: Any) -> list[str]:
-    """Types of arguments that a file can only give back as plain tuples: to make one would run its code."""
-    if isinstance(payload, (list, tuple)):
-        return [kind for member in payload for kind in _kinds_lost(member)]
-    if not isinstance(payload, dict):
-        return []
-    found = [kind for member in payload.values() for kind in _kinds_lost(member)]
-    kind = str(payload.get("type", ""))
-    if payload.get("__op_tools__") == "group" and not kind.startswith(("torch.return_types.", "collections.")):
-        found.append(kind)
-    return found
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:,.1f} GiB"
-
-
-def one_line(error: BaseException) -> str:
-    """An error as one line (`one_line(ValueError("x"))`)."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__
 
 
 # --- functions --------------------------------------------------------------------------------------------
@@ -260,6 +132,7 @@ class CapturedOp:
         self.grad_outputs: list[Tensor | None] | None = None
         self.apart = False  # whether equal-looking arguments are different tensors to autograd
         self._leaves: list[Tensor] = []
+        self._parts: dict[str, Any] = {}
 
     # -- what was captured ----------------------------------------------------------------------------
 
@@ -278,6 +151,8 @@ class CapturedOp:
 
         >>> op.captured("output")  # doctest: +SKIP
         """
+        if part in self._parts:
+            return self._parts[part]
         path = self.folder / f"{part}.pth"
         if not path.exists():
             return None
@@ -288,6 +163,7 @@ class CapturedOp:
         value = payload[key]
         if part != "output" and not _is_gradients(value):
             raise ArchiveError(f"{path}: {key!r} is not a row of tensors")
+        self._parts[part] = value
         return value
 
     # -- arguments ------------------------------------------------------------------------------------
@@ -347,12 +223,6 @@ class CapturedOp:
             return self.device
         return self.device if key == "device" and type(value) is int else value
 
-    @property
-    def same_random_numbers(self) -> bool:
-        """Whether the random state was captured on this kind of device (`op.same_random_numbers`)."""
-        rng = self.payload.get("rng")
-        return isinstance(rng, dict) and not self.drew_from and self._rng_kind(rng) == self.device.type
-
     @staticmethod
     def _rng_kind(rng: Mapping[str, Any]) -> str:
         return str(rng.get("type", "")).split(":")[0]
@@ -377,9 +247,9 @@ class CapturedOp:
 
     # -- running --------------------------------------------------------------------------------------
 
-    def run_forward(self) -> Any:
-        """Run the operator as it was called (`op.run_forward()`)."""
-        with self._random_state(), self._modes():
+    def run_forward(self, around: AbstractContextManager[Any] | None = None) -> Any:
+        """Run the operator as it was called, `around` it alone whatever is to measure it (`op.run_forward()`)."""
+        with self._random_state(), self._modes(), around or contextlib.nullcontext():
             self.result = self.function(*self.args, **self.kwargs)
         return self.result
 
@@ -418,7 +288,7 @@ class CapturedOp:
             else:
                 self.grad_outputs = [None if g is None else _fitting(place(g), t) for g, t in zip(captured, outputs)]
 
-    def run_backward(self) -> list[Tensor | None] | None:
+    def run_backward(self, around: AbstractContextManager[Any] | None = None) -> list[Tensor | None] | None:
         """Gradients of the arguments, one (or None) per tensor; None without a backward pass (`op.run_backward()`)."""
         if not self.can_go_backward:
             return None
@@ -431,7 +301,8 @@ class CapturedOp:
             return None
         wanted = list({id(t): t for t in self._leaves if t.requires_grad}.values())
         sent, grads = [t for t, _ in pairs], [g for _, g in pairs]
-        found = torch.autograd.grad(sent, wanted, grads, allow_unused=True, retain_graph=True)
+        with around or contextlib.nullcontext():
+            found = torch.autograd.grad(sent, wanted, grads, allow_unused=True, retain_graph=True)
         by_leaf = {id(leaf): grad for leaf, grad in zip(wanted, found)}
         return [by_leaf.get(id(leaf)) for leaf in self._leaves]
 
@@ -439,7 +310,7 @@ class CapturedOp:
 def _read_call(folder: Path) -> dict[str, Any]:
     path = folder / "input.pth"
     payload = read(path)
-    if not payload.get("name") and _is_answer(folder):  # the CPU's side of a comparison
+    if not payload.get("name") and is_answer(folder):  # the CPU's side of a comparison
         payload["name"] = read(folder.parent / "device" / "input.pth").get("name")
     for key, kind in (("name", str), ("args", tuple), ("kwargs", dict)):
         if not isinstance(payload.get(key), kind):
@@ -497,7 +368,7 @@ def _converted(tensor: Tensor, dtype: torch.dtype, contiguous: bool) -> Tensor:
     if contiguous:
         return plain.to(dtype).contiguous()
     first, last = _span(plain)
-    flat = plain.as_strided((last - first,), (1,), first).to(dtype)
+    flat = plain.as_strided((last - first,), (1,), first).to(dtype, copy=True)  # which starts at the first element
     copy = torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, plain.shape, plain.stride())
     return torch._neg_view(copy) if plain.is_neg() else copy
 

@@ -6,12 +6,12 @@ the CPU, which tells rounding from error whatever device the capture came from.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,9 +19,10 @@ import torch
 
 from . import golden, verdict
 from .archive import ArchiveError, unknown_in
+from .captures import CannotReplay, one_line
 from .devices import event_class, quiet, synchronize
 from .opcall import Described, Tensor, describe, map_tensors, tensors_in
-from .replay import CannotReplay, CapturedOp, leaves_of, one_line
+from .replay import CapturedOp, leaves_of
 
 IDENTICAL: Final = "bit-identical"
 RIGHT: Final = "right within rounding"
@@ -125,7 +126,7 @@ def replay(folder: Path, options: Options | None = None, rules: verdict.Rules | 
     """
     options = options or Options()
     began = time.perf_counter()
-    outcome = Outcome(folder, _op_from(folder), ERROR)
+    outcome = Outcome(folder, op_from(folder), ERROR)
     op: CapturedOp | None = None
     try:
         op = CapturedOp(folder, options.device, options.dtype, options.contiguous)
@@ -145,8 +146,8 @@ def replay(folder: Path, options: Options | None = None, rules: verdict.Rules | 
     return outcome
 
 
-def _op_from(folder: Path) -> str:
-    """The operator a folder should be of, by its path, for captures that cannot even be read."""
+def op_from(folder: Path) -> str:
+    """The operator by the path of a capture that cannot even be read (`op_from(Path("torch.add/1/2"))`)."""
     return next((part for part in reversed(folder.parts) if part.startswith("torch.")), "")
 
 
@@ -191,7 +192,7 @@ class _Replay:
         backwards = options.run_times if options.backward else 0
         for number in range(forwards):
             op.prepare()
-            self._clocked(op.run_forward, self.outcome.forward_ms if options.forward else None)
+            op.run_forward(self._clock(self.outcome.forward_ms) if options.forward else None)
             if number < backwards and options.forward:
                 self._run_backward()
             self._keep(number)
@@ -205,7 +206,7 @@ class _Replay:
             return
         op.prepare_backward()
         try:
-            grads = self._clocked(op.run_backward, self.outcome.backward_ms)
+            grads = op.run_backward(self._clock(self.outcome.backward_ms))
         except (RuntimeError, NotImplementedError) as error:
             if op.has_backward:
                 raise
@@ -238,23 +239,24 @@ class _Replay:
             self.outcome.notes.append(f"two runs gave different {what}")
         self.outcome.repeatable = False
 
-    def _clocked(self, work: Callable[[], Any], times: list[float] | None) -> Any:
-        if not self.options.time or times is None:
-            return work()
+    @contextlib.contextmanager
+    def _clock(self, times: list[float]) -> Iterator[None]:
+        """Add the milliseconds of what is inside, by the device's own clock where it has one."""
+        if not self.options.time:
+            yield
+            return
         kind = self.op.device.type
-        marker = event_class(kind)
+        make = event_class(kind)
+        marks = [make(enable_timing=True) for _ in range(2)] if make else []
         synchronize(kind)
-        first = marker(enable_timing=True) if marker else None
-        last = marker(enable_timing=True) if marker else None
         began = time.perf_counter()
-        if first is not None:
-            first.record()
-        result = work()
-        if last is not None:
-            last.record()
+        if marks:
+            marks[0].record()
+        yield
+        if marks:
+            marks[1].record()
         synchronize(kind)
-        times.append(first.elapsed_time(last) if first is not None else (time.perf_counter() - began) * 1e3)
-        return result
+        times.append(marks[0].elapsed_time(marks[1]) if marks else (time.perf_counter() - began) * 1e3)
 
     def _try_apart(self, captured: Any) -> None:
         """Arguments of the same look were taken for one tensor, and the gradients do not fit: try them as two."""
@@ -500,16 +502,16 @@ def _brief(value: Any) -> str:
 
 
 def _free_memory() -> int | None:
-    """Bytes that the machine can still give, None where it does not say."""
-    try:
-        with open("/proc/meminfo") as handle:
-            line = next(line for line in handle if line.startswith("MemAvailable"))
-        return int(line.split()[1]) * 1024
-    except (OSError, StopIteration, ValueError, IndexError):
-        try:
-            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (ValueError, OSError, AttributeError):
-            return None
+    """Bytes that the machine, or the container around this process, can still give; None where neither says."""
+    found = []
+    with contextlib.suppress(OSError, StopIteration, ValueError, IndexError), open("/proc/meminfo") as handle:
+        line = next(line for line in handle if line.startswith("MemAvailable"))
+        found.append(int(line.split()[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        most, used = ((group / f"memory.{what}").read_text() for what in ("max", "current"))
+        found.append(max(0, int(most) - int(used)))
+    return min(found, default=None)
 
 
 def _memory_for_one() -> int | None:

@@ -7,13 +7,12 @@ import dataclasses
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from .replay_check import ERROR, Options, Outcome, replay
+from .replay_check import ERROR, Options, Outcome, op_from, replay
 
 
 def replay_all(folders: Sequence[Path], options: Options, jobs: int = 0) -> Iterator[Outcome]:
@@ -44,14 +43,13 @@ class _Pool:
         self._threads = max(1, (os.cpu_count() or 1) // jobs)
         self._context = multiprocessing.get_context("spawn")
         self._next = 0
-        self._failed_starts = 0
         self._done: dict[int, Outcome] = {}
         self._workers = [self._start() for _ in range(jobs)]
 
     def _start(self) -> _Worker:
         ours, theirs = self._context.Pipe()
         with _limited_threads(self._threads):
-            process = self._context.Process(target=_work, args=(theirs, self._options, self._threads), daemon=True)
+            process = self._context.Process(target=_work, args=(theirs, self._options), daemon=True)
             process.start()
         theirs.close()
         return _Worker(process, ours)
@@ -78,7 +76,6 @@ class _Pool:
             pass
 
     def _take(self, worker: _Worker) -> None:
-        assert worker.number is not None or not worker.process.is_alive()
         try:
             outcome = worker.connection.recv()
         except (EOFError, OSError):
@@ -95,8 +92,7 @@ class _Pool:
         if worker.number is not None:
             reason = f"the process that ran it died ({_death(worker.process.exitcode)})"
             folder = self._folders[worker.number]
-            op = next((part for part in reversed(folder.parts) if part.startswith("torch.")), "")
-            self._done[worker.number] = Outcome(folder, op, ERROR, reason)
+            self._done[worker.number] = Outcome(folder, op_from(folder), ERROR, reason)
         if self._next < len(self._folders):
             self._workers.append(self._start())
 
@@ -134,7 +130,7 @@ def _limited_threads(threads: int) -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def _work(connection: Connection, options: Options, threads: int) -> None:
+def _work(connection: Connection, options: Options) -> None:
     """The life of a worker: captures in, outcomes out, until the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     activate(options.device)
@@ -142,7 +138,6 @@ def _work(connection: Connection, options: Options, threads: int) -> None:
         while True:
             folder = connection.recv()
             connection.send(replay(folder, options))
-    sys.stdout.flush()
 
 
 def activate(device: str | None) -> str:

@@ -49,8 +49,6 @@ class Report:
         self.outcomes.append(outcome)
         if self._full:
             self._show(outcome)
-        elif self._on and not outcome.passed:
-            console.emit(_failure(outcome))
         if outcome.status == ERROR:
             print(f"{outcome.folder}: {outcome.reason}", file=sys.stderr)
         # the tables are shown: what describes them need not pile up
