@@ -66,6 +66,7 @@ def test_only_device_generic_files_are_taken(tmp_path: Path) -> None:
         native.find_files(tmp_path / "nowhere")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ditorch.backend.shows_as_cuda, reason="PyTorch's test files ask for a cuda device")
 def test_a_file_is_run_to_its_end(tmp_path: Path) -> None:
     source = checkout(tmp_path / "pytorch")

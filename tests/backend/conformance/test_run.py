@@ -77,6 +77,7 @@ def test_a_small_run_and_its_continuation(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @only_soft
+@pytest.mark.slow
 def test_planted_faults_show_up_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("add", "cos", "atan", "asinh", "acosh", "digamma")
     units = [Unit("ops", name, "float32", ("forward",)) for name in names]
@@ -101,6 +102,7 @@ def results_of(units: Sequence[Unit], timeout: float) -> dict[Case, str]:
 
 
 @only_soft
+@pytest.mark.slow
 def test_one_case_alone_shows_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DITORCH_SOFT_FAULTS", "atan: element=1e-2, device=1")
     status, text = run("--case", "ops/atan/float32/forward", "--samples", "2")
