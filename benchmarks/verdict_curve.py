@@ -317,7 +317,7 @@ def draw(records: list[dict[str, Any]], target: Path) -> None:
     from matplotlib import pyplot
 
     dtypes = ("float32", "bfloat16", "float16")
-    figure, axes = pyplot.subplots(2, 3, figsize=(13, 7.2), sharey=True, sharex=True)
+    figure, axes = pyplot.subplots(2, 3, figsize=(13, 8), sharey=True, sharex=True)
     for row, (kind, what) in enumerate(_FAULTS.items()):
         for axis, dtype in zip(axes[row], dtypes):
             mine = [r for r in records if r["dtype"] == dtype]
@@ -334,9 +334,9 @@ def draw(records: list[dict[str, Any]], target: Path) -> None:
             axis.set_xscale("log", base=2)
             axis.set_title(f"{dtype}: {what}", fontsize=10)
             axis.grid(alpha=0.3)
-            axis.legend(fontsize=7, loc="lower right")
             if row == 1:
                 axis.set_xlabel("relative size of the fault, in eps of the dtype")
+                axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
         axes[row][0].set_ylabel("faults found, %")
     figure.suptitle(
         "Faults planted in correct kernels: how many each rule finds, and how often it is wrong without one"

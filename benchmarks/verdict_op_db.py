@@ -419,7 +419,7 @@ def summarise(options: argparse.Namespace, outcomes: list[Outcome], seconds: flo
     ledger = read_ledger(LEDGER, options.device)
     wrong = {o.key for o in outcomes if o.alarms}
     complete = not options.ops and options.limit is None
-    stale = sorted(set(ledger) - wrong) if complete else []
+    stale = sorted({o.key for o in outcomes if o.key in ledger and not o.errors} - wrong) if complete else []
     totals: collections.Counter[str] = collections.Counter()
     for outcome in outcomes:
         totals.update(outcome.verdicts)
