@@ -142,6 +142,15 @@ def test_norms_of_lists_of_tensors(device: str) -> None:
     assert {row["verdict"] for row in compared.records()} == {"right"}
 
 
+def test_long_sums_inside_a_fused_kernel(device: str) -> None:
+    torch.manual_seed(0)
+    norm = torch.nn.LayerNorm(256).to(device)
+    x = torch.randn(512, 256).to(device).requires_grad_()
+    with op_tools.OpAutoCompare() as compared:
+        norm(x).backward(torch.randn(512, 256).to(device))
+    assert {row["verdict"] for row in compared.records()} == {"right"}, compared.findings()
+
+
 def test_checkpointing_is_compared_and_not_disturbed(device: str) -> None:
     bare = train(device, save_memory=True)
     with op_tools.OpAutoCompare() as compared:
