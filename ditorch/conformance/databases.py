@@ -103,6 +103,12 @@ def claimed_backward(info: Any, device_type: str) -> list[str]:
     return sorted(dtype_name(dtype) for dtype in info.supported_backward_dtypes(device_type))
 
 
+def borrows_claims(info: Any, device_type: str) -> bool:
+    """Whether the claims for a device are the CPU's, for want of its own (`borrows_claims(info, "soft")`)."""
+    own = getattr(info, "dtypesIf", None)  # before torch 2.12 there were single fields
+    return device_type not in own if own is not None else device_type != "cuda"
+
+
 def units(what: list[str], device_type: str) -> list[Unit]:
     """Everything there is to ask, in the order of the databases.
 

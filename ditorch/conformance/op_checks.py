@@ -229,7 +229,11 @@ class OperatorChecks:
         # The database knows the CPU and CUDA; some inputs are errors on one of the two only.
         made_on = self.device if self.device_type == "cuda" else "cpu"
         with self._quietly():
-            return over_samples(case, self.info.error_inputs(made_on), self._error, self.limits)
+            try:
+                inputs = list(self.info.error_inputs(made_on))
+            except Exception as error:
+                return Result(case, NOT_COMPARABLE, f"the inputs cannot be made: {one_line(error)}")
+            return over_samples(case, inputs, self._error, self.limits)
 
     def _error(self, number: int, item: Any) -> Outcome:
         sample, expected = item.sample_input, item.error_type
@@ -256,7 +260,7 @@ class OperatorChecks:
     def dtypes(self, case: Case) -> Result:
         """Every dtype that the database claims must work for some sample; what works beyond that is only noted."""
         claims = set(databases.claimed(self.info, self.device_type))
-        borrowed = self.device_type not in self.info.dtypesIf
+        borrowed = databases.borrows_claims(self.info, self.device_type)
         missing, beyond, tried = [], [], 0
         with self._quietly():
             for dtype in sorted({*claims, *DTYPES}):
