@@ -191,7 +191,7 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> 
 
 # What describes itself by its text and may be part of a dict key; floats are not: -0.0 == 0.0, nan != nan.
 _KEYS = frozenset(_WHOLE - {float, complex} | {str})
-_MOST_DESCRIBED = 20_000
+_MOST_DESCRIBED = 5_000
 _numbers = itertools.count(1)
 
 
@@ -231,9 +231,19 @@ class Descriptions:
             found = describe(args, kwargs)._replace(data_ptrs=(), number=next(_numbers))
             self._known[tuple(key)] = found
         if pointers:
-            addresses = tuple([t.data_ptr() for t in tensors])
+            try:
+                addresses = tuple([t.data_ptr() for t in tensors])
+            except Exception:  # fake and functorch tensors have none
+                addresses = tuple([_address(t) for t in tensors])
             return Described(found.args, found.kwargs, addresses, found.number)
         return found
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except Exception:
+        return 0
 
 
 def _look(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bool:

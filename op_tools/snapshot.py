@@ -18,7 +18,7 @@ _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch
 # A small view of a large storage is cut out of it; a view of most of a storage keeps its offset.
 _KEEP_WHOLE_BELOW: Final = 1 << 16
 _KEEP_WHOLE_FACTOR: Final = 4
-_MOST_LAYOUTS: Final = 10_000
+_MOST_LAYOUTS: Final = 2_000
 MOST_BORROWED: Final = 1 << 28  # bytes that go through the pinned buffer at once
 
 

@@ -129,3 +129,16 @@ def test_a_cached_description_is_the_one_that_would_be_made(calls: list[Any]) ->
         made = describe(tuple(args), kwargs)
         assert (found.args, found.kwargs, found.data_ptrs) == (made.args, made.kwargs, made.data_ptrs)
         assert [id(t) for t in tensors] == [id(t) for t in tensors_in((tuple(args), kwargs))]
+
+
+def test_tensors_without_memory_have_address_zero() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.ones(3)
+    seen = Descriptions()
+    tensors: list[torch.Tensor] = []
+    found = seen.of((x, torch.ones(2)), {}, tensors, True)
+    assert found.data_ptrs[0] == 0
+    assert found.data_ptrs[1] == tensors[1].data_ptr()
+    assert [part.shape for part in found.args] == [(3,), (2,)]
