@@ -102,6 +102,22 @@ def test_workers_share_the_units() -> None:
     assert len({r.message for r in found}) > 1
 
 
+def test_the_engine_does_not_get_in_the_way() -> None:
+    """Work that needs no core of its own: two workers take half the time, but for what the engine costs."""
+
+    def seconds(workers: int) -> float:
+        engine = LocalEngine([Settings("fake", "fake:0", timeout=20.0)] * workers)
+        for slot in engine._slots:
+            slot._ready()
+        started = time.monotonic()
+        assert len(list(engine.run([Unit("ops", f"op{n}", "int8", ("slow",)) for n in range(40)]))) == 40
+        taken = time.monotonic() - started
+        engine.close()
+        return taken
+
+    assert max(seconds(1) / seconds(2) for _ in range(3)) >= 1.7
+
+
 def test_an_interruption_ends_all_workers_at_once() -> None:
     engine = LocalEngine([Settings("fake", "fake:0", timeout=100.0)] * 2)
     run = engine.run([Unit("ops", f"op{n}", "int8", ("right", "hang")) for n in range(4)])
