@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ Tensor = torch.Tensor
 _EXPONENT: Final = 0x7FF0000000000000  # of a float64
 _EXPONENT_OF_SINGLE: Final = 0x7F800000
 _QUICK: Final = (torch.float32, torch.bfloat16, torch.float16)
+_PIECE: Final = 1 << 15
 _NEARLY_NOTHING: Final = 1e-3  # a result so much smaller than its reference leaves no digits for the cosine
 
 
@@ -84,43 +86,73 @@ def _quickly(sides: Sides, atol: float, rtol: float) -> Columns | None:
         return None
     if device.layout != torch.strided or golden.layout != torch.strided:
         return None
-    info = torch.finfo(device.dtype)
-    error = torch.sub(sides.left, sides.right).to(torch.float32)
-    near = sides.right.to(torch.float32)
-    rounded = near if device.dtype == torch.float32 else sides.right.to(device.dtype)
-    equal = torch.equal(device, rounded)
-    cosine = _cosine_of_neighbours(error.reshape(-1), near.reshape(-1), equal)
-    if cosine is None:
+    so_far = _SoFar(device.dtype, atol, rtol)
+    if not all(so_far.add(*pieces) for pieces in pieces_of(device, golden)):
         return None
-    scale = near.abs().clamp_(min=info.smallest_normal)
-    units = _span(error / scale) / (info.eps / 2)
-    power = scale.view(torch.int32).bitwise_and_(_EXPONENT_OF_SINGLE).view(torch.float32)
-    ulp = _span(error.div_(power)) / info.eps
-    if equal:
-        return Columns(True, 0.0, 0.0, cosine, ulp, units)
-    near = rounded.to(torch.float32)
-    difference = device.to(torch.float32) - near
-    largest = _span(difference)
-    close = largest <= atol or float(difference.abs().sub_(near.abs(), alpha=rtol).max()) <= atol
-    relative = difference.div_(near)
-    most = _span(relative)
-    if math.isnan(most):  # zero instead of zero
-        most = _span(relative.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf))
-    return Columns(close, largest, most, cosine, ulp, units)
+    return so_far.columns()
 
 
-def _cosine_of_neighbours(error: Tensor, near: Tensor, equal: bool) -> float | None:
-    """The cosine of near and near + error, to all digits; None where it takes more than float32 to say."""
-    ee, eg, gg = float(torch.dot(error, error)), float(torch.dot(error, near)), float(torch.dot(near, near))
-    if not math.isfinite(ee + gg):
-        return None
-    if gg == 0:
-        return 1.0 if equal else None
-    square = gg + 2 * eg + ee
-    if square < _NEARLY_NOTHING * gg:
-        return None
-    apart = (2 * eg + ee) / (math.sqrt(square) + math.sqrt(gg))
-    return 1.0 - max(0.0, ee - apart * apart) / (2 * math.sqrt(square) * math.sqrt(gg))
+def pieces_of(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one shape cut into pieces whose temporaries stay in the cache (`pieces_of(x, y)`)."""
+    flat = [t.resolve_neg().reshape(-1) for t in tensors]
+    for start in range(0, flat[0].numel(), _PIECE):
+        yield tuple([t[start : start + _PIECE] for t in flat])
+
+
+class _SoFar:
+    """The columns of the pieces that were looked at."""
+
+    def __init__(self, dtype: torch.dtype, atol: float, rtol: float) -> None:
+        self.dtype, self.atol, self.rtol = dtype, atol, rtol
+        self.info = torch.finfo(dtype)
+        self.ee = self.eg = self.gg = self.units = self.ulp = self.largest = self.relative = 0.0
+        self.close = self.equal = True
+
+    def add(self, device: Tensor, exact: Tensor) -> bool:
+        """Look at one more piece; False if it takes the full way."""
+        error = torch.sub(device.to(torch.float64), exact).to(torch.float32)
+        near = exact.to(torch.float32)
+        ee, gg = float(torch.dot(error, error)), float(torch.dot(near, near))
+        if not math.isfinite(ee + gg):
+            return False
+        self.ee, self.eg, self.gg = self.ee + ee, self.eg + float(torch.dot(error, near)), self.gg + gg
+        rounded = near if self.dtype == torch.float32 else exact.to(self.dtype)
+        scale = near.abs().clamp_(min=self.info.smallest_normal)
+        self.units = max(self.units, _span(error / scale) / (self.info.eps / 2))
+        power = scale.view(torch.int32).bitwise_and_(_EXPONENT_OF_SINGLE).view(torch.float32)
+        self.ulp = max(self.ulp, _span(error.div_(power)) / self.info.eps)
+        if not torch.equal(device, rounded):
+            self.equal = False
+            self._compare(device.to(torch.float32), rounded.to(torch.float32))
+        return True
+
+    def _compare(self, device: Tensor, rounded: Tensor) -> None:
+        difference = device - rounded
+        largest = _span(difference)
+        self.largest = max(self.largest, largest)
+        if self.close and not largest <= self.atol:
+            self.close = float(difference.abs().sub_(rounded.abs(), alpha=self.rtol).max()) <= self.atol
+        relative = difference.div_(rounded)
+        most = _span(relative)
+        if math.isnan(most):  # zero instead of zero
+            most = _span(relative.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf))
+        self.relative = max(self.relative, most)
+
+    def columns(self) -> Columns | None:
+        cosine = self._cosine()
+        if cosine is None:
+            return None
+        return Columns(self.close, self.largest, self.relative, cosine, self.ulp, self.units)
+
+    def _cosine(self) -> float | None:
+        """Of the reference and itself plus the error, to all digits; None where it takes more than float32 to say."""
+        if self.gg == 0:
+            return 1.0 if self.equal else None
+        square = self.gg + 2 * self.eg + self.ee
+        if square < _NEARLY_NOTHING * self.gg:
+            return None
+        apart = (2 * self.eg + self.ee) / (math.sqrt(square) + math.sqrt(self.gg))
+        return 1.0 - max(0.0, self.ee - apart * apart) / (2 * math.sqrt(square) * math.sqrt(self.gg))
 
 
 def _span(values: Tensor) -> float:
@@ -140,7 +172,7 @@ def _fully(sides: Sides, atol: float, rtol: float) -> Columns:
         rounded = wide(exact.to(device.dtype))
     cosine, ulp = _cosine(left, exact), _largest_ulp(left, exact, device.dtype)
     if torch.equal(left, rounded):  # nothing to measure but the rounding of the reference
-        return Columns(True, 0.0, 0.0, cosine, ulp)
+        return Columns(True, 0.0, 0.0, cosine if bool(left.any()) else 1.0, ulp)  # nothing instead of next to nothing
     close = torch.isclose(left, rounded, atol=atol, rtol=rtol, equal_nan=True)
     difference = (left - rounded).abs()
     difference = difference.masked_fill(left == rounded, 0.0)

@@ -226,7 +226,7 @@ class _Pool:
         return drawn.to(torch.float64).mul_(2).sub_(1)
 
 
-_LARGEST_POOL: Final = 1 << 22
+_LARGEST_POOL: Final = 1 << 23
 _PROBE_STEP: Final = 7919
 _SIZE_STEP: Final = 104729
 _POOL: Final = _Pool()

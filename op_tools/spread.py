@@ -102,16 +102,25 @@ class Spread:
 
     def by_formula(self, number: int, golden: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Sigma of a sum of products, from one run on the squares in a dtype; None for everything else."""
+        squares = self.squares(number, dtype)
+        if squares is None or squares.shape != golden.shape or golden.is_complex():
+            return None
+        return self.sigma_of(squares, golden)
+
+    def sigma_of(self, squares: Tensor, golden: Tensor) -> Tensor:
+        """The formula itself, for some or all elements."""
         structure = self.structure
-        if not structure.sums_of_products or not structure.contracts or golden.is_complex():
+        return sigma_of_products(self.precision, structure.longest_sum, squares, golden, structure.steps_in_low)
+
+    def squares(self, number: int, dtype: torch.dtype) -> Tensor | None:
+        """For each sum of products the sum of its squared terms; None for everything else."""
+        if not self.structure.sums_of_products or not self.structure.contracts:
             return None
         if dtype not in self._squared:
             self._squared[dtype] = self.leaves(self._run_on_squares(dtype))
         squares = self._squared[dtype]
         mine = squares[number] if number < len(squares) else None
-        if not isinstance(mine, Tensor) or mine.shape != golden.shape:
-            return None
-        return sigma_of_products(self.precision, structure.longest_sum, mine, golden, structure.steps_in_low)
+        return mine if isinstance(mine, Tensor) else None
 
     def _run_on_squares(self, dtype: torch.dtype) -> Run:
         """Of sums of products this gives the sums of the squared terms."""

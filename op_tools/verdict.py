@@ -17,7 +17,7 @@ import torch
 
 from . import chance, op_facts, settings
 from .golden import GoldenResult
-from .measures import Columns, Sides, measure
+from .measures import Columns, Sides, measure, pieces_of
 from .opcall import Tensor, children, tensors_in
 from .rounding import PROBES, Precision, unit
 from .spread import Spread
@@ -435,6 +435,9 @@ def _judge_rounding(row: Row, pair: _Pair) -> Row:
         least = STORED + SIGMAS * spread.least_error(pair.number) / precision.stored
         if units <= least:  # what any probes would allow
             return dataclasses.replace(row, excess=units / least)
+        worst = _worst_product(pair, spread, precision)
+        if worst <= 1:
+            return dataclasses.replace(row, excess=worst)
     check = _Check(pair.sides.left, pair.sides.right, precision, pair.golden.dtype)
     if units is None and check.doubtful(1.0) is None:
         return dataclasses.replace(row, excess=check.excess(1.0))
@@ -445,14 +448,37 @@ def _judge_rounding(row: Row, pair: _Pair) -> Row:
         flat = torch.full_like(check.size, float(check.size.nan_to_num(posinf=0.0).max()) * precision.stored)
         return _concluded(row, check, check.doubtful(STORED, flat), STORED, flat)
     stored = 1.0 if spread.structure.exact else STORED
-    if stored == STORED:  # below the normal numbers, each term may be off by a whole step
-        check.floor = precision.smallest * SIGMAS * math.sqrt(spread.structure.longest_sum)
+    if stored == STORED:
+        check.floor = _floor(precision, spread)
         check.least = spread.least_error(pair.number)
     sigma, suspects = _movement(pair, spread, check, stored)
     if suspects is not None and spread.part == "grad_input" and spread.structure.selects:
         suspects = _any(suspects & ~_shared_among_ties(pair, check, stored, sigma))
     hint = "" if suspects is None else _explained(pair, check, suspects, sigma)
     return _concluded(row, check, suspects, stored, sigma, hint)
+
+
+def _floor(precision: Precision, spread: Spread) -> float:
+    """Below the normal numbers, each term of a sum may be off by a whole step."""
+    return precision.smallest * SIGMAS * math.sqrt(spread.structure.longest_sum)
+
+
+def _worst_product(pair: _Pair, spread: Spread, precision: Precision) -> float:
+    """Largest error of sums of products beside its bound, piece by piece in the cache; infinite if not known."""
+    squares = spread.squares(pair.number, torch.float32)
+    if squares is None or squares.shape != pair.golden.shape:
+        return math.inf
+    worst, least, floor = 0.0, spread.least_error(pair.number), _floor(precision, spread)
+    for device, golden, terms in pieces_of(pair.sides.device, pair.sides.golden, squares):
+        sigma = spread.sigma_of(terms, golden)
+        if not math.isfinite(float(sigma.sum())):
+            return math.inf
+        check = _Check(device.to(torch.float64), golden, precision, golden.dtype)
+        check.floor, check.least = floor, least
+        worst = max(worst, check.excess(STORED, sigma.to(torch.float64)))
+        if worst > 1:
+            return worst
+    return worst
 
 
 def _any(mask: Tensor) -> Tensor | None:
