@@ -58,12 +58,10 @@ class ModuleChecks:
             raise Skip("nothing to call it with")
         built, inputs = sample.constructor_input, sample.forward_input
         torch.manual_seed(number)
-        module = self.info.module_cls(*built.args, **built.kwargs).train(training)
+        module = self.info.module_cls(*built.args, **built.kwargs).to(getattr(torch, self.unit.dtype)).train(training)
         if self.info.is_lazy:  # its parameters take their shapes from a first call
             with torch.no_grad():
                 module(*copy.deepcopy(inputs.args), **copy.deepcopy(inputs.kwargs))
-        if not any(True for _ in module.parameters()):
-            module = module.to(getattr(torch, self.unit.dtype))
         state = _state(module, backward)
 
         def call(state: dict[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
