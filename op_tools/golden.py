@@ -43,6 +43,10 @@ class _DrawsRandomNumbers(Exception):
 class _NoRandomNumbers(TorchDispatchMode):
     """Stops a call before it draws from any random stream."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a wrapper around every dispatch, and the import of Dynamo, for nothing
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and op_facts.really_draws(func, args, kwargs):
@@ -139,19 +143,6 @@ class GoldenResult:
             return dataclasses.replace(self, source=fewer, run=_execute(fewer, self.cast, backward, None))
         except Exception:  # shapes that do not broadcast, arguments that name a shape
             return None
-
-    def squared(self, backward: bool) -> Run:
-        """The call on the squares of its numbers: for sums of products, the sums of the squared terms."""
-
-        def square(tensor: Tensor) -> Tensor:
-            if not (tensor.is_floating_point() or tensor.is_complex()):
-                return tensor
-            return tensor.detach().abs().to(torch.float64).square_().requires_grad_(tensor.requires_grad)
-
-        source = self.source
-        sent = None if source.grad_outputs is None else map_tensors(list(source.grad_outputs), square)
-        args, kwargs = map_tensors(source.args, square), map_tensors(source.kwargs, square)
-        return _execute(dataclasses.replace(source, args=args, kwargs=kwargs, grad_outputs=sent), {}, backward, None)
 
     def again(self, mode: TorchDispatchMode | None = None, backward: bool = False) -> Run:
         """Run once more on fresh copies, under a dispatch mode (`result.again(noise)`)."""

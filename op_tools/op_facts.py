@@ -443,6 +443,8 @@ def _length(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         return _most_hits(name, args)
     if name.startswith(_RESAMPLE_PREFIXES):
         return max(max(t.shape[2:], default=1) for t in inputs)
+    if func._schema.name.startswith("aten::_foreach_"):  # each tensor of the list is reduced on its own
+        return max(t.numel() for t in inputs)
     named = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | dict(kwargs)
     if "dim" in named and inputs[0].dim():
         dims = named["dim"]

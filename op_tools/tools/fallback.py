@@ -261,6 +261,10 @@ def _version(tensor: Tensor) -> int:
 class _OnCpu(TorchDispatchMode):
     """Every kernel that is called under this mode runs on the CPU."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a wrapper around every dispatch, and the import of Dynamo, for nothing
+
     def __init__(self, twins: _Twins) -> None:
         super().__init__()
         self._twins = twins
