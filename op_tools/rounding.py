@@ -341,6 +341,8 @@ class Noise(_Watcher):
             written = argument.alias_info is not None and argument.alias_info.is_write
             written = written or argument.name in ("running_mean", "running_var")
             if written:
+                if argument.name == "self":  # read before it is written: in-place operators round their input, too
+                    self._change_in_place(value, change)
                 changed.append(value)
             elif isinstance(value, Tensor):
                 if value.dim() == 0 and value.dtype == torch.float64 and not self._inside:
@@ -353,6 +355,13 @@ class Noise(_Watcher):
             else:
                 changed.append(value)
         return tuple(changed)
+
+    def _change_in_place(self, value: Any, change: Any) -> None:
+        for tensor in _tensors((value,)):
+            if _inexact(tensor):
+                moved = change(tensor)
+                if moved is not tensor:
+                    tensor.copy_(moved)
 
     def _scalar(self, value: float) -> float:
         """Kernels take numbers in the dtype of the tensor beside them, or in a wider one."""

@@ -265,10 +265,15 @@ def name_of(function: Callable[..., Any]) -> str:
     return name
 
 
+_REFLECTED: Final = frozenset("add sub mul div truediv floordiv mod pow matmul and or xor lshift rshift".split())
+
+
 def _overloads(function: Callable[..., Any], name: str) -> Iterator[Any]:
     candidates = [getattr(function, "__name__", ""), name.rsplit(".", 1)[-1]]
     for candidate in list(candidates):
-        if candidate.startswith("__") and candidate.endswith("__"):
+        if candidate.startswith("__r") and candidate[3:-2] in _REFLECTED:  # __rand__ is no rand
+            candidates += [f"__{candidate[3:-2]}__", candidate[3:-2]]
+        elif candidate.startswith("__") and candidate.endswith("__"):
             candidates.append(candidate.strip("_"))
     for candidate in candidates:
         packet = getattr(torch.ops.aten, candidate, None) if candidate.isidentifier() else None

@@ -81,3 +81,8 @@ def _root() -> str:
     from pathlib import Path
 
     return str(Path(__file__).resolve().parents[3])
+
+
+@pytest.mark.parametrize("name", ["__rand__", "__ror__", "__rxor__", "__radd__", "__rsub__", "__rmul__", "__rpow__"])
+def test_reflected_operators_are_not_random(name: str) -> None:
+    assert not traits_of(getattr(torch.Tensor, name)).random

@@ -416,3 +416,18 @@ def test_any_element_off_by_more_than_the_bound_is_found(n: int, dtype: torch.dt
     judgement = judged(torch.mul, x, 1.5, break_it=scaled_at((at,), factor))
     assert judgement.verdict == WRONG
     assert judgement.rows[0].where == (at,)
+
+
+@pytest.mark.parametrize("name", ["logit_", "sinc_", "digamma_", "exp_", "erfinv_"])
+def test_in_place_operators_are_judged_like_the_others(name: str) -> None:
+    torch.manual_seed(0)
+    x = torch.rand(2000) * 0.9 + 0.05
+    function = getattr(torch.Tensor, name)
+    reference = golden.run(function, (x.clone(),))
+    device = x.clone()
+    result = function(device)
+    judged = verdict.judge_call(f"torch.Tensor.{name}", reference, outputs=result, inputs_after=((device,), {}))
+    assert judged.verdict == RIGHT, judged.reason
+    device[7] *= 1 + 2e-5
+    judged = verdict.judge_call(f"torch.Tensor.{name}", reference, outputs=device, inputs_after=((device,), {}))
+    assert judged.verdict == WRONG
