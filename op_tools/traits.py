@@ -265,7 +265,9 @@ def name_of(function: Callable[..., Any]) -> str:
     return name
 
 
-_REFLECTED: Final = frozenset("add sub mul div truediv floordiv mod pow matmul and or xor lshift rshift".split())
+_REFLECTED: Final = frozenset(
+    ["add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"]
+)
 
 
 def _overloads(function: Callable[..., Any], name: str) -> Iterator[Any]:

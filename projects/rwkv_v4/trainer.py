@@ -132,9 +132,7 @@ class Trainer:
             self.save()
         log.info(f"Training ended at iteration {self.iteration}: {reason}")
         if broken:
-            log.error(
-                "There is no use in going on. OpOverflowCheck names the operator that made the first NaN:"
-            )
+            log.error("There is no use in going on. OpOverflowCheck names the operator that made the first NaN:")
             log.error("  python -m projects.rwkv_v4.watched --tool OpOverflowCheck (with the same options)")
         elif options.evaluation.at_end and self._stop is None:
             self.evaluate()
