@@ -266,7 +266,8 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 _REFLECTED: Final = frozenset(
-    ["add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift"]
+    ["add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow"]
+    + ["matmul", "and", "or", "xor", "lshift", "rshift"]
 )
 
 
