@@ -102,6 +102,7 @@ def test_workers_share_the_units() -> None:
     assert len({r.message for r in found}) > 1
 
 
+@pytest.mark.slow  # a matter of time, for a quiet machine
 def test_the_engine_does_not_get_in_the_way() -> None:
     """Work that needs no core of its own: two workers take half the time, but for what the engine costs."""
 
