@@ -88,6 +88,8 @@ class Chooser:
 
     def spend(self, kind: Hashable, seconds: float) -> None:
         """A comparison of this kind took so much of the run's time."""
+        if not self.chooses:
+            return
         with self._lock:
             self._spent += seconds
             known = self._cost.get(kind)

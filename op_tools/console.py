@@ -130,6 +130,11 @@ def emit(text: str) -> None:
         pass
 
 
+def complain(text: str, who: str = "op_tools") -> None:
+    """One line on stderr about a command that cannot be carried out (`complain("there is no script x.py")`)."""
+    sys.stderr.write(f"{who}: {text}\n")
+
+
 class View:
     """What one tool shows, at the chosen level; `full` repeats each call, `summary` speaks at the end only."""
 

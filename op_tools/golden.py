@@ -315,7 +315,7 @@ def _detached(value: Any) -> Any:
     return map_tensors(value, lambda t: t.detach() if t.requires_grad or t.grad_fn is not None else t)
 
 
-class _Enter(torch.autograd.Function):
+class Enter(torch.autograd.Function):
     """Gives a prepared tensor a history, so that in-place operators may change it."""
 
     @staticmethod
@@ -393,7 +393,7 @@ class _Copies:
             leaf = copy.detach().requires_grad_()
             return leaf, leaf
         leaf = torch.empty_like(copy).requires_grad_()
-        return _Enter.apply(leaf, [copy]), leaf
+        return Enter.apply(leaf, [copy]), leaf
 
     def _flat(self, tensor: Tensor, key: tuple[int, torch.dtype]) -> tuple[Tensor, int]:
         found = self._storages.get(key)

@@ -11,6 +11,7 @@ from typing import Any
 
 import op_tools
 
+from . import console
 from .settings import SettingsError
 
 TOOLS = ("OpAutoCompare", "OpCapture", "OpDtypeCast", "OpFallback", "OpObserve", "OpOverflowCheck", "OpTimeMeasure")
@@ -40,11 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         tools = [_tool(name.strip(), options) for name in options.tool.split(",")]
     except (SettingsError, ValueError) as error:
-        print(f"op_tools: {error}", file=sys.stderr)
+        console.complain(str(error))
         return 2
     script = Path(options.script)
     if not script.is_file():
-        print(f"op_tools: there is no script {options.script}", file=sys.stderr)
+        console.complain(f"there is no script {options.script}")
         return 2
     if not options.no_ditorch:
         import ditorch  # noqa: F401  (CUDA code runs on the machine's accelerator from here on)
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             started.append(tool.start())
         runpy.run_path(str(script), run_name="__main__")
     except SettingsError as error:
-        print(f"op_tools: {error}", file=sys.stderr)
+        console.complain(str(error))
         return 2
     finally:
         for tool in reversed(started):

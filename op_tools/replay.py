@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch.overrides import get_testing_overrides
 
-from . import archive, op_facts
+from . import archive, golden, op_facts
 from .archive import ArchiveError
 from .captures import CannotReplay, is_answer, read
 from .devices import accelerator_type, get_rng_state, set_rng_state
@@ -395,18 +395,6 @@ def _shares_memory(value: Any) -> bool:
     return len({look[0][0] for look in looks}) < len(looks)
 
 
-class _Enter(torch.autograd.Function):
-    """Gives a placed tensor a history, so that in-place operators may change it."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, holder: list[Tensor]) -> Tensor:
-        return holder[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
-
-
 class _Placed:
     """Puts tensors on the device with their strides and offsets, in storages shared as they were captured.
 
@@ -428,7 +416,7 @@ class _Placed:
                 leaf = placed.requires_grad_() if not self._enter else torch.empty_like(placed).requires_grad_()
                 if self._enter:
                     with torch.enable_grad():
-                        placed = _Enter.apply(leaf, [placed])
+                        placed = golden.Enter.apply(leaf, [placed])
             self._made[key] = placed
             self.leaf_of[id(placed)] = leaf
         return self._made[key]

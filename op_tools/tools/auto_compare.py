@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from .. import archive, attribution, console, golden, reproducer, settings, store, verdict
+from .. import archive, attribution, console, golden, op_facts, reproducer, settings, store, verdict
 from ..attribution import Blame, Lineage
 from ..budget import MODES, Chooser, kind_of, parse_budget
 from ..devices import quiet
@@ -127,7 +127,6 @@ class OpAutoCompare(Tool):
         self._share = 1.0 if (os.cpu_count() or 1) <= threads + 1 else 0.5
         self._workers = threading.local()
         self._order_lock = threading.RLock()
-        self._waiting: dict[int, _Job] = {}
         self._ready: dict[int, _Job] = {}
         self._submitted = self._told = 0
         self._abandoned = False
@@ -153,7 +152,8 @@ class OpAutoCompare(Tool):
             return False
         if not self._chooser.chooses:
             return True
-        return self._chooser.take(kind_of(call.op, call.args, call.kwargs))
+        kind = call.notes[(self, "kind")] = kind_of(call.op, call.args, call.kwargs)
+        return self._chooser.take(kind)
 
     # -- while the training runs ----------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class OpAutoCompare(Tool):
             return
         device = call.device.type
         low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        kind = kind_of(call.op, call.args, call.kwargs)
+        kind = call.notes.get((self, "kind"))  # only where calls are chosen
         grad_enabled = torch.is_grad_enabled()
         module = module_path(2)
         with quiet():
@@ -314,9 +314,6 @@ class OpAutoCompare(Tool):
             return Judgement(NOT_COMPARABLE, result.reason)
         expected = result.grad_inputs or []
         found = job.host["grad_inputs"]
-        pairs = [(g, e) for g, e in zip(found, expected) if g is not None or e is not None]
-        if len(pairs) != len(expected):  # numbered as the golden run numbers them
-            found = [g if g is not None or e is not None else None for g, e in zip(found, expected)]
         judged = verdict.judge(
             name,
             found,
@@ -650,7 +647,7 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 def _wrote(result: GoldenResult) -> bool:
     """Whether the golden run changed its arguments."""
     source = result.source
-    return bool(source.traits.mutates) or golden.op_facts.may_mutate(source.name, source.kwargs)
+    return bool(source.traits.mutates) or op_facts.may_mutate(source.name, source.kwargs)
 
 
 @functools.cache
