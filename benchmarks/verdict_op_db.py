@@ -14,6 +14,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -60,10 +61,20 @@ class Outcome:
 # --- one pair, in a worker ----------------------------------------------------------------------------
 
 
-def operators(pattern: str, dtypes: list[str]) -> list[tuple[int, str]]:
-    """Every (index in op_db, dtype) that the CPU supports and the pattern wants."""
+def database() -> list[Any]:
+    """PyTorch's op_db, also where the package that its tests need is not installed."""
+    if importlib.util.find_spec("expecttest") is None:
+        from ditorch.conformance.databases import import_test_helpers
+
+        import_test_helpers()
     from torch.testing._internal.common_methods_invocations import op_db
 
+    return list(op_db)
+
+
+def operators(pattern: str, dtypes: list[str]) -> list[tuple[int, str]]:
+    """Every (index in op_db, dtype) that the CPU supports and the pattern wants."""
+    op_db = database()
     found = []
     for index, info in enumerate(op_db):
         if pattern and not re.fullmatch(pattern, op_name(info)):
@@ -104,9 +115,7 @@ class Runner:
     """Runs samples of op_db on the device, through the golden run and the verdict."""
 
     def __init__(self, device: str, limit: int | None) -> None:
-        from torch.testing._internal.common_methods_invocations import op_db
-
-        self.op_db, self.limit = op_db, limit
+        self.op_db, self.limit = database(), limit
         self.refs = device == "refs"
         self.device = "cpu" if self.refs else device
         if device == "soft":
@@ -404,8 +413,7 @@ def main() -> int:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     started = time.monotonic()
-    from torch.testing._internal.common_methods_invocations import op_db
-
+    op_db = database()
     names = [op_name(info) for info in op_db]
     items = operators(options.ops, options.dtypes.split(","))
     outcomes = run_all(options, items, names)

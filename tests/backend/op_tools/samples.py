@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 import ditorch
+from ditorch.conformance.databases import import_test_helpers
 from op_tools.opcall import map_tensors, tensors_in
 
 # The database compiles a CUDA function while it is imported, which only real CUDA allows.
 ditorch.deactivate()
 try:
+    import_test_helpers()
     from torch.testing._internal.common_methods_invocations import op_db
 finally:
     ditorch.activate()

@@ -215,6 +215,9 @@ def sweep_pair(info: Any, dtype: torch.dtype, most_samples: int | None = None) -
 
 def pairs(pattern: str = "") -> Iterator[tuple[Any, torch.dtype]]:
     """Every (OpInfo, dtype) that the CPU supports."""
+    from ditorch.conformance.databases import import_test_helpers
+
+    import_test_helpers()
     from torch.testing._internal.common_methods_invocations import op_db
 
     for info in sorted(op_db, key=op_name):

@@ -15,9 +15,9 @@ ROUNDED = {"nn.GRU", "nn.GRUCell", "nn.LSTM", "nn.LSTMCell", "nn.RNN"}
 
 
 def modules() -> list[Any]:
-    from torch.testing._internal.common_modules import module_db
+    from ditorch.conformance.databases import modules as known
 
-    return list(module_db)
+    return list(known().values())
 
 
 def run(info: Any, case: Any, device: str, training: bool) -> Any:
