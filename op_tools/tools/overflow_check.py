@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
-from math import isfinite
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
@@ -17,40 +15,13 @@ from .. import console
 from ..devices import can_pin, event_class, quiet
 from ..intercept import Call
 from ..opcall import Described, Tensor, TensorMeta, labelled
+from ..tensor_statistics import NAMES, Batch, Measure, batch_for, is_dense
 from .base import Tool
 
-_BATCH: Final = 256  # tensors measured between two transfers to the host
 _MOST_FLIGHTS: Final = 2
 _MOST_ENTRIES: Final = 1_024
-_STATISTICS: Final = ("inf", "nan", "min", "max", "mean", "std", "norm")
 _ROLES: Final = {"forward": ("inputs", "outputs"), "backward": ("grad_outputs", "grad_inputs")}
-_MEASURED_AS_THEY_ARE: Final = frozenset({torch.float32, torch.float64})
 _MOST_REPORTED: Final = 10
-
-
-class _Measure:
-    """Statistics of one version of one tensor; the numbers arrive with its batch."""
-
-    __slots__ = ("bad", "numel", "stats")
-
-    def __init__(self, numel: int) -> None:
-        self.numel = numel
-        self.bad = False
-        self.stats: tuple[float, ...] = ()  # in the order of _STATISTICS
-
-    def arrive(self, low: float, high: float, mean: float, var: float) -> None:
-        n = self.numel
-        self.bad = not (isfinite(low) and isfinite(high))
-        spread = max(var, 0.0) if var == var else var
-        std = math.sqrt(spread * n / (n - 1)) if n > 1 else 0.0
-        norm = math.sqrt(n * (spread + mean * mean))
-        inf, nan = math.isinf(low) or math.isinf(high), low != low or high != high
-        self.stats = (float(inf), float(nan), low, high, mean, std, norm)
-
-    def row(self) -> dict[str, Any]:
-        row: dict[str, Any] = dict(zip(_STATISTICS, self.stats))
-        row["inf"], row["nan"] = bool(row["inf"]), bool(row["nan"])
-        return row
 
 
 class _Seen(weakref.ref):  # type: ignore[type-arg]
@@ -60,7 +31,7 @@ class _Seen(weakref.ref):  # type: ignore[type-arg]
 
     key: int
     version: int
-    measure: _Measure
+    measure: Measure
 
 
 class _Entry(NamedTuple):
@@ -70,46 +41,17 @@ class _Entry(NamedTuple):
     leaving: tuple[Any, ...]
 
 
-def _pairs(side: tuple[Any, ...]) -> Iterator[tuple[int, _Measure]]:
+def _pairs(side: tuple[Any, ...]) -> Iterator[tuple[int, Measure]]:
     return zip(side[::2], side[1::2])
 
 
 class _Flight(NamedTuple):
     """A batch on its way to the host."""
 
-    values: Tensor  # the extremes of all its tensors, then their variances, then their means
+    values: Tensor
     event: Any
-    measures: list[_Measure]
+    batch: Batch | None
     entries: list[_Entry]
-
-
-class _Batch:
-    """Measurements of one device and dtype that are still on the device."""
-
-    __slots__ = ("extremes", "means", "measures", "slots", "variances")
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.extremes = torch.empty(2 * _BATCH, dtype=dtype, device=device)
-        self.slots = list(self.extremes.unbind())  # reductions write there: nothing is gathered afterwards
-        self.slots.reverse()
-        self.variances: list[Tensor] = []
-        self.means: list[Tensor] = []
-        self.measures: list[_Measure] = []
-
-    def add(self, data: Tensor) -> _Measure:
-        slots = self.slots
-        torch.aminmax(data, out=(slots[-1], slots[-2]))
-        var, mean = torch.var_mean(data, correction=0)
-        del slots[-2:]  # only now: a reduction that the device lacks leaves the batch as it was
-        self.variances.append(var)
-        self.means.append(mean)
-        measure = _Measure(data.numel())
-        self.measures.append(measure)
-        return measure
-
-    def values(self) -> Tensor:
-        count = 2 * len(self.measures)
-        return torch.cat([self.extremes[:count], torch.stack(self.variances + self.means)])
 
 
 class OpOverflowCheck(Tool):
@@ -131,7 +73,7 @@ class OpOverflowCheck(Tool):
         "site": "INTEGER",
         "phase": "TEXT",
         "tensors": "BLOB",  # 0 or 1 for what arrived or left, and its number: unsigned 16-bit pairs
-        "statistics": "BLOB",  # _STATISTICS of each of them as doubles
+        "statistics": "BLOB",  # NAMES of each of them as doubles
     }
 
     def prepare(self) -> None:
@@ -143,10 +85,10 @@ class OpOverflowCheck(Tool):
                 del known[seen.key]
 
         self._forget = forget
-        self._batches: dict[tuple[torch.dtype, torch.device], _Batch] = {}
+        self._batches: dict[Any, Batch] = {}
         self._entries: list[_Entry] = []
         self._flights: deque[_Flight] = deque()
-        self._full: list[_Batch] = []
+        self._full: list[Batch] = []
         self._guard = threading.RLock()
         self._made = 0
         self._passed_on = 0
@@ -173,24 +115,17 @@ class OpOverflowCheck(Tool):
                     found += (index, measure)
         return tuple(found)
 
-    def _measure(self, tensor: Tensor) -> _Measure | None:
+    def _measure(self, tensor: Tensor) -> Measure | None:
         if tensor.layout != torch.strided or tensor.is_meta:
             return None
         with quiet():
-            data = tensor
-            if data.is_complex():
-                data = torch.view_as_real(data.resolve_conj())
-            if data.dtype not in _MEASURED_AS_THEY_ARE:
-                data = data.float()
-            if not data.is_contiguous() and _is_dense(data):
-                data = data.as_strided((data.numel(),), (1,))  # the order does not matter, and a copy is saved
-            kind = (data.dtype, data.device)
-            batch = self._batches.get(kind)
+            key, kind = batch_for(tensor)
+            batch = self._batches.get(key)
             if batch is None:
-                batch = self._batches[kind] = _Batch(*kind)
-            measure = batch.add(data)
-            if not batch.slots:
-                self._full.append(self._batches.pop(kind))
+                batch = self._batches[key] = kind.of(tensor)
+            measure = batch.add(tensor)
+            if batch.full:
+                self._full.append(self._batches.pop(key))
         self.measured += 1
         if not tensor.is_inference():  # those count no versions
             seen = _Seen(tensor, self._forget)
@@ -198,7 +133,7 @@ class OpOverflowCheck(Tool):
             self._known[seen.key] = seen
         return measure
 
-    def _measured_as_base(self, view: Tensor) -> _Measure | None:
+    def _measured_as_base(self, view: Tensor) -> Measure | None:
         """The measure of what a view looks at, where that is all of it in another order."""
         base = view._base
         seen = self._known.get(id(base))
@@ -206,7 +141,7 @@ class OpOverflowCheck(Tool):
             return None
         if view.numel() != base.numel() or view.data_ptr() != base.data_ptr() or view.dtype != base.dtype:
             return None
-        if not (_is_dense(view) and _is_dense(base)):
+        if not (is_dense(view) and is_dense(base)):
             return None
         self.reused += 1
         return seen.measure
@@ -254,20 +189,17 @@ class OpOverflowCheck(Tool):
                     values = host
                 else:
                     values = values.cpu()
-            self._flights.append(_Flight(values, event, batch.measures, entries if batch is batches[-1] else []))
+            self._flights.append(_Flight(values, event, batch, entries if batch is batches[-1] else []))
         if not batches and entries:
-            self._flights.append(_Flight(torch.empty(0), None, [], entries))
+            self._flights.append(_Flight(torch.empty(0), None, None, entries))
 
     # -- on the host ----------------------------------------------------------------------------------
 
     def _land(self, flight: _Flight) -> None:
         if flight.event is not None:
             flight.event.synchronize()
-        numbers = flight.values.tolist()
-        n = len(flight.measures)
-        extremes, variances, means = numbers[: 2 * n], numbers[2 * n : 3 * n], numbers[3 * n :]
-        for measure, low, high, mean, var in zip(flight.measures, extremes[::2], extremes[1::2], means, variances):
-            measure.arrive(low, high, mean, var)
+        if flight.batch is not None:
+            flight.batch.land(flight.values)
         for entry in flight.entries:
             self._judge(entry)
 
@@ -344,28 +276,16 @@ class OpOverflowCheck(Tool):
             which, numbers = array("H", row.pop("tensors")), array("d", row.pop("statistics"))
             described = (row.pop("op"), row.pop("location"))
             row.pop("described", None)
-            size = len(_STATISTICS)
+            size = len(NAMES)
             for position in range(len(which) // 2):
                 side, index = which[2 * position : 2 * position + 2]
-                stats = dict(zip(_STATISTICS, numbers[size * position : size * position + size]))
+                stats = dict(zip(NAMES, numbers[size * position : size * position + size]))
                 stats["inf"], stats["nan"] = bool(stats["inf"]), bool(stats["nan"])
                 role = _ROLES[row["phase"]][side]
                 rows.append(
                     {**row, "role": role, "tensor": index, **stats, "op": described[0], "location": described[1]}
                 )
         return rows
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements fill one stretch of memory, in whichever order."""
-    if tensor.is_contiguous():
-        return not tensor.is_neg() and not tensor.is_conj()
-    expected = 1
-    for step, size in sorted([(st, n) for st, n in zip(tensor.stride(), tensor.shape) if n > 1]):
-        if step != expected:
-            return False
-        expected *= size
-    return not tensor.is_neg() and not tensor.is_conj()
 
 
 def _tensor_labels(described: Described, role: str) -> list[tuple[str, TensorMeta]]:

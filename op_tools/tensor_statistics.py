@@ -1,0 +1,324 @@
+"""Statistics of tensors, computed where they are and read back in batches.
+
+On a GPU that Triton serves one kernel reads a tensor once and writes a few rows of partial results, which the host
+puts together. Elsewhere PyTorch's own reductions do it, in several passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+
+from .devices import quiet
+
+Tensor = torch.Tensor
+
+NAMES: Final = ("inf", "nan", "min", "max", "mean", "std", "norm")
+_IN_BATCH: Final = 256  # tensors whose statistics go to the host together
+_MEASURED_AS_THEY_ARE: Final = frozenset({torch.float32, torch.float64})
+_WIDE: Final = {torch.float64: torch.float64, torch.complex128: torch.float64}
+
+
+class Measure:
+    """Statistics of one version of one tensor; the numbers arrive with its batch.
+
+    `stats` has them in the order of NAMES; `bad` says that there is a NaN or an infinity.
+    """
+
+    __slots__ = ("bad", "numel", "stats")
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+        self.bad = False
+        self.stats: tuple[float, ...] = ()
+
+    def arrive(self, inf: float, low: float, high: float, mean: float, var: float) -> None:
+        """Take the numbers as they come from the device (`measure.arrive(0, -1.0, 2.0, 0.5, 1.2)`)."""
+        n = self.numel
+        nan = low != low or high != high
+        self.bad = nan or inf > 0
+        if inf > 0 and not nan:  # as PyTorch has it, in whichever order the elements were added
+            mean = math.nan if low == -math.inf and high == math.inf else low if low == -math.inf else high
+            var = math.nan
+        spread = max(var, 0.0) if var == var else var
+        std = math.sqrt(spread * n / (n - 1)) if n > 1 else 0.0
+        norm = math.sqrt(n * (spread + mean * mean))
+        self.stats = (float(inf > 0), float(nan), low, high, mean, std, norm)
+
+    def row(self) -> dict[str, Any]:
+        """The statistics by name, `inf` and `nan` as truth values (`measure.row()["max"]`)."""
+        row: dict[str, Any] = dict(zip(NAMES, self.stats))
+        row["inf"], row["nan"] = bool(row["inf"]), bool(row["nan"])
+        return row
+
+
+class Batch(Protocol):
+    """Measurements of one device that have not been sent to the host yet."""
+
+    measures: list[Measure]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Batch:
+        """A new one for tensors like this."""
+
+    def add(self, tensor: Tensor) -> Measure:
+        """Start measuring a tensor (strided, floating or complex, not empty)."""
+
+    @property
+    def full(self) -> bool:
+        """Whether it should be sent."""
+
+    def values(self) -> Tensor:
+        """What the host needs, as one tensor on the device."""
+
+    def land(self, values: Tensor) -> None:
+        """Give every measure its numbers; `values` are those of `values()`, now on the host."""
+
+
+def batch_for(tensor: Tensor) -> tuple[Any, type[Batch]]:
+    """The batch that a tensor belongs to: its key, and its kind."""
+    device = tensor.device
+    if device.type == "cuda" and fused(device.index) is not None:
+        return device, FusedBatch
+    return (device, _WIDE.get(tensor.dtype, torch.float32)), TorchBatch
+
+
+# -- with PyTorch's reductions --------------------------------------------------------------------------
+
+
+class TorchBatch:
+    """Three reductions per tensor, each into its place."""
+
+    __slots__ = ("_dtype", "extremes", "infinite", "means", "measures", "slots", "variances")
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TorchBatch:
+        return cls(tensor.device, _WIDE.get(tensor.dtype, torch.float32))
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self.extremes = torch.empty(2 * _IN_BATCH, dtype=dtype, device=device)
+        self.slots = list(self.extremes.unbind())  # reductions write there: nothing is gathered afterwards
+        self.slots.reverse()
+        self.variances: list[Tensor] = []
+        self.means: list[Tensor] = []
+        self.infinite: list[Tensor] = []
+        self.measures: list[Measure] = []
+
+    def add(self, tensor: Tensor) -> Measure:
+        data = tensor
+        if data.is_complex():
+            data = torch.view_as_real(data.resolve_conj())
+        if data.dtype not in _MEASURED_AS_THEY_ARE:
+            data = data.float()
+        if not data.is_contiguous() and is_dense(data):
+            data = data.as_strided((data.numel(),), (1,))  # the order does not matter, and a copy is saved
+        slots = self.slots
+        torch.aminmax(data, out=(slots[-1], slots[-2]))
+        var, mean = torch.var_mean(data, correction=0)
+        infinite = data.isinf().any()
+        del slots[-2:]  # only now: a reduction that the device lacks leaves the batch as it was
+        self.variances.append(var)
+        self.means.append(mean)
+        self.infinite.append(infinite)
+        measure = Measure(data.numel())
+        self.measures.append(measure)
+        return measure
+
+    @property
+    def full(self) -> bool:
+        return not self.slots
+
+    def values(self) -> Tensor:
+        count = 2 * len(self.measures)
+        infinite = torch.stack(self.infinite).to(self._dtype)
+        return torch.cat([self.extremes[:count], torch.stack(self.variances + self.means), infinite])
+
+    def land(self, values: Tensor) -> None:
+        numbers = values.tolist()
+        n = len(self.measures)
+        extremes, (variances, means, infinite) = numbers[: 2 * n], (numbers[k * n : (k + 1) * n] for k in (2, 3, 4))
+        for measure, inf, low, high, mean, var in zip(
+            self.measures, infinite, extremes[::2], extremes[1::2], means, variances
+        ):
+            measure.arrive(inf, low, high, mean, var)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill one stretch of memory, in whichever order (`is_dense(x.t())`)."""
+    if tensor.is_contiguous():
+        return not tensor.is_neg() and not tensor.is_conj()
+    expected = 1
+    for step, size in sorted([(st, n) for st, n in zip(tensor.stride(), tensor.shape) if n > 1]):
+        if step != expected:
+            return False
+        expected *= size
+    return not tensor.is_neg() and not tensor.is_conj()
+
+
+# -- with one kernel ------------------------------------------------------------------------------------
+
+_ROWS: Final = 4_096  # of partial results in a batch
+_WIDTH: Final = (
+    6  # count, mean, sum of squared distances from it, infinities, minimum, maximum; NaN spreads to the last two
+)
+_SHARE: Final = 8_192  # elements that one program of the kernel takes at least
+_MOST_PROGRAMS: Final = 256
+_AS_REAL: Final = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
+_KERNEL_DTYPES: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+class FusedBatch:
+    """One kernel per tensor; it leaves rows of partial results, which the host puts together."""
+
+    __slots__ = ("_address", "_free", "_index", "_kernels", "_starts", "_streams", "measures", "rows")
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> FusedBatch:
+        return cls(tensor.device)
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index
+        kernels = fused(self._index)
+        assert kernels is not None
+        self._kernels = kernels
+        self.rows = torch.empty((_ROWS, _WIDTH), dtype=torch.float64, device=device)
+        self._address = self.rows.data_ptr()
+        self._free = 0
+        self._starts: list[int] = []
+        self._streams: set[int] = set()
+        self.measures: list[Measure] = []
+
+    def add(self, tensor: Tensor) -> Measure:
+        dtype = tensor.dtype
+        numel = tensor.numel()
+        if dtype not in _KERNEL_DTYPES or not is_dense(tensor):
+            if tensor.is_complex():
+                tensor = tensor.resolve_conj()
+            tensor = tensor.resolve_neg().contiguous()
+            real = _AS_REAL.get(dtype)
+            if real is not None:
+                dtype, numel = real, 2 * numel
+            elif dtype not in _KERNEL_DTYPES:
+                tensor, dtype = tensor.float(), torch.float32
+        programs = min(-(-numel // _SHARE), _MOST_PROGRAMS)
+        place = self._address + self._free * (_WIDTH * 8)
+        self._streams.add(self._kernels.launch(dtype, programs, tensor.data_ptr(), place, numel))
+        self._starts.append(self._free)
+        self._free += programs
+        measure = Measure(numel)
+        self.measures.append(measure)
+        return measure
+
+    @property
+    def full(self) -> bool:
+        return self._free > _ROWS - _MOST_PROGRAMS
+
+    def values(self) -> Tensor:
+        if self._streams != {self._kernels.current_stream()}:  # the copy to the host waits for one stream only
+            torch.cuda.synchronize(self._index)
+        return self.rows[: self._free]
+
+    def land(self, values: Tensor) -> None:
+        for measure, numbers in zip(self.measures, put_together(values.numpy(), self._starts)):
+            measure.arrive(*numbers)
+
+
+def put_together(rows: Any, starts: list[int]) -> list[tuple[float, float, float, float, float]]:
+    """Infinities, minimum, maximum, mean and variance of each tensor from its rows of partial results.
+
+    >>> put_together(np.array([[2.0, 1.0, 0.0, 0.0, 1.0, 1.0], [2.0, 3.0, 0.0, 0.0, 3.0, 3.0]]), [0])
+    [(0.0, 1.0, 3.0, 2.0, 1.0)]
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        count, mean, distances, infinite, low, high = rows.T
+        total = np.add.reduceat(count, starts)
+        means = np.add.reduceat(count * mean, starts) / total
+        lengths = np.diff([*starts, len(rows)])
+        apart = mean - np.repeat(means, lengths)
+        variances = np.add.reduceat(distances + count * apart * apart, starts) / total
+        found = (
+            np.add.reduceat(infinite, starts),
+            np.minimum.reduceat(low, starts),  # a NaN stays one
+            np.maximum.reduceat(high, starts),
+            means,
+            variances,
+        )
+    return list(zip(*[column.tolist() for column in found]))
+
+
+class _Kernels:
+    """The compiled kernel for each dtype on one device, and a short way to launch it."""
+
+    def __init__(self, index: int) -> None:
+        from . import triton_statistics
+
+        self._index = index
+        self._source = triton_statistics
+        self._compiled: dict[torch.dtype, Any] = {}
+        self._runners: dict[tuple[torch.dtype, int], Any] = {}
+        self._stream = torch._C._cuda_getCurrentRawStream
+        self._device = torch._C._cuda_getDevice
+
+    def launch(self, dtype: torch.dtype, programs: int, data: int, place: int, numel: int) -> int:
+        runner = self._runners.get((dtype, programs))
+        if runner is None:
+            runner = self._runner(dtype, programs)
+        share = -(-numel // programs)
+        stream: int = self._stream(self._index)
+        if self._device() == self._index:
+            runner(data, place, numel, share, stream=stream)
+        else:
+            with torch.cuda.device(self._index):
+                runner(data, place, numel, share, stream=stream)
+        return stream
+
+    def current_stream(self) -> int:
+        return int(self._stream(self._index))
+
+    def _runner(self, dtype: torch.dtype, programs: int) -> Any:
+        with torch.cuda.device(self._index):
+            compiled = self._compiled.get(dtype)
+            if compiled is None:
+                compiled = self._compiled[dtype] = self._source.compiled(dtype, f"cuda:{self._index}")
+            runner = compiled[(programs, 1, 1)]
+        self._runners[(dtype, programs)] = runner
+        return runner
+
+
+@functools.cache
+def fused(index: int) -> _Kernels | None:
+    """The kernels of a GPU, or None where Triton is missing or its answer is not the right one."""
+    with contextlib.suppress(Exception), quiet():
+        kernels = _Kernels(index)
+        if _agrees(kernels, index):
+            return kernels
+    return None
+
+
+def _agrees(kernels: _Kernels, index: int) -> bool:
+    """Whether the kernel finds in a trial what PyTorch finds; another Triton may read its arguments differently."""
+    whole = torch.linspace(-3.0, 5.0, 20_001, dtype=torch.float64)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        data = whole.to(dtype).to(f"cuda:{index}")[1:]  # not aligned
+        programs = 3
+        rows = torch.full((programs, _WIDTH), -1.0, dtype=torch.float64, device=data.device)
+        kernels.launch(dtype, programs, data.data_ptr(), rows.data_ptr(), data.numel())
+        exact = data.cpu().double()
+        inf, low, high, mean, var = put_together(rows.cpu().numpy(), [0])[0]
+        expected = (0.0, exact.min().item(), exact.max().item(), exact.mean().item(), exact.var(correction=0).item())
+        if not all(
+            math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-5) for a, b in zip((inf, low, high, mean, var), expected)
+        ):
+            return False
+        data[7], data[20] = math.inf, math.nan
+        kernels.launch(dtype, programs, data.data_ptr(), rows.data_ptr(), data.numel())
+        inf, low, high, _, _ = put_together(rows.cpu().numpy(), [0])[0]
+        if inf != 1.0 or low == low or high == high:
+            return False
+    return True

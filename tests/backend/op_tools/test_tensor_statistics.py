@@ -1,0 +1,90 @@
+"""Statistics of tensors of any shape, layout and dtype, by whatever the device measures them with."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import ditorch
+from op_tools.tensor_statistics import FusedBatch, Measure, TorchBatch, batch_for, fused
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
+
+
+def measured(*tensors: torch.Tensor) -> list[Measure]:
+    batches = {}
+    found = []
+    for tensor in tensors:
+        key, kind = batch_for(tensor)
+        if key not in batches:
+            batches[key] = kind.of(tensor)
+        found.append(batches[key].add(tensor))
+    for batch in batches.values():
+        batch.land(batch.values().cpu())
+    return found
+
+
+def compare(measure: Measure, tensor: torch.Tensor) -> None:
+    numbers = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    exact = numbers.cpu().double().flatten()
+    row = measure.row()
+    assert row["inf"] == bool(exact.isinf().any())
+    assert row["nan"] == bool(exact.isnan().any())
+    for name, value in (("min", exact.min()), ("max", exact.max())):
+        assert row[name] == value or (math.isnan(row[name]) and value.isnan())
+    close = {"rel": 1e-4, "abs": 1e-5 * float(exact.nan_to_num().abs().max()) + 1e-30, "nan_ok": True}
+    assert row["mean"] == pytest.approx(float(exact.mean()), **close)
+    if len(exact) > 1:
+        assert row["std"] == pytest.approx(float(exact.std()), **close)
+    if exact.isfinite().all():
+        assert row["norm"] == pytest.approx(float(exact.norm()), rel=1e-4)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    shape=st.lists(st.integers(1, 40), min_size=0, max_size=3),
+    dtype=st.sampled_from(DTYPES),
+    order=st.sampled_from(["as it is", "transposed", "every other", "from the second", "expanded", "conjugated"]),
+    strange=st.sampled_from(["", "inf", "-inf", "nan", "inf nan", "inf -inf"]),
+    far=st.booleans(),
+)
+def test_any_tensor(device: str, shape: list[int], dtype: torch.dtype, order: str, strange: str, far: bool) -> None:
+    tensor = torch.randn(shape, device=device).to(dtype)
+    if far:
+        tensor = tensor * 0.01 + 100  # the mean is large beside the spread
+    flat = tensor.view(-1)
+    for place, text in enumerate(strange.split()):
+        if place < len(flat):
+            flat[place] = float(text)
+    if order == "transposed":
+        tensor = tensor.transpose(0, -1) if tensor.dim() else tensor
+    elif order == "every other":
+        tensor = tensor[..., ::2] if tensor.dim() else tensor
+    elif order == "from the second" and len(flat) > 1:
+        tensor = flat[1:]  # at an address that is not aligned
+    elif order == "expanded":
+        tensor = tensor[None].expand(3, *tensor.shape)
+    elif order == "conjugated":
+        tensor = tensor.conj()
+    compare(measured(tensor)[0], tensor)
+
+
+def test_large_tensors_beside_small_ones(device: str) -> None:
+    tensors = [torch.randn(n, device=device) + 3 for n in (1, 8191, 8193, 300_000, 3_000_000, 2)]
+    tensors[4][2_999_999] = float("inf")
+    for measure, tensor in zip(measured(*tensors), tensors):
+        compare(measure, tensor)
+
+
+def test_what_measures_on_this_device(device: str) -> None:
+    kind = batch_for(torch.ones(2, device=device))[1]
+    if ditorch.backend.name == "cuda" and importlib.util.find_spec("triton") is not None:
+        assert fused(0) is not None, "the kernel agrees with PyTorch here"
+        assert kind is FusedBatch
+    else:
+        assert kind is TorchBatch
