@@ -80,6 +80,15 @@ class Run:
 
 
 @dataclasses.dataclass
+class Graph:
+    """A forward pass that can be gone back through, once."""
+
+    outputs: Any
+    prepared: _Copies
+    nbytes: int
+
+
+@dataclasses.dataclass
 class GoldenResult:
     """The reference for one call, or the reason why there is none.
 
@@ -96,6 +105,7 @@ class GoldenResult:
     seconds: float = 0.0
     note: str = ""
     random: bool = False
+    graph: Graph | None = None  # of a run that was asked to keep it
 
     @property
     def outputs(self) -> Any:
@@ -140,13 +150,13 @@ class GoldenResult:
                 kwargs=map_tensors(source.kwargs, pick),
                 grad_outputs=sent if source.grad_outputs is not None else None,
             )
-            return dataclasses.replace(self, source=fewer, run=_execute(fewer, self.cast, backward, None))
+            return dataclasses.replace(self, source=fewer, run=_execute(fewer, self.cast, backward, None)[0])
         except Exception:  # shapes that do not broadcast, arguments that name a shape
             return None
 
     def again(self, mode: TorchDispatchMode | None = None, backward: bool = False) -> Run:
         """Run once more on fresh copies, under a dispatch mode (`result.again(noise)`)."""
-        return _execute(self.source, self.cast, backward, mode)
+        return _execute(self.source, self.cast, backward, mode)[0]
 
 
 def run(
@@ -162,6 +172,7 @@ def run(
     rounded_to: torch.dtype | None = None,
     autocast: torch.dtype | None = None,
     max_bytes: int | None = None,
+    keep_graph: bool = False,
 ) -> GoldenResult:
     """Do a call again on the CPU, float64 in place of every float; never raises for what the call does.
 
@@ -169,6 +180,7 @@ def run(
     `grad_outputs`, one per tensor of the result, adds the backward pass. `dtype_cast` overrides the casts.
     `device` is the type of the device whose result will be judged (`"cuda"`); `rounded_to` is the dtype to which
     autocast rounded the float32 arguments there (see `autocast_rounds_to`), `autocast` that of the region.
+    With `keep_graph` the backward pass can be added later, by `backward`.
 
     >>> run(torch.mul, (torch.ones(2, requires_grad=True), 3), grad_outputs=[torch.ones(2)]).grad_inputs
     [tensor([3., 3.], dtype=torch.float64)]
@@ -190,9 +202,52 @@ def run(
     if reason:
         return GoldenResult(False, reason, source)
     started = time.perf_counter()
-    result = _first_that_works(source, dtype_cast, backward=grad_outputs is not None)
+    keep_graph = keep_graph and grad_outputs is None and _has_a_plain_backward(source)
+    result = _first_that_works(source, dtype_cast, grad_outputs is not None, keep_graph)
     result.seconds = time.perf_counter() - started
     return result
+
+
+def backward(result: GoldenResult, grad_outputs: Sequence[Tensor | None]) -> GoldenResult:
+    """The backward pass of a run that kept its graph, which is used up (`backward(result, [torch.ones(2)])`)."""
+    graph, result.graph = result.graph, None
+    if graph is None or result.run is None:
+        raise ValueError("this golden run has no graph: run it with keep_graph=True, and go back through it once")
+    source = dataclasses.replace(result.source, grad_outputs=grad_outputs)
+    with _neutral(grad=True):
+        grads = _gradients(source, graph.outputs, graph.prepared)
+    return dataclasses.replace(result, source=source, run=dataclasses.replace(result.run, grad_inputs=grads))
+
+
+def _has_a_plain_backward(source: Source) -> bool:
+    if source.traits.mutates or op_facts.may_mutate(source.name, source.kwargs):
+        return False
+    return any(t.requires_grad for t in tensors_in((source.args, source.kwargs)))
+
+
+def as_is(
+    function: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    grad_outputs: Sequence[Tensor | None] | None = None,
+) -> tuple[Any, list[Tensor | None] | None]:
+    """The call on the CPU in the device's dtypes, on these very arguments: for calls that only move values.
+
+    >>> as_is(torch.t, "torch.t", (torch.ones(2, 1),), {})[0].shape
+    torch.Size([1, 2])
+    """
+    with _neutral(grad=grad_outputs is not None):
+        args, kwargs = op_facts.adapt(name, args, kwargs)
+        args, kwargs = _map_settings(args, AS_IS), _map_settings(kwargs, AS_IS)
+        outputs = op_facts.on_cpu(name, function)(*args, **kwargs)
+        if grad_outputs is None:
+            return outputs, None
+        tensors = list(tensors_in((args, kwargs)))
+        leaves = [t for t in tensors if t.requires_grad]
+        pairs = [(o, g) for o, g in zip(tensors_in(outputs), grad_outputs) if o.requires_grad and g is not None]
+        found = iter(torch.autograd.grad([p[0] for p in pairs], leaves, [p[1] for p in pairs], allow_unused=True))
+        return outputs, [next(found) if t.requires_grad else None for t in tensors]
 
 
 def casts_of(op: str) -> dict[torch.dtype, torch.dtype] | None:
@@ -232,7 +287,9 @@ def _why_not(source: Source, max_bytes: int | None) -> str:
     return ""
 
 
-def _first_that_works(source: Source, dtype_cast: Cast | None, backward: bool) -> GoldenResult:
+def _first_that_works(
+    source: Source, dtype_cast: Cast | None, backward: bool, keep_graph: bool = False
+) -> GoldenResult:
     """Double precision if the CPU has a kernel for it, then single, then the dtypes as they are."""
     if op_facts.is_bound_to_dtype(source.name, source.args, source.kwargs):
         candidates: tuple[Cast, ...] = (AS_IS,)
@@ -244,14 +301,14 @@ def _first_that_works(source: Source, dtype_cast: Cast | None, backward: bool) -
     guard = _NoRandomNumbers() if source.traits.random is not False else None
     for cast in candidates:
         try:
-            done = _execute(source, cast, backward, guard)
+            done, graph = _execute(source, cast, backward, guard, keep_graph)
         except _DrawsRandomNumbers:
             return GoldenResult(False, "random: two runs draw different numbers", source, random=True)
         except Exception as error:
             first_error = first_error or _one_line(error)
             continue
         note = "" if cast is candidates[0] else f"the CPU has no double-precision kernel ({first_error})"
-        return GoldenResult(True, "", source, cast, done, note=note)
+        return GoldenResult(True, "", source, cast, done, note=note, graph=graph)
     return GoldenResult(False, f"the CPU cannot run it: {first_error}", source)
 
 
@@ -263,8 +320,10 @@ def _one_line(error: BaseException) -> str:
 # --- one execution ------------------------------------------------------------------------------------
 
 
-def _execute(source: Source, cast: Cast, backward: bool, mode: TorchDispatchMode | None) -> Run:
-    with _neutral(grad=backward):
+def _execute(
+    source: Source, cast: Cast, backward: bool, mode: TorchDispatchMode | None, keep_graph: bool = False
+) -> tuple[Run, Graph | None]:
+    with _neutral(grad=backward or keep_graph):
         enter = backward and op_facts.may_mutate(source.name, source.kwargs)
         prepared = _Copies(cast, enter, whole="as_strided" in source.name, rounded_to=source.rounded_to)
         args, kwargs = op_facts.adapt(source.name, source.args, source.kwargs)
@@ -273,7 +332,10 @@ def _execute(source: Source, cast: Cast, backward: bool, mode: TorchDispatchMode
         with mode or contextlib.nullcontext():
             outputs = function(*args, **kwargs)
             grads = _gradients(source, outputs, prepared) if backward else None
-    return Run(_detached(outputs), _detached(args), _detached(kwargs), grads)
+    graph = None
+    if keep_graph:
+        graph = Graph(outputs, prepared, sum(t.nbytes for t in tensors_in((args, kwargs, outputs))))
+    return Run(_detached(outputs), _detached(args), _detached(kwargs), grads), graph
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
-"""How far a result is from its reference: the columns of a comparison, in few passes over the data.
+"""How far a result is from its reference: the columns of a comparison, and the elements that a bound leaves in doubt.
 
-The quick way works in float32, on differences that were taken in float64: enough for what is shown, and for saying
-"within so many units of rounding". Whatever is not finite, tiny, huge or complex is measured in float64 throughout.
+The quick way is one pass in machine code (`native.py`), or where there is none a few in float32, on differences that
+were taken in float64: enough for what is shown, and for saying "within so many units of rounding". Whatever is not
+finite, tiny, huge or complex is measured in float64 throughout.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import torch
+
+from . import native
 
 Tensor = torch.Tensor
 
@@ -87,6 +90,9 @@ def _quickly(sides: Sides, atol: float, rtol: float) -> Columns | None:
     if device.layout != torch.strided or golden.layout != torch.strided:
         return None
     so_far = _SoFar(device.dtype, atol, rtol)
+    found = native.measure(device, golden, atol, rtol)
+    if found is not None:
+        return so_far.taken_from(found).columns() if found.regular else None
     if not all(so_far.add(*pieces) for pieces in pieces_of(device, golden)):
         return None
     return so_far.columns()
@@ -107,6 +113,19 @@ class _SoFar:
         self.info = torch.finfo(dtype)
         self.ee = self.eg = self.gg = self.units = self.ulp = self.largest = self.relative = 0.0
         self.close = self.equal = True
+
+    def taken_from(self, found: native.Columns) -> _SoFar:
+        """The same from one pass over everything."""
+        self.ee, self.eg, self.gg, self.largest, self.relative = (
+            found.ee,
+            found.eg,
+            found.gg,
+            found.largest,
+            found.relative,
+        )
+        self.units, self.ulp = found.units / (self.info.eps / 2), found.ulp / self.info.eps
+        self.close, self.equal = bool(found.close), bool(found.equal)
+        return self
 
     def add(self, device: Tensor, exact: Tensor) -> bool:
         """Look at one more piece; False if it takes the full way."""
@@ -159,6 +178,74 @@ def _span(values: Tensor) -> float:
     """The largest magnitude, NaN if there is one."""
     low, high = torch.aminmax(values)
     return max(abs(float(low)), abs(float(high)))
+
+
+# --- bounds ---------------------------------------------------------------------------------------------------
+
+
+class Bound(NamedTuple):
+    """How far each element may be off: `max(|y| factor, lowest) + sigmas · max(sigma, |y| least)`.
+
+    Sigma, if there are squares, is the root of `of_squares · squares + of_result · y²`.
+    """
+
+    factor: float
+    lowest: float
+    sigmas: float
+    least: float
+    of_squares: float = 0.0
+    of_result: float = 0.0
+
+
+class Beyond(NamedTuple):
+    """What a bound leaves over: the largest error beside its bound, how many exceed it, and where (the first ones)."""
+
+    worst: float
+    exceeding: int
+    places: Tensor
+
+
+def beyond(sides: Sides, bound: Bound, squares: Tensor | None = None, most: int = 0) -> Beyond | None:
+    """Which elements are further off than their bound; None where not all numbers are finite, or of another kind.
+
+    >>> beyond(Sides(torch.ones(2), torch.ones(2, dtype=torch.float64)), Bound(1e-7, 1e-45, 6.0, 0.0)).exceeding
+    0
+    """
+    device, golden = sides.device, sides.golden
+    if device.dtype not in _QUICK or golden.dtype != torch.float64 or device.shape != golden.shape:
+        return None
+    if device.layout != torch.strided or golden.layout != torch.strided or not device.numel():
+        return None
+    found = native.beyond(device, golden, bound, squares, most)
+    if found is not None:
+        return Beyond(found.worst, found.exceeding, found.places) if found.regular else None
+    return _beyond(device, golden, bound, squares, most)
+
+
+def _beyond(device: Tensor, golden: Tensor, bound: Bound, squares: Tensor | None, most: int) -> Beyond | None:
+    worst, count, start = 0.0, 0, 0
+    places: list[Tensor] = []
+    for pieces in pieces_of(device, golden, *(() if squares is None else (squares,))):
+        exact = pieces[1]
+        size = exact.abs()
+        sigma = size * bound.least
+        if squares is not None:
+            variance = pieces[2].to(torch.float64).mul(bound.of_squares).add_(exact.square(), alpha=bound.of_result)
+            sigma = torch.maximum(variance.sqrt_(), sigma)
+        limit = (size * bound.factor).clamp_(min=bound.lowest).add_(sigma, alpha=bound.sigmas)
+        error = torch.sub(pieces[0].to(torch.float64), exact).abs_()
+        if not math.isfinite(float((error + limit).sum())):
+            return None
+        ratio = error.div_(limit)
+        most_here = float(ratio.max())
+        if most_here > 1:
+            over = (ratio > 1).nonzero().reshape(-1)
+            places.append(over + start)
+            count += over.numel()
+        worst = max(worst, most_here)
+        start += exact.numel()
+    found = torch.cat(places)[:most] if places else torch.empty(0, dtype=torch.int64)
+    return Beyond(worst, count, found)
 
 
 # --- the full way -------------------------------------------------------------------------------------------

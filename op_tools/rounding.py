@@ -47,14 +47,21 @@ class Precision:
         self.smallest = info.smallest_normal * info.eps  # the distance between subnormal numbers
 
 
+def weights_of_products(precision: Precision, length: int, steps_in_low: float = 1.0) -> tuple[float, float]:
+    """What the probes of a sum of products tend to: its variance is the first of these times the sum of its squared
+    terms, plus the second times its square (see `Noise._units`)."""
+    grown = precision.inner * math.sqrt(length)
+    steps = steps_in_low if precision.stored > precision.inner else 1.0
+    return 2 * (max(grown, precision.stored) * steps) ** 2, grown**2
+
+
 def sigma_of_products(
     precision: Precision, length: int, squares: Tensor, result: Tensor, steps_in_low: float = 1.0
 ) -> Tensor:
-    """What the probes of a sum of products tend to, from the sums of its squared terms (see `Noise._units`)."""
-    grown = precision.inner * math.sqrt(length)
-    steps = steps_in_low if precision.stored > precision.inner else 1.0
-    terms = squares.mul(2 * (max(grown, precision.stored) * steps) ** 2)
-    return terms.add_(result.mul(grown).square_().to(squares.dtype)).sqrt_()
+    """Sigma of sums of products, from the sums of their squared terms."""
+    of_squares, of_result = weights_of_products(precision, length, steps_in_low)
+    terms = squares.mul(of_squares)
+    return terms.add_(result.mul(math.sqrt(of_result)).square_().to(squares.dtype)).sqrt_()
 
 
 class _Watcher(TorchDispatchMode):
@@ -88,7 +95,7 @@ class Trace(_Watcher):
         result = func(*args, **(kwargs or {}))
         number = len(self.operators)
         self.operators.append(func)
-        self._least.append(op_facts.least_error(func))
+        self._least.append(_least_error(func, args, kwargs or {}))
         self.depends_on_values = self.depends_on_values or bool(_DATA_DEPENDENT & set(func.tags))
         if self.sums_of_products:
             self.sums_of_products = op_facts.is_sum_of_products(func, args, kwargs or {})
@@ -107,6 +114,12 @@ class Trace(_Watcher):
             if facts.kind == Kind.CONTRACT and op_facts.computes_low(func, self.device, kwargs or {}):
                 self.steps_in_low = max(self.steps_in_low, op_facts.steps_in_low(func, args))
         return result
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Names of the operators that compute something, in order."""
+        moves = (Kind.VIEW, Kind.EXACT)
+        return tuple([op_facts.base_name(f) for f in self.operators if op_facts.facts_of(f).kind not in moves])
 
     @property
     def exact(self) -> bool:
@@ -316,7 +329,7 @@ class Noise(_Watcher):
                 return 0.0, unit / 2
             return (stored if op_facts.jumps(func) else unit), unit
         length = op_facts.length_of_sums(func, args, kwargs)
-        grown = self._precision.inner * math.sqrt(_roundings(facts.kind, length, straight=self._inside is not None))
+        grown = self._precision.inner * math.sqrt(roundings(facts.kind, length, straight=self._inside is not None))
         grown = max(grown, inner) * facts.accuracy
         if self._inside is not None:
             if self._adds_rows_low and op_facts.base_name(func) == "sum" and not (len(args) > 2 and args[2]):
@@ -412,7 +425,15 @@ class Noise(_Watcher):
             tensor.masked_fill_(tensor < -precision.largest, -math.inf)
 
 
-def _roundings(kind: str, length: int, straight: bool = False) -> float:
+def _least_error(func: Any, args: Any, kwargs: Any) -> float:
+    """What every probe does to the result of an operator, in units of its arithmetic: sums round along their way."""
+    kind = op_facts.facts_of(func).kind
+    if kind not in (Kind.REDUCE, Kind.CONTRACT):
+        return op_facts.least_error(func)
+    return op_facts.least_error(func) * math.sqrt(roundings(kind, op_facts.length_of_sums(func, args, kwargs)))
+
+
+def roundings(kind: str, length: int, straight: bool = False) -> float:
     """How many roundings a term meets on its way into a sum; they add up like a random walk.
 
     Products of matrices run along the whole sum, and so do the loops inside of fused kernels (`straight`); other

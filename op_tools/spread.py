@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 from .golden import GoldenResult, Run
 from .measures import wide
 from .opcall import Tensor, map_tensors, tensors_in
-from .rounding import PROBES, AllSigns, Noise, Precision, Signs, Trace, sigma_of_products
+from .rounding import PROBES, AllSigns, Noise, Precision, Signs, Trace, sigma_of_products, weights_of_products
 
 FEWEST_PROBES: Final = 4  # also when time is short
 _AT_ONCE: Final = 1 << 17  # elements, all copies together
@@ -33,6 +34,7 @@ class Structure:
     longest_sum: int
     steps_in_low: float  # by which products in a half type are worse than one rounding, where a device does them so
     last: frozenset[int]  # operators that write the results
+    kernels: tuple[str, ...]  # operators that compute something, in order
     least: tuple[float, ...]  # for each result the least error of its last operator, in units of its arithmetic
 
 
@@ -59,7 +61,7 @@ class Spread:
         self._squares: list[Tensor | None] = []
         self._unsettled: list[Tensor | None] = []
 
-    @property
+    @functools.cached_property
     def usable(self) -> bool:
         """Kernels of other layouts rely on more than values: they are not run with anything but the truth."""
         source = self.result.source
@@ -91,6 +93,7 @@ class Spread:
             longest_sum=trace.longest_sum,
             steps_in_low=trace.steps_in_low,
             last=trace.last_writers([t for t in leaves if isinstance(t, Tensor)]),
+            kernels=trace.kernels,
             least=least,
         )
         return structure, not trace.depends_on_values
@@ -111,6 +114,11 @@ class Spread:
         """The formula itself, for some or all elements."""
         structure = self.structure
         return sigma_of_products(self.precision, structure.longest_sum, squares, golden, structure.steps_in_low)
+
+    def weights_of_squares(self) -> tuple[float, float]:
+        """What the formula multiplies the squared terms and the squared result with."""
+        structure = self.structure
+        return weights_of_products(self.precision, structure.longest_sum, structure.steps_in_low)
 
     def squares(self, number: int, dtype: torch.dtype) -> Tensor | None:
         """For each sum of products the sum of its squared terms; None for everything else."""

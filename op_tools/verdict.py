@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import torch
 
-from . import chance, op_facts, settings
+from . import chance, formulas, op_facts, settings
 from .golden import GoldenResult
-from .measures import Columns, Sides, measure, pieces_of
+from .measures import Bound, Columns, Sides, beyond, measure
 from .opcall import Tensor, children, tensors_in
 from .rounding import PROBES, Precision, unit
 from .spread import Spread
@@ -163,6 +163,12 @@ def judge(
     worst = max(rows, key=lambda r: (r.verdict == WRONG, r.excess), default=None)
     reason = f"{worst.name}: {worst.reason}" if worst is not None and worst.reason else ""
     return Judgement(verdict, reason, tuple(rows), spread.probes + spread.narrow_probes if spread else 0)
+
+
+def only_moves(result: GoldenResult, part: str) -> bool:
+    """Whether a call takes values from one place to another and computes nothing (`only_moves(result, "output")`)."""
+    spread = Spread(result, part, leaves_of, Precision(torch.float32), None)
+    return spread.usable and spread.structure.exact and not spread.structure.kernels
 
 
 def judge_call(
@@ -435,7 +441,7 @@ def _judge_rounding(row: Row, pair: _Pair) -> Row:
         least = STORED + SIGMAS * spread.least_error(pair.number) / precision.stored
         if units <= least:  # what any probes would allow
             return dataclasses.replace(row, excess=units / least)
-        worst = _worst_product(pair, spread, precision)
+        worst = _worst_by_formula(pair, spread, precision)
         if worst <= 1:
             return dataclasses.replace(row, excess=worst)
     check = _Check(pair.sides.left, pair.sides.right, precision, pair.golden.dtype)
@@ -463,22 +469,60 @@ def _floor(precision: Precision, spread: Spread) -> float:
     return precision.smallest * SIGMAS * math.sqrt(spread.structure.longest_sum)
 
 
-def _worst_product(pair: _Pair, spread: Spread, precision: Precision) -> float:
-    """Largest error of sums of products beside its bound, piece by piece in the cache; infinite if not known."""
+def _worst_by_formula(pair: _Pair, spread: Spread, precision: Precision) -> float:
+    """Largest error beside its bound, without a probe; more than 1 if that does not explain it."""
+    bound = Bound(
+        STORED * precision.stored,
+        max(precision.smallest * (0.5 * STORED), _floor(precision, spread)),
+        SIGMAS,
+        spread.least_error(pair.number),
+    )
+    worst = math.inf
+    for find in (_by_some_roundings, _by_all_products):
+        found = find(pair, spread, bound)
+        worst = math.inf if found is None else found
+        if worst <= 1:
+            return worst
+    return _by_elements_in_doubt(pair, spread, bound, precision)
+
+
+def _by_some_roundings(pair: _Pair, spread: Spread, bound: Bound) -> float | None:
+    """By the formulas that count less than the probes do."""
+    asked = formulas.Asked(
+        spread.result.source, pair.number, spread.backward, pair.golden, spread.precision, spread.structure
+    )
+    terms = formulas.terms(asked)
+    if terms is None:
+        return None
+    found = beyond(pair.sides, bound._replace(of_squares=terms.of_squares, of_result=terms.of_result), terms.squares)
+    return None if found is None else found.worst
+
+
+def _by_all_products(pair: _Pair, spread: Spread, bound: Bound) -> float | None:
+    """By all squared terms of sums of products."""
     squares = spread.squares(pair.number, torch.float32)
     if squares is None or squares.shape != pair.golden.shape:
+        return None
+    of_squares, of_result = spread.weights_of_squares()
+    found = beyond(pair.sides, bound._replace(of_squares=of_squares, of_result=of_result), squares)
+    return None if found is None else found.worst
+
+
+def _by_elements_in_doubt(pair: _Pair, spread: Spread, bound: Bound, precision: Precision) -> float:
+    """Of an elementwise call, by probes of the few elements in doubt."""
+    if not spread.structure.elementwise or spread.part == "input":
         return math.inf
-    worst, least, floor = 0.0, spread.least_error(pair.number), _floor(precision, spread)
-    for device, golden, terms in pieces_of(pair.sides.device, pair.sides.golden, squares):
-        sigma = spread.sigma_of(terms, golden)
-        if not math.isfinite(float(sigma.sum())):
-            return math.inf
-        check = _Check(device.to(torch.float64), golden, precision, golden.dtype)
-        check.floor, check.least = floor, least
-        worst = max(worst, check.excess(STORED, sigma.to(torch.float64)))
-        if worst > 1:
-            return worst
-    return worst
+    found = beyond(pair.sides, bound, most=max(1, int(pair.device.numel() * _MANY)))
+    if found is None or found.exceeding > found.places.numel():
+        return math.inf
+    places = found.places
+    device = pair.sides.device.reshape(-1)[places].to(torch.float64)
+    check = _Check(device, pair.sides.golden.reshape(-1)[places], precision, pair.golden.dtype)
+    check.floor, check.least = _floor(precision, spread), bound.least
+    probed = _probed_at(pair, spread, check, tuple(pair.golden.shape), places, STORED)
+    if probed is None or probed[1] is not None:
+        return math.inf
+    return min(1.0, check.excess(STORED, probed[0]))
 
 
 def _any(mask: Tensor) -> Tensor | None:
@@ -530,18 +574,13 @@ def _narrowed(pair: _Pair, spread: Spread, check: _Check, stored: float) -> _Dou
     if _share(suspects) > _MANY:
         return None
     places = suspects.reshape(-1).nonzero().reshape(-1)
-    narrow = spread.at(pair.number, tuple(check.golden.shape), places)
     golden = check.golden.reshape(-1)[places]
-    if narrow is None or not _identical(narrow.exact, golden):
-        return None  # not elementwise after all
     small = _Check(check.device.reshape(-1)[places], golden, check.precision, pair.golden.dtype)
     small.floor, small.least = check.floor, check.least
-    at_once = narrow.probed_at_once()
-    if at_once is None:
-        there, left = _probed(pair.number, narrow.spread, small, stored)
-    else:
-        there, left = at_once[0], small.doubtful(stored, *at_once)
-    spread.narrow_probes += narrow.spread.probes
+    probed = _probed_at(pair, spread, small, tuple(check.golden.shape), places, stored)
+    if probed is None:
+        return None
+    there, left = probed
     everywhere = torch.zeros(check.golden.shape, dtype=torch.float64) if sigma is None else sigma.contiguous()
     if there is not None:
         everywhere.view(-1)[places] = there
@@ -550,6 +589,22 @@ def _narrowed(pair: _Pair, spread: Spread, check: _Check, stored: float) -> _Dou
     remaining = torch.zeros(check.golden.shape, dtype=torch.bool)
     remaining.view(-1)[places] = left
     return everywhere, remaining
+
+
+def _probed_at(
+    pair: _Pair, spread: Spread, check: _Check, shape: tuple[int, ...], places: Tensor, stored: float
+) -> _Doubt | None:
+    """Probes of an elementwise call at these places alone, which `check` is about; None where it is not elementwise."""
+    narrow = spread.at(pair.number, shape, places)
+    if narrow is None or not _identical(narrow.exact, check.golden):
+        return None
+    at_once = narrow.probed_at_once()
+    if at_once is None:
+        found = _probed(pair.number, narrow.spread, check, stored)
+    else:
+        found = at_once[0], check.doubtful(stored, *at_once)
+    spread.narrow_probes += narrow.spread.probes
+    return found
 
 
 def _identical(a: Tensor, b: Tensor) -> bool:

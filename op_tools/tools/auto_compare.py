@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from .. import archive, attribution, console, golden, op_facts, reproducer, settings, store, verdict
+from .. import archive, attribution, console, golden, native, op_facts, reproducer, settings, store, verdict
 from ..attribution import Blame, Lineage
 from ..budget import MODES, Chooser, kind_of, parse_budget
 from ..devices import quiet
@@ -33,6 +33,7 @@ from ..verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
 from ..writer import Writer
 from .base import Tool
 
+_MOST_KINDS: Final = 20_000
 _MOST_SAVED: Final = 200  # wrong calls that are saved to disk
 _MOST_BLAMES: Final = 10_000
 _MOST_SHOWN: Final = 5_000  # rows of the table at the end
@@ -57,6 +58,8 @@ class _Job:
     autocast: torch.dtype | None = None
     grad_enabled: bool = True
     twin: _Job | None = None  # what waits for the backward of the same call
+    origin: _Job | None = None  # of a backward: that twin
+    kept: _Kept | None = None  # of a twin: the golden forward pass
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
     # what came out
     judgement: Judgement | None = None
@@ -70,8 +73,38 @@ class _Job:
 
     def forget(self) -> None:
         """Let go of all tensors."""
-        self.after = self.grads = self.result = self.twin = None
+        self.after = self.grads = self.result = self.twin = self.origin = None
         self.host = {}
+
+
+class _Room:
+    """Bytes for golden forward passes that wait for their backward."""
+
+    def __init__(self, most: int) -> None:
+        self._left, self._lock = most, threading.Lock()
+
+    def take(self, nbytes: int) -> bool:
+        with self._lock:
+            if nbytes > self._left:
+                return False
+            self._left -= nbytes
+            return True
+
+    def give(self, nbytes: int) -> None:
+        with self._lock:
+            self._left += nbytes
+
+
+class _Kept:
+    """A golden forward pass that waits for its backward; the room it takes is free again when it is gone."""
+
+    __slots__ = ("_nbytes", "_room", "result")
+
+    def __init__(self, result: GoldenResult, room: _Room, nbytes: int) -> None:
+        self.result, self._room, self._nbytes = result, room, nbytes
+
+    def __del__(self) -> None:
+        self._room.give(self._nbytes)
 
 
 class OpAutoCompare(Tool):
@@ -120,11 +153,16 @@ class OpAutoCompare(Tool):
         self._max_bytes = int(settings.number("OP_AUTOCOMPARE_MAX_BYTES", 8 * 2**30))
         self._max_seconds = settings.number("OP_AUTOCOMPARE_MAX_SECONDS", 10.0)
         queued = int(settings.number("OP_AUTOCOMPARE_QUEUE_BYTES", 2**30))
-        threads = int(settings.number("OP_AUTOCOMPARE_THREADS", max(1, min(12, (os.cpu_count() or 2) - 2))))
+        threads = int(settings.number("OP_AUTOCOMPARE_THREADS", max(1, min(12, _cores() - 2))))
         self._at_once = self.only is not None or threads < 1
         self._writer = Writer(queued, max(1, threads))
+        self._room = _Room(queued // 4)
+        self._casts: dict[str, dict[torch.dtype, torch.dtype] | None] = {}
+        self._moves: dict[Hashable, Judgement | None] = {}  # kinds of calls: what is found where they only move values
+        self._unchanged_rows: dict[Hashable, tuple[Row, ...]] = {}
+        native.available()  # built now, not in the middle of a step
         # how much of a worker's time the run itself loses: all of it where there is no core to spare
-        self._share = 1.0 if (os.cpu_count() or 1) <= threads + 1 else 0.5
+        self._share = 1.0 if _cores() <= threads + 1 else 0.5
         self._workers = threading.local()
         self._order_lock = threading.RLock()
         self._ready: dict[int, _Job] = {}
@@ -204,7 +242,15 @@ class OpAutoCompare(Tool):
         pointers = [[g.data_ptr() for g in grads if g is not None] for grads in (grad_outputs, grad_inputs)]
         event = self._lineage.made_from(pointers[0], pointers[1], also=(forward.event,))
         job = dataclasses.replace(
-            forward, event=event, phase="backward", grads=staged, twin=None, done=threading.Event(), host={}
+            forward,
+            event=event,
+            phase="backward",
+            grads=staged,
+            twin=None,
+            origin=forward,
+            kept=None,
+            done=threading.Event(),
+            host={},
         )
         self._submit(job)
         self._chooser.spend(job.kind, time.perf_counter() - started)
@@ -243,7 +289,7 @@ class OpAutoCompare(Tool):
             _one_kernel_thread()
 
     def _compare(self, job: _Job) -> None:
-        call, host, unpacker = job.call, job.host, self._workers.unpacker
+        host, unpacker = job.host, self._workers.unpacker
         with quiet():
             before = job.before._replace(storages=tuple(unpacker.fetch(job.before)), event=None)
             if job.twin is not None:
@@ -255,23 +301,92 @@ class OpAutoCompare(Tool):
             if job.grads is not None:
                 sent, host["grad_inputs"] = unpacker.unpack(job.grads)
                 host["grad_outputs"] = sent
-        job.result = result = golden.run(
-            job.function,
-            args,
-            kwargs,
-            dtype_cast=golden.casts_of(call.op),
-            grad_outputs=sent,
-            name=call.op,
-            traits=call.traits,
-            device=job.device,
-            rounded_to=job.rounded_to,
-            autocast=job.autocast,
-            max_bytes=self._max_bytes,
-        )
+        kind = self._kind(job) if not self.view.full else None
+        known = self._moves.get(kind) if kind is not None else None
+        if known is not None and self._moved_as_before(job, args, kwargs):
+            job.judgement = known
+            return
+        job.result = result = self._golden(job, args, kwargs, sent)
         if job.phase == "backward":
             job.judgement = self._judge_backward(job, result)
         else:
             job.judgement = self._judge_forward(job, result)
+        if kind is not None and kind not in self._moves and len(self._moves) < _MOST_KINDS:
+            self._moves[kind] = job.judgement if self._only_moves(job, result, job.judgement) else None
+
+    def _golden(self, job: _Job, args: Any, kwargs: Any, sent: Any) -> GoldenResult:
+        """The golden run, or its backward alone where the forward pass was kept."""
+        call, origin = job.call, job.origin
+        kept = None
+        if origin is not None:
+            kept, origin.kept = origin.kept, None
+        if kept is not None:
+            return golden.backward(kept.result, sent)
+        nbytes = 4 * job.nbytes  # arguments and results in double precision
+        keep = job.twin is not None and job.grad_enabled and self._room.take(nbytes)
+        result = None
+        try:
+            result = golden.run(
+                job.function,
+                args,
+                kwargs,
+                dtype_cast=self._cast(call.op),
+                grad_outputs=sent,
+                name=call.op,
+                traits=call.traits,
+                device=job.device,
+                rounded_to=job.rounded_to,
+                autocast=job.autocast,
+                max_bytes=self._max_bytes,
+                keep_graph=keep,
+            )
+        finally:
+            if keep and (result is None or result.graph is None):
+                self._room.give(nbytes)
+        if keep and result.graph is not None and job.twin is not None:
+            job.twin.kept = _Kept(dataclasses.replace(result), self._room, nbytes)
+            result.graph = None
+        return result
+
+    def _cast(self, op: str) -> dict[torch.dtype, torch.dtype] | None:
+        if op not in self._casts:
+            self._casts[op] = golden.casts_of(op)
+        return self._casts[op]
+
+    # -- calls that only move values ------------------------------------------------------------------
+
+    def _kind(self, job: _Job) -> Hashable:
+        """The same for comparisons that look the same; None where that cannot be said."""
+        inputs, outputs = job.call.inputs.number, job.call.outputs.number
+        if not inputs or not outputs or self._cast(job.call.op) is not None:
+            return None
+        key = (job.call.op, inputs, outputs, job.autocast)
+        if job.phase == "forward":
+            return key
+        grads = (*job.host["grad_outputs"], *job.host["grad_inputs"])
+        return (*key, tuple([None if g is None else (g.shape, g.stride(), g.dtype) for g in grads]))
+
+    def _only_moves(self, job: _Job, result: GoldenResult, judgement: Judgement) -> bool:
+        """Whether a call like this one moves values about and nothing else, as its golden run has shown."""
+        if judgement.verdict != RIGHT or not result.comparable or result.note or _wrote(result):
+            return False
+        if any(row.max_abs_diff or row.max_ulp for row in judgement.rows):
+            return False
+        part = "grad_input" if job.phase == "backward" else "output"
+        return verdict.only_moves(result, part)
+
+    def _moved_as_before(self, job: _Job, args: Any, kwargs: Any) -> bool:
+        """Whether the device moved the same values to the same places as the CPU does, in its own dtype."""
+        host, backward = job.host, job.phase == "backward"
+        try:
+            sent = host["grad_outputs"] if backward else None
+            outputs, grads = golden.as_is(job.function, job.call.op, args, kwargs, sent)
+        except Exception:  # then it is looked at closely
+            return False
+        if backward:
+            return _same(host["grad_inputs"], grads)
+        unchanged = _same(_compared(host["args"], host["kwargs"]), _compared(args, kwargs))
+        return unchanged and _same(host["result"], outputs)
 
     def _judge_forward(self, job: _Job, result: GoldenResult) -> Judgement:
         name, host = job.call.op, job.host
@@ -289,13 +404,20 @@ class OpAutoCompare(Tool):
         theirs = _compared(*result.inputs_after)
         if len(ours) != len(theirs) or not all(map(_unchanged, ours, earlier)) or _wrote(result):
             return verdict.judge(name, ours, theirs, part="input", **options)
+        key = self._kind(job)
+        rows = self._unchanged_rows.get(key) if key is not None else None
+        if rows is None:
+            rows = self._rows_of_unchanged(name, list(verdict.leaves_of(ours)), list(verdict.leaves_of(theirs)))
+            if key is not None and len(self._unchanged_rows) < _MOST_KINDS:
+                self._unchanged_rows[key] = rows
+        return Judgement(RIGHT, "", rows)
+
+    def _rows_of_unchanged(self, name: str, leaves: list[Any], references: list[Any]) -> tuple[Row, ...]:
         rows = []
-        leaves = list(verdict.leaves_of(ours))
-        references = list(verdict.leaves_of(theirs))
         for number, leaf in enumerate(leaves):
             label = f"{name} input" if len(leaves) == 1 else f"{name} input[{number}]"
             rows.append(self._same_row(name, label, leaf, references[number] if number < len(references) else None))
-        return Judgement(RIGHT, "", tuple(rows))
+        return tuple(rows)
 
     def _same_row(self, name: str, label: str, leaf: Any, reference: Any) -> Row:
         dtype = leaf.dtype if isinstance(leaf, Tensor) else None
@@ -636,6 +758,20 @@ def _unchanged(after: Any, before: Any) -> bool:
     return len(ours) == len(earlier) and all(map(_same_bits, ours, earlier))
 
 
+def _same(ours: Any, theirs: Any) -> bool:
+    """Whether two trees are the same in every shape, dtype and value."""
+    left, right = list(verdict.leaves_of(ours)), list(verdict.leaves_of(theirs))
+    return len(left) == len(right) and all(map(_same_leaf, left, right))
+
+
+def _same_leaf(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return False
+    return type(a) is type(b) and (a == b or not isinstance(a, (int, float, complex, str, tuple)))
+
+
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype or a.layout != torch.strided or b.layout != torch.strided:
         return False
@@ -650,20 +786,41 @@ def _wrote(result: GoldenResult) -> bool:
     return bool(source.traits.mutates) or op_facts.may_mutate(source.name, source.kwargs)
 
 
+def _cores() -> int:
+    """Cores that this process may use."""
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not on Linux
+        return os.cpu_count() or 1
+
+
+_LIMITS: Final = (
+    *[(library, "omp_set_num_threads") for library in ("libgomp", "libiomp", "libomp")],
+    *[(library, "MKL_Set_Num_Threads_Local") for library in ("libtorch_cpu", "libmkl_rt")],
+)
+
+
 @functools.cache
-def _openmp() -> Any:
+def _thread_limits() -> list[Any]:
+    """Functions that set how many threads the calling thread's kernels use."""
     try:
         with open("/proc/self/maps") as maps:
-            paths = {line.split()[-1] for line in maps if "libgomp" in line or "libiomp" in line or "libomp" in line}
-        return [ctypes.CDLL(path) for path in sorted(paths)]
+            words = [line.split()[-1] for line in maps if ".so" in line]
     except OSError:
         return []
+    found = []
+    for path in sorted({w for w in words if "/" in w}):
+        for library, name in _LIMITS:
+            if os.path.basename(path).startswith(library):
+                try:
+                    found.append(getattr(ctypes.CDLL(path), name))
+                except (OSError, AttributeError):
+                    continue
+    return found
 
 
 def _one_kernel_thread() -> None:
     """Golden runs go on side by side: each keeps to one core. Only the calling thread is concerned."""
-    for library in _openmp():
-        try:
-            library.omp_set_num_threads(1)
-        except AttributeError:
-            continue
+    torch.get_num_threads()  # the first question sets this thread up, which would undo what follows
+    for limit in _thread_limits():
+        limit(1)

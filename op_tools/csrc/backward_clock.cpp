@@ -1,0 +1,200 @@
+// Times of autograd nodes: a device event before and after each node, recorded in C++ by the thread that runs it.
+// Python learns afterwards which node ran when, and asks for its time once the device has passed the second event.
+
+#include <ATen/SequenceNumber.h>
+#include <ATen/record_function.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace {
+
+constexpr size_t kMostHeard = 1 << 20;  // nobody listens any more, in a forked process for instance
+
+struct Span {
+  uint64_t thread;    // that ran the forward pass, in PyTorch's numbering
+  int64_t sequence;   // number of the node in that thread
+  int64_t runner;     // thread that ran the node, in the system's numbering
+  int64_t light;      // it moves no data
+  int64_t began;      // nanoseconds of the host's clock
+  int64_t ended;
+  c10::Event* first;  // null where the host's clock must do
+  c10::Event* last;
+};
+
+struct Running : public at::ObserverContext {
+  Span span{};
+};
+
+std::mutex lock;
+std::vector<Span> heard;
+std::map<c10::DeviceIndex, std::vector<c10::Event*>> spare;
+at::CallbackHandle handle = 0;
+bool listening = false;
+c10::DeviceType wanted_device = c10::DeviceType::CPU;
+
+// Nodes of views: no kernel runs in them, and two events next to each other are still some microseconds apart.
+constexpr const char* kLight[] = {"AliasBackward0",     "PermuteBackward0",    "SqueezeBackward0",
+                                  "SqueezeBackward1",   "TBackward0",          "TransposeBackward0",
+                                  "UnsafeViewBackward0", "UnsqueezeBackward0", "ViewBackward0"};
+
+int64_t now() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+c10::Event* mark() {
+  try {
+    const auto type = wanted_device;
+    if (type == c10::DeviceType::CPU) return nullptr;
+    const c10::impl::VirtualGuardImpl device(type);
+    const c10::Stream stream = device.getStream(device.getDevice());
+    c10::Event* event = nullptr;
+    {
+      const std::lock_guard<std::mutex> held(lock);
+      auto& free = spare[stream.device_index()];
+      if (!free.empty()) {
+        event = free.back();
+        free.pop_back();
+      }
+    }
+    if (event == nullptr) event = new c10::Event(type, c10::EventFlag::BACKEND_DEFAULT);
+    event->record(stream);
+    return event;
+  } catch (...) {
+    return nullptr;  // the training goes on; the host's clock does for this node
+  }
+}
+
+void give_back(c10::Event* event) {
+  if (event == nullptr) return;
+  const std::lock_guard<std::mutex> held(lock);
+  spare[event->device_index()].push_back(event);
+}
+
+std::unique_ptr<at::ObserverContext> before(const at::RecordFunction& function) {
+  auto running = std::make_unique<Running>();
+  running->span.thread = function.forwardThreadId();
+  running->span.sequence = function.seqNr();
+  thread_local const int64_t runner = syscall(SYS_gettid);
+  running->span.runner = runner;
+  for (const char* name : kLight) running->span.light |= std::strcmp(name, function.name()) == 0;
+  running->span.began = now();
+  running->span.first = mark();
+  return running;
+}
+
+void after(const at::RecordFunction&, at::ObserverContext* context) {
+  auto* running = static_cast<Running*>(context);
+  if (running == nullptr) return;
+  Span& span = running->span;
+  span.last = span.first == nullptr ? nullptr : mark();
+  span.ended = now();
+  bool kept = false;
+  {
+    const std::lock_guard<std::mutex> held(lock);
+    if (listening && heard.size() < kMostHeard) {
+      heard.push_back(span);
+      kept = true;
+    }
+  }
+  if (!kept) {
+    give_back(span.first);
+    give_back(span.last);
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// Returns 0 where somebody else listens already, or the device is not known.
+__attribute__((visibility("default"))) int op_tools_clock_start(const char* device_type) {
+  c10::DeviceType device;
+  try {
+    device = c10::Device(std::string(device_type)).type();
+  } catch (...) {
+    return 0;
+  }
+  {
+    const std::lock_guard<std::mutex> held(lock);
+    if (listening) return 0;
+    listening = true;
+    wanted_device = device;
+    heard.clear();
+  }
+  try {
+    handle = at::addGlobalCallback(
+        at::RecordFunctionCallback(before, after).scopes({at::RecordScope::BACKWARD_FUNCTION}));
+  } catch (...) {
+    const std::lock_guard<std::mutex> held(lock);
+    listening = false;
+    return 0;
+  }
+  return 1;
+}
+
+__attribute__((visibility("default"))) void op_tools_clock_stop() {
+  at::removeCallback(handle);
+  std::map<c10::DeviceIndex, std::vector<c10::Event*>> left;
+  {
+    const std::lock_guard<std::mutex> held(lock);
+    listening = false;
+    heard.clear();
+    left.swap(spare);
+  }
+  for (auto& [index, events] : left)
+    for (auto* event : events) delete event;
+}
+
+__attribute__((visibility("default"))) uint64_t op_tools_clock_thread() { return at::RecordFunction::currentThreadId(); }
+
+__attribute__((visibility("default"))) uint64_t op_tools_clock_sequence() { return at::sequence_number::peek(); }
+
+// Hands over up to `most` spans, oldest first, and returns how many.
+__attribute__((visibility("default"))) int64_t op_tools_clock_take(Span* out, int64_t most) {
+  const std::lock_guard<std::mutex> held(lock);
+  const int64_t count = std::min<int64_t>(most, static_cast<int64_t>(heard.size()));
+  std::copy(heard.begin(), heard.begin() + count, out);
+  heard.erase(heard.begin(), heard.begin() + count);
+  return count;
+}
+
+__attribute__((visibility("default"))) int op_tools_clock_ready(c10::Event* event) {
+  try {
+    return event->query() ? 1 : 0;
+  } catch (...) {
+    return 1;
+  }
+}
+
+__attribute__((visibility("default"))) void op_tools_clock_release(c10::Event* first, c10::Event* last) {
+  give_back(first);
+  give_back(last);
+}
+
+// Milliseconds between two events, or -1; the events may be used again.
+__attribute__((visibility("default"))) double op_tools_clock_elapsed(c10::Event* first, c10::Event* last) {
+  double elapsed = -1;
+  try {
+    last->synchronize();
+    elapsed = first->elapsedTime(*last);
+  } catch (...) {
+  }
+  give_back(first);
+  give_back(last);
+  return elapsed;
+}
+
+}  // extern "C"
