@@ -101,6 +101,12 @@ class Call:
 
 
 _NOTHING: Final = Described((), None, ())
+
+
+def _nothing() -> None:
+    """Stands for the function of a call where there is none."""
+
+
 _NO_TENSORS: Final[list[Tensor]] = []
 
 
@@ -140,6 +146,7 @@ class Interceptor(TorchFunctionMode):
         self._descriptions = Descriptions()
         self._lock = threading.RLock()
         self._undo: list[Callable[[], None]] = []
+        self._passes = _Passes()
 
     # -- the hot path ---------------------------------------------------------------------------------
 
@@ -284,11 +291,22 @@ class Interceptor(TorchFunctionMode):
         if undo is not None:
             self._undo.append(undo)
 
+    def pass_ended(self, graph_is_kept: bool) -> None:
+        """A backward pass is over (`INTERCEPTOR.pass_ended(False)`)."""
+        over, kept = self._passes.end(graph_is_kept)
+        if over:
+            for tool in self.tools:
+                try:
+                    tool.after_passes(kept)
+                except Exception as error:
+                    tool.failed(Call(OpTraits("backward", _nothing), _nothing, (), {}), error)
+
     def forked(self) -> None:
         """In a forked child (a DataLoader worker) the tools of the parent are silent."""
         self._plans = _Inert()
         self.tools = []
         self._lock = threading.RLock()
+        self._passes = _Passes()
         store.forget_in_child()
         writer.forget_in_child()
 
@@ -423,6 +441,28 @@ def _watch_new_threads(interceptor: Interceptor) -> Callable[[], None]:
     return undo
 
 
+class _Passes:
+    """Backward passes under way, in all threads; passes run inside of others."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._kept = False
+
+    def begin(self) -> None:
+        with self._lock:
+            self._under_way += 1
+
+    def end(self, graph_is_kept: bool) -> tuple[bool, bool]:
+        """Whether none is under way any more, and whether one of those that ended keeps its graph."""
+        with self._lock:
+            self._under_way -= 1
+            kept = self._kept = self._kept or graph_is_kept
+            if self._under_way == 0:
+                self._kept = False
+            return self._under_way == 0, kept
+
+
 class _WatchedEngine:
     """The autograd engine with the interceptor back on: recomputation and hooks run operators too.
 
@@ -437,13 +477,18 @@ class _WatchedEngine:
         return getattr(self._engine, name)
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        if not getattr(_thread, "in_backward", False) or _is_on(self._interceptor):
-            return self._engine.run_backward(*args, **kwargs)
-        _put_on(self._interceptor)
+        interceptor = self._interceptor
+        put_on = getattr(_thread, "in_backward", False) and not _is_on(interceptor)
+        interceptor._passes.begin()
+        if put_on:
+            _put_on(interceptor)
         try:
             return self._engine.run_backward(*args, **kwargs)
         finally:
-            _take_off(self._interceptor)
+            if put_on:
+                _take_off(interceptor)
+            graph_is_kept = bool(args[2]) if len(args) > 2 else True
+            interceptor.pass_ended(graph_is_kept)
 
 
 def _watch_inside_backward(interceptor: Interceptor) -> Callable[[], None]:

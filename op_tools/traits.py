@@ -262,7 +262,11 @@ def name_of(function: Callable[..., Any]) -> str:
         plain = name.rsplit(".", 1)[-1]
         if getattr(torch, plain, None) is function:
             return f"torch.{plain}"
-    return name
+    return _SAME_FUNCTION.get(name, name)
+
+
+# One C function under several names, of which PyTorch tells the rarer one.
+_SAME_FUNCTION: Final = {"torch.spmm": "torch.mm"}
 
 
 _REFLECTED: Final = frozenset(

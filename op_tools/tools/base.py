@@ -38,8 +38,8 @@ class Tool:
     name: ClassVar[str] = "Tool"
     prefix: ClassVar[str] = "OP_TOOL"
     transforms: ClassVar[bool] = False  # replaces how the operator runs, instead of watching it
-    wants_backward: ClassVar[bool] = False
-    wants_backward_start: ClassVar[bool] = False
+    wants_backward: bool = False
+    wants_backward_start: bool = False
     wants_pointers: ClassVar[bool] = True  # looks at the addresses of tensors; with a full console all do
     announces: ClassVar[bool] = False  # says "apply OpXHook on ..." for every call
     order: ClassVar[int] = 50  # lower ones see the call first and the result last
@@ -97,6 +97,9 @@ class Tool:
 
     def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
         """The backward pass of the call is complete."""
+
+    def after_passes(self, graph_is_kept: bool) -> None:
+        """Backward passes have ended and none is under way, whichever calls they were of."""
 
     def finish(self) -> None:
         """Read back, write out, at stop."""

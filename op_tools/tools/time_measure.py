@@ -9,14 +9,16 @@ import time
 from array import array
 from collections import deque
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 from .. import console, settings, store
-from ..devices import event_class
+from ..backward_clock import BackwardClock, Pass
+from ..devices import accelerator_type, event_class
 from ..intercept import Call
 from ..opcall import Tensor, describe, labelled
 from .base import Tool
 
+_Self = TypeVar("_Self", bound="OpTimeMeasure")
 _READ_AT: Final = 1_024  # timings are read back when this many wait
 _MOST_WAITING: Final = 8_192
 _MOST_SAMPLES: Final = 4_096
@@ -27,7 +29,7 @@ class _Timing(NamedTuple):
 
     call: Call
     phase: str
-    spans: tuple[Any, ...]  # first and last mark of each stretch, one after the other
+    spans: tuple[Any, ...] | Pass  # first and last mark of each stretch, one after the other
     host_start: int
     device_type: str
     thread: int
@@ -68,9 +70,9 @@ class OpTimeMeasure(Tool):
     name = "OpTimeMeasure"
     prefix = "OP_TIME_MEASURE"
     order = 90  # closest to the kernel: the work of other tools is not measured
-    wants_backward = True
     wants_backward_start = True
     wants_pointers = False
+    _clock: BackwardClock | None = None
     columns: ClassVar[dict[str, str]] = {
         "call_id": "INTEGER",
         "site": "INTEGER",
@@ -85,6 +87,20 @@ class OpTimeMeasure(Tool):
     def wants_gradients(self) -> bool:
         return self.view.full
 
+    @property
+    def wants_backward(self) -> bool:  # type: ignore[override]
+        """Hooks on the nodes are needed where C++ does not listen, or where the gradients are shown."""
+        return self._clock is None
+
+    def _listen(self) -> BackwardClock | None:
+        if self.view.full or self.only is not None:
+            return None
+        device_type = accelerator_type()
+        if device_type != "cpu" and event_class(device_type) is None:
+            return None
+        self._clock_device = device_type
+        return BackwardClock.listening(device_type)
+
     def prepare(self) -> None:
         self._spans = object()  # key of the notes of a call whose backward pass is on its way
         self._waiting: deque[_Timing] = deque()
@@ -93,6 +109,8 @@ class OpTimeMeasure(Tool):
         self._reading = threading.Lock()
         self._began = time.perf_counter_ns()
         self._device_types: set[str] = set()
+        self._clock_device = ""
+        self._clock = self._listen()
         self.csv_path: Path | None = None
         self.trace_path: Path | None = None
 
@@ -113,15 +131,22 @@ class OpTimeMeasure(Tool):
 
     def before(self, call: Call) -> None:
         device_type = call.device.type
-        call.notes[self] = (device_type, time.perf_counter_ns(), self._mark(device_type))
+        clock = self._clock
+        number = 0 if clock is None else clock.sequence()
+        call.notes[self] = (device_type, time.perf_counter_ns(), self._mark(device_type), number)
 
     def after(self, call: Call) -> None:
         started = call.notes.get(self)
         if started is None:
             return
-        device_type, host_start, first = started
+        device_type, host_start, first, number = started
         last = self._mark(device_type)
         call.notes[self] = device_type
+        clock = self._clock
+        if clock is not None:
+            end = clock.sequence()
+            if end > number:
+                clock.note(number, end, call)
         self.announce(call)
         self._wait_for(_Timing(call, "forward", (first, last), host_start, device_type, _thread(), None))
 
@@ -146,6 +171,19 @@ class OpTimeMeasure(Tool):
             described = (describe(tuple(grad_outputs)), describe(_given(grad_inputs)))
         self._wait_for(_Timing(call, "backward", spans[1:], spans[0], call.notes[self], _thread(), described))
 
+    def after_passes(self, graph_is_kept: bool) -> None:
+        clock = self._clock
+        if clock is None:
+            return
+        for one in clock.passes(graph_is_kept):
+            device_type = one.call.notes[self]
+            if device_type == "cpu" or self._clock_device == "cpu":
+                self._wait_for(
+                    _Timing(one.call, "backward", (0, one.host_ns), one.began, device_type, one.thread, None)
+                )
+            elif one.events and device_type == self._clock_device:
+                self._wait_for(_Timing(one.call, "backward", one, one.began, device_type, one.thread, None))
+
     # -- reading back ---------------------------------------------------------------------------------
 
     def _wait_for(self, timing: _Timing) -> None:
@@ -163,6 +201,15 @@ class OpTimeMeasure(Tool):
         while waiting:
             timing = waiting[0]
             spans = timing.spans
+            if type(spans) is Pass:
+                clock = self._clock
+                if clock is None or (not wait and not all(clock.ready(mark) for mark in spans.events[1::2])):
+                    return
+                waiting.popleft()
+                times = [clock.elapsed(*pair) for pair in zip(spans.events[::2], spans.events[1::2])]
+                if min(times) >= 0:
+                    self._keep(timing, sum(times))
+                continue
             last = spans[-1]
             if type(last) is int:
                 waiting.popleft()
@@ -226,9 +273,26 @@ class OpTimeMeasure(Tool):
 
     # -- results --------------------------------------------------------------------------------------
 
+    def start(self: _Self) -> _Self:
+        """Begin (`tool.start()`)."""
+        try:
+            return super().start()
+        except BaseException:
+            if not self.active:
+                self._hush()
+            raise
+
+    def _hush(self) -> None:
+        if self._clock is not None:
+            self._clock.stop()
+            self._clock = None
+
     def finish(self) -> None:
-        with self._reading:
-            self._read(wait=True)
+        try:
+            with self._reading:
+                self._read(wait=True)
+        finally:
+            self._hush()
         timings = self._timings()
         rows = _pairs(timings)
         if self.view.full and rows:

@@ -22,6 +22,7 @@ from op_tools.traits import name_of, traits_of
         (F.linear, "torch.nn.functional.linear"),
         (F.cross_entropy, "torch.nn.functional.cross_entropy"),
         (torch.split, "torch.split"),
+        (torch.mm, "torch.mm"),
         (torch.linalg.norm, "torch.linalg.norm"),
         (torch._foreach_add, "torch._foreach_add"),
         (torch.Tensor.shape.__get__, "torch.Tensor.shape.__get__"),

@@ -1,0 +1,102 @@
+"""Backward times heard in C++ are told of the same calls as those of hooks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import op_tools
+from op_tools import backward_clock, compiling
+
+pytestmark = pytest.mark.skipif(compiling.find_compiler() is None, reason="no C++ compiler")
+
+
+@pytest.fixture(params=["clock", "hooks"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "hooks":
+        monkeypatch.setattr(backward_clock.BackwardClock, "listening", lambda device_type: None)
+    return str(request.param)
+
+
+def told(timing: op_tools.OpTimeMeasure) -> list[tuple[str, str, int]]:
+    return sorted((r["op"], r["phase"], r["step"]) for r in timing.records())
+
+
+def train(device: str) -> op_tools.OpTimeMeasure:
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(8, 16).to(device), torch.nn.Linear(16, 4).to(device)
+    x = torch.randn(5, 8, device=device)
+    with op_tools.OpTimeMeasure() as timing:
+        loss = F.gelu(first(x)).tanh_().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        hidden = checkpoint(lambda y: F.softmax(first(y), -1), x, use_reentrant=False)
+        torch.autograd.grad(second(hidden).split(2, -1)[0].sum(), second.weight)
+        with torch.no_grad():
+            second(first(x))
+        first(x)  # never run backward
+    return timing
+
+
+def test_the_same_calls_in_both_ways(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = train(device)
+    monkeypatch.setattr(backward_clock.BackwardClock, "listening", lambda device_type: None)
+    hooks = train(device)
+    assert told(clock) == told(hooks)
+    backward = [r for r in told(clock) if r[1] == "backward"]
+    assert backward.count(("torch.nn.functional.gelu", "backward", 0)) == 2, "one row per backward pass"
+
+
+def test_the_clock_is_what_runs_here(device: str) -> None:
+    with op_tools.OpTimeMeasure() as timing:
+        assert timing._clock is not None
+        with op_tools.OpTimeMeasure() as second:
+            assert second._clock is None, "one listens, the other has hooks"
+            torch.ones(3, device=device, requires_grad=True).exp().sum().backward()
+    assert told(timing) == told(second)
+
+
+def test_times_are_those_of_the_work(device: str, way: str) -> None:
+    small = torch.randn(8, 8, device=device, requires_grad=True)
+    large = torch.randn(1024, 1024, device=device, requires_grad=True)
+    torch.mm(large, large).sum().backward()  # libraries are loaded at the first use
+    with op_tools.OpTimeMeasure(ops=["torch.mm", "torch.Tensor.exp"]) as timing:
+        (torch.mm(large, large).sum() + small.exp().sum()).backward()
+    times = {r["op"]: r["elapsed_ms"] for r in timing.records() if r["phase"] == "backward"}
+    assert times["torch.mm"] > 2 * times["torch.Tensor.exp"] > 0
+
+
+def test_calls_that_were_run_backward_are_forgotten(device: str) -> None:
+    x = torch.randn(4, device=device, requires_grad=True)
+    with op_tools.OpTimeMeasure() as timing:
+        for _ in range(20):
+            x.exp().sum().backward()
+        clock = timing._clock
+        assert clock is not None
+        assert sum(len(thread.calls) for thread in clock._by_number.values()) == 0
+
+
+def test_many_calls_that_are_never_run_backward_are_bounded(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward_clock, "_MOST_CALLS", 10)
+    x = torch.randn(4, device=device, requires_grad=True)
+    with op_tools.OpTimeMeasure() as timing:
+        for _ in range(50):
+            last = x.exp()
+        clock = timing._clock
+        assert clock is not None
+        assert sum(len(thread.calls) for thread in clock._by_number.values()) <= 10
+        last.sum().backward()
+    assert ("torch.Tensor.exp", "backward", 0) in told(timing), "the newest are kept"
+
+
+def test_a_tool_that_cannot_start_leaves_the_clock_to_others(
+    device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    monkeypatch.setenv("OP_TIME_MEASURE_LIST", "[")
+    with pytest.raises(op_tools.SettingsError):
+        op_tools.OpTimeMeasure().start()
+    monkeypatch.delenv("OP_TIME_MEASURE_LIST")
+    with op_tools.OpTimeMeasure() as timing:
+        assert timing._clock is not None
