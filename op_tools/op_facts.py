@@ -146,7 +146,7 @@ _EXACT: Final = _words("""
     bitwise_right_shift bitwise_xor block_diag bucketize cat ceil channel_shuffle clamp clamp_max clamp_min clone
     combinations complex concat conj conj_physical constant_pad_nd contiguous copy copysign diag diag_embed
     diagonal_backward diagonal_scatter embedding empty empty_like empty_permuted empty_strided eq equal eye fill
-    fill_diagonal flip fliplr flipud floor fmax fmin frexp full full_like gather ge glu_jvp gt hardtanh
+    fill_diagonal flip fliplr flipud floor fmax fmin frexp full full_like gather ge gt hardtanh
     hardtanh_backward heaviside imag im2col index index_copy index_fill index_select is_nonzero isclose isfinite
     isinf isin isnan isneginf isposinf le lift_fresh lift logical_and logical_not logical_or
     logical_xor lt masked_fill masked_scatter masked_select max_unpool2d max_unpool3d maximum meshgrid minimum
@@ -292,6 +292,7 @@ def least_error(func: Any) -> float:
     return 0.5 if base_name(func) in _ROUNDED_ONCE else facts.accuracy
 
 
+_UNTAGGED: Final = _words("glu_jvp")  # pointwise, though PyTorch does not say so
 _RECURRENCE: Final = 8.0  # orthogonal polynomials: one step for each degree
 
 
@@ -330,7 +331,7 @@ def facts_of(func: Any) -> Facts:
     if name.startswith(_MATRIX_PREFIXES) and name not in _NOT_MATRIX:
         return Facts(Kind.MATRIX, 2 * accuracy)
     foreach = func._schema.name.startswith("aten::_foreach_") and name != "norm"
-    if torch.Tag.pointwise in func.tags or foreach:
+    if torch.Tag.pointwise in func.tags or foreach or name in _UNTAGGED:
         return Facts(Kind.POINTWISE, accuracy)
     return Facts(Kind.REDUCE, accuracy)
 
@@ -533,8 +534,12 @@ def chosen_values(name: str, source: Any, device: Tensor, golden: Tensor) -> Ten
     """
     shape = device.shape
     last = last_name(name)
+    if last == "linspace":
+        return _truncated_otherwise(source, device)
     if last not in _INDEX_DEFAULTS or not source.args or not isinstance(source.args[0], Tensor):
         return None
+    if last == "mode":
+        return _less_frequent(source, device, golden)
     if device.dtype != torch.int64 or source.kwargs.get("stable"):
         return None
     values = source.args[0].detach()
@@ -560,6 +565,47 @@ def chosen_values(name: str, source: Any, device: Tensor, golden: Tensor) -> Ten
         repeated = (ordered.diff(dim=dim) == 0).any(dim, keepdim=True)
         different = different | repeated.expand_as(different)
     return different.reshape(shape)
+
+
+def _truncated_otherwise(source: Any, device: Tensor) -> Tensor | None:
+    """Where whole numbers of a linspace are not what rounding in float32, and then cutting off, may give.
+
+    The ends are whole numbers, too; steps between them may hit a whole number exactly, from either side.
+    """
+    ends = [source.kwargs.get(key) for key in ("start", "end", "steps")]
+    ends[: len(source.args)] = source.args[:3]
+    start, end, steps = (float(e) if e is not None else math.nan for e in ends)
+    if not (math.isfinite(start) and math.isfinite(end) and steps > 1) or device.numel() != int(steps):
+        return None
+    start, end = math.trunc(start), math.trunc(end)
+    exact = start + (end - start) * torch.arange(int(steps), dtype=torch.float64) / (int(steps) - 1)
+    slack = 4 * torch.finfo(torch.float32).eps * max(abs(start), abs(end), 1)
+    low, high = (exact - slack).trunc(), (exact + slack).trunc()
+    wide = device.to(torch.float64).reshape(-1)
+    return ~((wide == low) | (wide == high)).reshape(device.shape)
+
+
+def _less_frequent(source: Any, device: Tensor, golden: Tensor) -> Tensor | None:
+    """Where the device's value (or the value that its index points at) is not among the most frequent ones."""
+    values = source.args[0].detach()
+    dim = source.args[1] if len(source.args) > 1 else source.kwargs.get("dim", -1)
+    shape = device.shape
+    if values.dim() == 0 or device.dim() not in (values.dim(), values.dim() - 1):
+        return None
+    if device.dim() == values.dim() - 1:
+        device, golden = device.unsqueeze(dim), golden.unsqueeze(dim)
+
+    def frequency(chosen: Tensor) -> Tensor:
+        return (values == chosen).sum(dim, keepdim=True)
+
+    most = frequency(golden)
+    rarer = frequency(device) != most
+    is_index = bool((most == 0).any()) or (device.dtype == torch.int64 != values.dtype)
+    if device.dtype == torch.int64 and (is_index or bool(rarer.any())):  # places, as far as whole numbers tell
+        inside = (device >= 0) & (device < values.shape[dim])
+        at_device = values.gather(dim, device.clamp(0, values.shape[dim] - 1))
+        rarer = ~inside | (frequency(at_device) != frequency(values.gather(dim, golden)))
+    return rarer.reshape(shape)
 
 
 # --- vectors of unit length: their sign (or phase) is free ----------------------------------------------------

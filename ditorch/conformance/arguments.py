@@ -34,7 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pytorch-src", type=Path, metavar="DIR", help="run the test files of a PyTorch checkout instead"
     )
     parser.add_argument("--files", metavar="PATTERN", help="with --pytorch-src: only these, as in test_ops.py,nn/*")
-    actions = parser.add_subparsers(dest="action", metavar="diff")
+    actions = parser.add_subparsers(dest="action", metavar="diff|report")
+    report = actions.add_parser("report", help="write the page and the other files again, from results that are there")
+    report.add_argument("folder", type=Path, help="folder of a run")
+    # Not the option's own default: a sub-parser's defaults overwrite what was given before its name.
+    report.add_argument("--ledger", type=Path, default=argparse.SUPPRESS, metavar="FILE", help="known failures")
     difference = actions.add_parser("diff", help="compare two results")
     difference.add_argument("before", type=Path, help="folder or summary.json")
     difference.add_argument("after", type=Path, help="folder or summary.json")

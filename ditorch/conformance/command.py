@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import datetime
 import fnmatch
+import json
 import os
 import platform
 import signal
@@ -44,6 +45,8 @@ def main(options: argparse.Namespace, view: View | None = None) -> int:
     view = view or View()
     if options.action == "diff":
         return show_difference(options, view)
+    if options.action == "report":
+        return report(options, view)
     if options.resume and options.fresh:
         raise ValueError("--resume and --fresh exclude each other")
     request = options.devices or os.environ.get("DITORCH_DEVICE", "").strip() or None
@@ -299,6 +302,25 @@ def run_native(options: argparse.Namespace, view: View, backend: Backend, folder
     if interrupted:
         return INTERRUPTED
     return 1 if any(summary.failed or summary.never_run for summary in summaries) else 0
+
+
+def report(options: argparse.Namespace, view: View) -> int:
+    """Write the files of a run again, after a change of the ledger: no case is run, no device is needed."""
+    stored = store.load(options.folder)
+    entries = ledger.load(str(stored.about.get("backend", "")), options.ledger)
+    about = {**_said_before(options.folder), **stored.about}
+    summary = Summary.of(stored.results.values(), about, ledger.Ledger(entries, str(about.get("torch", ""))))
+    summary.write(options.folder)
+    view.summary(summary, options.folder)
+    return 1 if summary.new_failures or summary.new_passes else 0
+
+
+def _said_before(folder: Path) -> dict[str, Any]:
+    """What summary.json knows beyond the first line of the results: how long it took, whether it is complete."""
+    try:
+        return dict(json.loads((folder / "summary.json").read_text(encoding="utf-8"))["about"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def show_difference(options: argparse.Namespace, view: View) -> int:

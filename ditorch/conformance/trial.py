@@ -53,8 +53,12 @@ def is_sticky(error: BaseException) -> bool:
 
     >>> is_sticky(RuntimeError("CUDA error: device-side assert triggered"))
     True
+    >>> is_sticky(RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul"))
+    False
     """
     text = str(error)
+    if "_STATUS_NOT_SUPPORTED" in text or "_STATUS_INVALID_VALUE" in text:
+        return False  # a library refused its arguments: nothing ran
     return ("CUDA error" in text and "out of memory" not in text) or "device-side assert" in text
 
 
@@ -136,6 +140,9 @@ class Trial:
     random: bool | None = None
     """Whether it draws random numbers; None lets the golden run find out, under a dispatch mode."""
     before: Any = field(init=False)
+    outputs: Any = field(init=False, default=None)
+    """What was judged last, on the CPU; `gradients` likewise, None where none were."""
+    gradients: Any = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.before = moved((self.args, self.kwargs), "cpu")  # the call may change its arguments
@@ -150,10 +157,12 @@ class Trial:
             return self._refused(error, backward)
         if backward and gradients is None:
             raise Skip("no gradient for these arguments")
+        self.outputs, self.gradients = outputs, gradients
         return self._judged(outputs if forward else None, cotangents, gradients)
 
     def judge(self, outputs: Any) -> Outcome:
         """Judge results that another way of calling gave."""
+        self.outputs, self.gradients = outputs, None
         return self._judged(outputs, None, None)
 
     def on_cpu(self, backward: bool = False) -> Any:

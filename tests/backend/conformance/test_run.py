@@ -113,6 +113,31 @@ def test_one_case_alone_shows_everything(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "times what rounding explains" in text
 
 
+@pytest.mark.slow
+def test_choices_that_a_device_may_make() -> None:
+    """Results in place of another dtype, statistics that are not saved, vectors that are not determined."""
+    units = [
+        Unit("ops", "eq", "float32", ("inplace",)),
+        Unit("ops", "logical_xor", "complex64", ("inplace",)),
+        Unit("ops", "native_batch_norm", "float32", ("forward", "out", "noncontiguous")),
+        Unit("ops", "linalg.svd", "float32", ("out",)),
+        Unit("ops", "nonzero", "float32", ("out",)),
+        Unit("ops", "linspace", "int16", ("forward",)),
+        Unit("ops", "mode", "int16", ("forward",)),
+        Unit("ops", "linalg.lstsq", "float32", ("forward", "backward")),
+        Unit("ops", "linalg.lu_factor", "complex64", ("forward", "backward", "out")),
+        Unit("ops", "where", "-", ("errors",)),
+        Unit("autograd", "nn.functional.max_unpool1d", "float32", ("forward-mode",)),
+    ]
+    engine = LocalEngine([Settings(DEVICE, f"{ditorch.backend.device_type}:0", timeout=60)])
+    try:
+        results = list(engine.run(units))
+    finally:
+        engine.close()
+    assert len(results) == sum(len(unit.checks) for unit in units)
+    assert [f"{result.case}: {result.message}" for result in results if result.failed] == []
+
+
 def test_the_cuda_surface(tmp_path: Path) -> None:
     chosen = (
         "--what",

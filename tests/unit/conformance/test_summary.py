@@ -9,9 +9,13 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from ditorch.cli import make_parser
 from ditorch.conformance import store
 from ditorch.conformance.cases import CRASH, ERROR, NOT_COMPARABLE, PASS, WRONG, Case, Result
+from ditorch.conformance.command import main
+from ditorch.conformance.console import View
 from ditorch.conformance.diff import compare
 from ditorch.conformance.ledger import Ledger, parse
 from ditorch.conformance.page import page
@@ -70,6 +74,32 @@ def test_files(tmp_path: Path) -> None:
     about, statuses = read_cases(tmp_path)
     assert about == ABOUT
     assert statuses == {r.case: r.status for r in found.results}
+
+
+def test_the_files_are_written_again_after_a_change_of_the_ledger(tmp_path: Path) -> None:
+    out, known = tmp_path / "run", tmp_path / "known.txt"
+    with store.Store.create(out, {**ABOUT, "torch": "2.11.0+cu130"}) as kept:
+        for result in results():
+            kept.add(result)
+
+    def report(ledger: str) -> tuple[int, str]:
+        known.write_text(ledger)
+        text = io.StringIO()
+        options = make_parser().parse_args(["conformance", "report", str(out), "--ledger", str(known)])
+        return main(options, View(Console(file=text, width=200))), text.getvalue()
+
+    status, text = report("ops/to_sparse/*/*  error  torch<2.12  none here")
+    assert status == 1, text
+    assert (out / "unexpected.txt").read_text().startswith("ops/add/float32/backward")
+    before = (out / "results.jsonl").read_bytes()
+    status, text = report("ops/to_sparse/*/*  error  torch<2.12  none here\nops/add/float32/backward  wrong  a reason")
+    assert status == 0, text
+    assert (out / "unexpected.txt").read_text() == ""
+    assert "a reason" in (out / "summary.csv").read_text()
+    assert "a reason" in (out / "index.html").read_text()
+    assert (out / "results.jsonl").read_bytes() == before
+    with pytest.raises(ValueError, match="holds no results"):
+        main(make_parser().parse_args(["conformance", "report", str(tmp_path)]), View(Console(file=io.StringIO())))
 
 
 def test_the_page_holds_its_data_safely() -> None:

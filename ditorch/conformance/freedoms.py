@@ -1,0 +1,131 @@
+"""What a correct device may do otherwise than the CPU: samples for others, and what no definition of a result fixes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+LU = frozenset({"lu", "linalg.lu", "linalg.lu_factor", "linalg.lu_factor_ex"})
+_SPATIAL = {"nn.functional.max_unpool1d": 1, "nn.functional.max_unpool2d": 2, "nn.functional.max_unpool3d": 3}
+_SAVES_STATISTICS = frozenset({"native_batch_norm", "_native_batch_norm_legit"})
+
+
+def not_for(name: str, args: Sequence[Any], kwargs: dict[str, Any], device_type: str) -> str:
+    """Why PyTorch's documentation excludes these arguments on a device; empty if it does not.
+
+    Samples are made on the CPU, and for these operators the database makes others for CUDA.
+
+    >>> not_for("linalg.lstsq", (), {"driver": "gelsd"}, "cuda")
+    'on CUDA the only driver is gels'
+    """
+    if device_type != "cuda":
+        return ""
+    if name == "linalg.lstsq" and kwargs.get("driver") not in (None, "gels"):
+        return "on CUDA the only driver is gels"
+    if (
+        name == "linalg.ldl_solve"
+        and kwargs.get("hermitian")
+        and any(isinstance(a, Tensor) and a.is_complex() for a in args)
+    ):
+        return "on CUDA ldl_solve takes no Hermitian matrices"
+    return ""
+
+
+def determined(name: str, args: Sequence[Any], results: Any) -> Any:
+    """The results that the call defines: in evaluation, batch norm saves no statistics, and returns what it likes.
+
+    Example: ``determined("native_batch_norm", (*tensors, False, 0.1, 1e-5), (y, mean, inverse)) == (y,)``
+    """
+    if name not in _SAVES_STATISTICS or not isinstance(results, (list, tuple)):
+        return results
+    training = next((a for a in args if isinstance(a, bool)), True)
+    return results if training else (results[0],)
+
+
+def written_twice(name: str, args: Sequence[Any]) -> bool:
+    """Whether several values go to one place, so that the last one, whichever that is, stays there.
+
+    >>> written_twice("nn.functional.max_unpool1d", (torch.zeros(1, 2), torch.tensor([[3, 3]])))
+    True
+    """
+    dims = _SPATIAL.get(name)
+    if dims is None or len(args) < 2 or not isinstance(args[1], Tensor) or args[1].numel() == 0:
+        return False
+    places = args[1].flatten(-dims).sort(-1).values
+    return bool((places.diff(dim=-1) == 0).any())
+
+
+def layout(tensor: Tensor, address: int) -> tuple[int, tuple[int, ...]]:
+    """Where the elements are; a dimension of one element has no stride, and no elements are nowhere.
+
+    >>> layout(torch.empty(0, 3), 64)
+    (0, ())
+    """
+    if tensor.numel() == 0:
+        return 0, ()
+    return address, tuple(s for n, s in zip(tensor.shape, tensor.stride()) if n > 1)
+
+
+# --- overflow of eight-bit numbers ------------------------------------------------------------------------
+
+
+def with_overflow_of(ours: Any, theirs: Any) -> Any:
+    """Eight-bit results, NaN where ours is the largest number and theirs is NaN: both are what overflow gives.
+
+    Example: ``with_overflow_of(device_result, cpu_result)``
+    """
+    if not (isinstance(ours, Tensor) and isinstance(theirs, Tensor) and ours.shape == theirs.shape):
+        return ours
+    if ours.dtype != theirs.dtype or not ours.dtype.is_floating_point or ours.element_size() > 1:
+        return ours
+    wide = ours.float()
+    beyond = theirs.float().isnan() & (wide.abs() == torch.finfo(ours.dtype).max)
+    return wide.masked_fill(beyond, math.nan).to(ours.dtype)
+
+
+# --- factors of complex matrices --------------------------------------------------------------------------
+
+_COMPLEX_PRODUCT = 2 * math.sqrt(2)  # roundings of a product of complex numbers, beside one of real ones
+
+
+def other_pivots(matrix: Tensor, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Whether `ours` is an LU factorisation of complex matrices as good as `theirs`, with other pivots.
+
+    The largest element of a column is taken by |z| or by |re| + |im|, which LAPACK does: both keep the factors
+    within the square root of two. What counts is that the product is the matrix, to rounding: Higham's bound.
+
+    Example: ``other_pivots(a, device_factors, torch.linalg.lu_factor(a))``
+    """
+    if not matrix.is_complex() or any(a.shape != b.shape for a, b in zip(ours, theirs)):
+        return False
+    permutation, lower, upper = _factors(ours)
+    if bool((permutation == _factors(theirs)[0]).all()):
+        return False
+    is_permutation = bool(((permutation == 0) | (permutation == 1)).all()) and all(
+        bool((permutation.real.sum(dim) == 1).all()) for dim in (-1, -2)
+    )
+    unit = torch.finfo(matrix.dtype).eps / 2
+    length = min(matrix.shape[-2:])
+    triangular = (
+        bool((lower.triu(1) == 0).all())
+        and bool((upper.tril(-1) == 0).all())
+        and bool((lower.diagonal(dim1=-2, dim2=-1) == 1).all())
+    )
+    small = bool((lower.abs() <= math.sqrt(2) * (1 + 16 * unit)).all())
+    error = (matrix.to(torch.complex128) - permutation @ lower @ upper).abs()
+    bound = _COMPLEX_PRODUCT * (length + 1) * unit * (permutation.real @ (lower.abs() @ upper.abs()))
+    return is_permutation and triangular and small and bool((error <= bound).all())
+
+
+def _factors(results: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Permutation, lower and upper factor, in double precision, of what any of the LU functions returned."""
+    if results[1].is_complex():
+        permutation, lower, upper = results[:3]
+        return permutation.to(torch.complex128), lower.to(torch.complex128), upper.to(torch.complex128)
+    permutation, lower, upper = torch.lu_unpack(results[0].to(torch.complex128), results[1])
+    return permutation.to(torch.complex128), lower, upper
