@@ -58,6 +58,7 @@ _STAY: Final = frozenset(
 _UNDECLARED: Final = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
 _SMALL: Final = 1 << 14  # bytes that are not worth a pinned buffer
 _HALVES: Final = (torch.float16, torch.bfloat16)
+_MOST_REMEMBERED: Final = 10_000
 
 
 class _Kernel(NamedTuple):
@@ -68,6 +69,7 @@ class _Kernel(NamedTuple):
     returns: tuple[int | str | None, ...]  # which written argument each result is
     random: bool
     may_move: bool
+    counts: bool  # counts the versions of what it writes itself; for others PyTorch does before they are called
 
 
 @functools.cache
@@ -91,7 +93,8 @@ def _kernel(func: Any) -> _Kernel:
     is_view = (bool(getattr(func, "is_view", False)) and not writes) or torch.Tag.inplace_view in func.tags
     stays = is_view or name[-1] in _STAY or name[0] in ("c10d", "_c10d_functional", "prim", "profiler")
     random = torch.Tag.nondeterministic_seeded in func.tags
-    return _Kernel(stays, tuple(writes), tuple(returns), random, name[-1] in ("_to_copy", "copy_", "_copy_from"))
+    moves = name[-1] in ("_to_copy", "copy_", "_copy_from")
+    return _Kernel(stays, tuple(writes), tuple(returns), random, moves, name[-1].startswith("_foreach_"))
 
 
 class _NoCpuKernel(Exception):
@@ -122,6 +125,7 @@ class OpFallback(Tool):
         # Copies may be kept only where every operator passes through here, so that every write is seen.
         keep = self.only is None and not self.filter.include and not self.filter.exclude and not self.gated
         self._twins = _Twins(keep)
+        self._missing: dict[Any, str] = {}  # calls like these have no CPU kernel, and why
         self.copied_bytes = 0
 
     def transform(self, call: Call, run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Any:
@@ -131,14 +135,21 @@ class OpFallback(Tool):
         if call.traits.transfer:
             return run(call.args, call.kwargs)
         self.announce(call)
-        mode = _OnCpu(self._twins)
+        like = (call.function, call.inputs.number)
+        missing = self._missing.get(like) if call.inputs.number else None
         ran_on = "cpu"
-        try:
-            with mode:
-                result = run(call.args, call.kwargs)
-        except _NoCpuKernel as missing:
+        if missing is None:
             try:
-                result = _run_whole(call)
+                with _OnCpu(self._twins):
+                    result = run(call.args, call.kwargs)
+                self._twins.settle()
+            except _NoCpuKernel as error:
+                missing = str(error)
+                if len(self._missing) < _MOST_REMEMBERED:
+                    self._missing[like] = missing
+        if missing is not None:
+            try:
+                result = _run_whole(call, self._twins)
             except _CannotRunWhole as reason:
                 self.found(call, "refused", f"{missing}; {reason}; it ran on the device", once=True)
                 result = run(call.args, call.kwargs)
@@ -186,6 +197,7 @@ class OpFallback(Tool):
 
     def after_node(self, call: Call, started: Any) -> None:
         started.__exit__(None, None, None)
+        self._twins.settle()
 
     def finish(self) -> None:
         self.copied_bytes = self._twins.copied_bytes
@@ -206,12 +218,33 @@ class _Twins:
         self._kept: dict[int, tuple[weakref.ref[Tensor], int, Tensor, int]] = {}
         self._by_storage: dict[int, set[int]] = {}
         self._addresses: dict[int, int] = {}
+        self._written: list[tuple[Tensor, Tensor, int]] = []
         self.copied_bytes = 0
 
     def get(self, tensor: Tensor) -> Tensor | None:
         kept = self._kept.get(id(tensor))
         if kept is not None and kept[0]() is tensor and kept[1] == _version(tensor):
             return kept[2]
+        return self._part(tensor) if self._keep else None
+
+    def _part(self, tensor: Tensor) -> Tensor | None:
+        """The part of a known copy that a view, or another tensor over the same memory, looks at."""
+        if tensor.layout != torch.strided or tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
+            return None
+        for key in self._by_storage.get(tensor.untyped_storage()._cdata, ()):
+            reference, version, twin, _ = self._kept[key]
+            owner = reference()
+            if owner is None or owner._version != version or tensor._version != version or owner.dtype != tensor.dtype:
+                continue
+            first = int(tensor.storage_offset()) - int(owner.storage_offset())
+            if first < 0 or owner.is_conj() or owner.is_neg() or twin.stride() != owner.stride():
+                continue
+            low, high = span_of(owner)
+            if high - low != owner.numel():  # what lies between its elements was not copied
+                continue
+            last = span_of(tensor)[1] - int(owner.storage_offset())
+            if last <= owner.numel():
+                return twin.as_strided(tensor.shape, tensor.stride(), int(twin.storage_offset()) + first)
         return None
 
     def put(self, tensor: Tensor, twin: Tensor) -> None:
@@ -244,6 +277,57 @@ class _Twins:
         storage = tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
         for key in list(self._by_storage.get(storage, ())):
             self._forget(key)
+        if self._written:
+            self._written = [w for w in self._written if w[0].untyped_storage()._cdata != storage]
+
+    def written(self, tensor: Tensor, copy: Tensor, counts: bool) -> None:
+        """A kernel wrote to a copy, which was written back; `counts` says that kernels like it count the write."""
+        if tensor.layout == torch.strided and not tensor.is_inference():
+            if counts:
+                torch.autograd.graph.increment_version(tensor)
+            self._written.append((tensor, copy, tensor._version))
+
+    def settle(self) -> None:
+        """The operator is over, and PyTorch has counted its writes."""
+        if not self._written:
+            return
+        written, self._written = self._written, []
+        for tensor, copy, version in written:
+            if tensor._version in (version, version + 1) and tensor.stride() == copy.stride():
+                self.put(tensor, copy)
+
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """A CPU tensor with these values that autograd may hang its own facts on."""
+        twin = self.get(tensor)
+        if twin is None:
+            twin = self.fetch(tensor, keep=True)
+            _wait_for_copies(tensor.device)
+        return twin.detach()
+
+    def fetch(self, tensor: Tensor, keep: bool) -> Tensor:
+        """A new copy, complete once the device's stream is; `keep` says that nobody will write to it."""
+        base = tensor._base if keep and self._keep and tensor._is_view() else None
+        if base is not None and base.numel() == tensor.numel() and base.layout == torch.strided:
+            # the tensor looks at all of its base: the base lives longer than, say, the transposed weight
+            twin = _to_host(base)
+            self.copied_bytes += twin.numel() * twin.element_size()
+            self.put(base, twin)
+            part = self.get(tensor)
+            if part is not None:
+                return part
+        twin = _to_host(tensor)
+        self.copied_bytes += twin.numel() * twin.element_size()
+        if keep:
+            self.put(tensor, twin)
+        return twin
+
+    def on_device(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """A device tensor with these values; it remembers where they came from."""
+        twin = tensor.detach()
+        moved = _to_device(twin, device)
+        self.copied_bytes += twin.numel() * twin.element_size()
+        self.put(moved, twin)
+        return moved
 
     def address(self, tensor: Tensor) -> int:
         return self._addresses.get(id(tensor), 0)
@@ -252,6 +336,7 @@ class _Twins:
         self._kept.clear()
         self._by_storage.clear()
         self._addresses.clear()
+        self._written = []
 
 
 def _version(tensor: Tensor) -> int:
@@ -318,7 +403,7 @@ class _OnCpu(TorchDispatchMode):
         for tensor in written:
             copy = copies.get(id(tensor))
             if copy is not None:
-                self._write_back(tensor, copy)
+                self._write_back(tensor, copy, kernel.counts)
         return self._return(result, kernel, args, kwargs, tensors, copies, device)
 
     def _fetch(self, tensors: list[Tensor], written: Container[int], device: torch.device) -> dict[int, Tensor]:
@@ -330,24 +415,22 @@ class _OnCpu(TorchDispatchMode):
                 continue
             twin = self._twins.get(tensor)
             if twin is None:
-                twin = _to_host(tensor)
+                twin = self._twins.fetch(tensor, key not in written)
                 fetched = True
-                self._twins.copied_bytes += twin.numel() * twin.element_size()
-                if key not in written:
-                    self._twins.put(tensor, twin)
             elif key in written:
                 twin = twin.clone()
             copies[key] = twin
-        if fetched and can_pin(device.type):
-            module_of(device.type).current_stream(device).synchronize()
+        if fetched:
+            _wait_for_copies(device)
         return copies
 
-    def _write_back(self, tensor: Tensor, copy: Tensor) -> None:
+    def _write_back(self, tensor: Tensor, copy: Tensor, counts: bool) -> None:
         self._twins.drop_storage(tensor)
         if tensor.shape != copy.shape:
             tensor.resize_(copy.shape)
-        tensor.copy_(copy)
+        tensor.copy_(copy, non_blocking=True)  # nobody writes to the copy any more
         self._twins.copied_bytes += copy.numel() * copy.element_size()
+        self._twins.written(tensor, copy, counts)
 
     def _return(
         self,
@@ -363,10 +446,7 @@ class _OnCpu(TorchDispatchMode):
             for key, copy in copies.items():
                 if copy is tensor:  # an argument handed back
                     return next(t for t in tensors if id(t) == key)
-            moved = _to_device(tensor, device)
-            self._twins.copied_bytes += tensor.numel() * tensor.element_size()
-            self._twins.put(moved, tensor)
-            return moved
+            return self._twins.on_device(tensor, device)
 
         if len(kernel.returns) == 1:
             where = kernel.returns[0]
@@ -515,6 +595,11 @@ class _Random:
         torch.set_rng_state(self._before)
 
 
+def _wait_for_copies(device: torch.device) -> None:
+    if can_pin(device.type):
+        module_of(device.type).current_stream(device).synchronize()
+
+
 def _to_host(tensor: Tensor) -> Tensor:
     """A CPU copy of the same layout; on devices with pinned memory it is complete after a sync."""
     data = tensor.detach()
@@ -569,26 +654,27 @@ class _CannotRunWhole(Exception):
 
 class _ToHost(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        ctx.device = tensor.device
-        return tensor.cpu()
+    def forward(ctx: Any, tensor: Tensor, twins: _Twins) -> Tensor:
+        ctx.device, ctx.twins = tensor.device, twins
+        return twins.on_host(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad.to(ctx.device)
+        return ctx.twins.on_device(grad, ctx.device), None
 
 
 class _ToDevice(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, device: torch.device) -> Tensor:
-        return tensor.to(device)
+    def forward(ctx: Any, tensor: Tensor, device: torch.device, twins: _Twins) -> Tensor:
+        ctx.twins = twins
+        return twins.on_device(tensor, device)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad.cpu(), None
+        return ctx.twins.on_host(grad), None, None
 
 
-def _run_whole(call: Call) -> Any:
+def _run_whole(call: Call, twins: _Twins) -> Any:
     """Run the operator on CPU copies of its arguments, differentiably."""
     if call.traits.mutates or call.traits.view or "out" in call.kwargs:
         raise _CannotRunWhole("it writes to its arguments")
@@ -599,27 +685,22 @@ def _run_whole(call: Call) -> Any:
         if tensor.device.type == "cpu":
             return tensor
         if id(tensor) not in copies:
-            copies[id(tensor)] = _ToHost.apply(tensor)
+            copies[id(tensor)] = _ToHost.apply(tensor, twins)
         return copies[id(tensor)]
 
     args = map_tensors(call.args, fetch)
     kwargs = {k: _cpu_argument(k, map_tensors(v, fetch)) for k, v in call.kwargs.items()}
-    before = {key: copy.detach().clone() for key, copy in copies.items()}
+    before = {key: copy._version for key, copy in copies.items()}
     with _Random(call.traits.random is not False, device, call.kwargs.get("generator")), _same_autocast(device.type):
         result = call.function(*args, **kwargs)
     originals = {id(t): t for t in tensors_in((call.args, call.kwargs))}
     for key, copy in copies.items():
-        if not _identical(copy.detach(), before[key]):  # running statistics, say
+        if copy._version != before[key]:  # running statistics, say
+            twins.drop_storage(originals[key])
             if copy.requires_grad:
                 raise _CannotRunWhole("it writes to an argument that takes gradients")
             originals[key].copy_(copy)
-    return map_tensors(result, lambda t: _ToDevice.apply(t, device))
-
-
-def _identical(left: Tensor, right: Tensor) -> bool:
-    return torch.equal(left, right) or (
-        torch.equal(left.isnan(), right.isnan()) and torch.equal(left.nan_to_num(), right.nan_to_num())
-    )
+    return map_tensors(result, lambda t: _ToDevice.apply(t, device, twins))
 
 
 def _same_autocast(device_type: str) -> torch.autocast:

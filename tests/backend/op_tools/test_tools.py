@@ -182,6 +182,45 @@ def test_fallback_really_runs_on_the_cpu(device: str) -> None:
     assert y.device == x.device
 
 
+def test_fallback_moves_each_version_of_a_tensor_once_views_included(device: str) -> None:
+    weight = torch.randn(32, 16, device=device)
+    x = torch.randn(8, 16, device=device)
+    expected = []
+    with op_tools.OpFallback() as fallback:
+        F.linear(x, weight)
+        before = fallback._twins.copied_bytes
+        expected.append((F.linear(x, weight), x @ weight.t()))
+        moved = fallback._twins.copied_bytes - before
+        assert moved == 2 * 8 * 32 * 4, "only the results, to the device"
+        weight[:, ::2].neg_()  # written to through a view: what was copied is stale
+        expected.append((F.linear(x, weight), x @ weight.t()))
+        rest = weight.flatten()[5:]
+        weight.mul_(2)  # the copy that was written is the copy of the new version
+        before = fallback._twins.copied_bytes
+        expected.append((rest.clone(), weight.flatten()[5:]))
+        assert fallback._twins.copied_bytes - before == rest.numel() * 4
+    for found, wanted in expected:
+        torch.testing.assert_close(found, wanted)
+
+
+def test_fallback_counts_versions_as_pytorch_does(device: str) -> None:
+    def versions() -> list[int]:
+        parameters = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
+        x = torch.ones(4, device=device)
+        with torch.no_grad():
+            torch._foreach_add_(parameters, [torch.ones(3, device=device)] * 2)
+            torch._foreach_mul_(parameters, 2.0)
+            x[1:].add_(1).mul_(2)
+            torch.add(x, 1, out=x)
+        return [*(p._version for p in parameters), x._version]
+
+    bare = versions()
+    with op_tools.OpFallback():
+        assert versions() == bare
+    with op_tools.OpFallback(ops=["torch._foreach.*"]):
+        assert versions() == bare
+
+
 # -- OpDtypeCast --------------------------------------------------------------------------------------
 
 
