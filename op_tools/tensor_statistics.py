@@ -21,6 +21,7 @@ Tensor = torch.Tensor
 NAMES: Final = ("inf", "nan", "min", "max", "mean", "std", "norm")
 _IN_BATCH: Final = 256  # tensors whose statistics go to the host together
 _MEASURED_AS_THEY_ARE: Final = frozenset({torch.float32, torch.float64})
+_AT_ONCE: Final = frozenset({"cpu", "soft"})  # devices whose results need not be waited for
 _WIDE: Final = {torch.float64: torch.float64, torch.complex128: torch.float64}
 
 
@@ -92,9 +93,9 @@ def batch_for(tensor: Tensor) -> tuple[Any, type[Batch]]:
 
 
 class TorchBatch:
-    """Three reductions per tensor, each into its place."""
+    """Some reductions per tensor, each into its place."""
 
-    __slots__ = ("_dtype", "extremes", "infinite", "means", "measures", "slots", "variances")
+    __slots__ = ("_at_once", "_dtype", "extremes", "infinite", "means", "measures", "slots", "variances")
 
     @classmethod
     def of(cls, tensor: Tensor) -> TorchBatch:
@@ -102,12 +103,13 @@ class TorchBatch:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._dtype = dtype
+        self._at_once = device.type in _AT_ONCE
         self.extremes = torch.empty(2 * _IN_BATCH, dtype=dtype, device=device)
         self.slots = list(self.extremes.unbind())  # reductions write there: nothing is gathered afterwards
         self.slots.reverse()
         self.variances: list[Tensor] = []
         self.means: list[Tensor] = []
-        self.infinite: list[Tensor] = []
+        self.infinite: list[Any] = []
         self.measures: list[Measure] = []
 
     def add(self, tensor: Tensor) -> Measure:
@@ -121,7 +123,7 @@ class TorchBatch:
         slots = self.slots
         torch.aminmax(data, out=(slots[-1], slots[-2]))
         var, mean = torch.var_mean(data, correction=0)
-        infinite = data.isinf().any()
+        infinite = self._has_infinity(data, slots[-1], slots[-2]) if self._at_once else data.isinf().any()
         del slots[-2:]  # only now: a reduction that the device lacks leaves the batch as it was
         self.variances.append(var)
         self.means.append(mean)
@@ -130,13 +132,23 @@ class TorchBatch:
         self.measures.append(measure)
         return measure
 
+    def _has_infinity(self, data: Tensor, low: Tensor, high: Tensor) -> bool:
+        """A minimum that is NaN hides infinities; elsewhere the extremes tell."""
+        extremes = (low.item(), high.item())
+        if math.isnan(extremes[0]) or math.isnan(extremes[1]):
+            return bool(data.isinf().any())
+        return math.isinf(extremes[0]) or math.isinf(extremes[1])
+
     @property
     def full(self) -> bool:
         return not self.slots
 
     def values(self) -> Tensor:
         count = 2 * len(self.measures)
-        infinite = torch.stack(self.infinite).to(self._dtype)
+        given = (
+            torch.tensor(self.infinite, device=self.extremes.device) if self._at_once else torch.stack(self.infinite)
+        )
+        infinite = given.to(self._dtype)
         return torch.cat([self.extremes[:count], torch.stack(self.variances + self.means), infinite])
 
     def land(self, values: Tensor) -> None:
