@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from typing import Any, Final, Protocol
 
@@ -26,36 +27,39 @@ _WIDE: Final = {torch.float64: torch.float64, torch.complex128: torch.float64}
 
 
 class Measure:
-    """Statistics of one version of one tensor; the numbers arrive with its batch.
+    """One version of one tensor, whose statistics arrive with its batch; `bad` is what is in it of "inf" and "nan"."""
 
-    `stats` has them in the order of NAMES; `bad` says that there is a NaN or an infinity.
-    """
-
-    __slots__ = ("bad", "numel", "stats")
+    __slots__ = ("bad", "number", "numel")
 
     def __init__(self, numel: int) -> None:
         self.numel = numel
-        self.bad = False
-        self.stats: tuple[float, ...] = ()
+        self.number = next(_numbers)
+        self.bad: tuple[str, ...] = ()
 
-    def arrive(self, inf: float, low: float, high: float, mean: float, var: float) -> None:
-        """Take the numbers as they come from the device (`measure.arrive(0, -1.0, 2.0, 0.5, 1.2)`)."""
-        n = self.numel
-        nan = low != low or high != high
-        self.bad = nan or inf > 0
-        if inf > 0 and not nan:  # as PyTorch has it, in whichever order the elements were added
-            mean = math.nan if low == -math.inf and high == math.inf else low if low == -math.inf else high
-            var = math.nan
-        spread = max(var, 0.0) if var == var else var
-        std = math.sqrt(spread * n / (n - 1)) if n > 1 else 0.0
-        norm = math.sqrt(n * (spread + mean * mean))
-        self.stats = (float(inf > 0), float(nan), low, high, mean, std, norm)
 
-    def row(self) -> dict[str, Any]:
-        """The statistics by name, `inf` and `nan` as truth values (`measure.row()["max"]`)."""
-        row: dict[str, Any] = dict(zip(NAMES, self.stats))
-        row["inf"], row["nan"] = bool(row["inf"]), bool(row["nan"])
-        return row
+_numbers = itertools.count()
+
+
+def completed(measures: list[Measure], inf: Any, low: Any, high: Any, mean: Any, var: Any) -> Any:
+    """Statistics of some measures as rows in the order of NAMES, from what comes from the device as columns.
+
+    >>> completed([Measure(2)], *np.array([[0.0], [1.0], [3.0], [2.0], [1.0]]))[0, 3]
+    3.0
+    """
+    n = np.array([measure.numel for measure in measures], dtype=np.float64)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        infinite, nan = inf > 0, np.isnan(low) | np.isnan(high)
+        one_sided = infinite & ~nan
+        if one_sided.any():  # as PyTorch has it, in whichever order the elements were added
+            both = (low == -np.inf) & (high == np.inf)
+            mean = np.where(one_sided, np.where(both, np.nan, np.where(low == -np.inf, low, high)), mean)
+            var = np.where(one_sided, np.nan, var)
+        spread = np.where(var < 0, 0.0, var)
+        std = np.where(n > 1, np.sqrt(spread * n / np.maximum(n - 1, 1)), 0.0)
+        norm = np.sqrt(n * (spread + mean * mean))
+    for place in np.flatnonzero(infinite | nan):
+        measures[place].bad = tuple([name for name, there in (("inf", infinite), ("nan", nan)) if there[place]])
+    return np.stack([infinite, nan, low, high, mean, std, norm], axis=1).astype(np.float64)
 
 
 class Batch(Protocol):
@@ -77,8 +81,8 @@ class Batch(Protocol):
     def values(self) -> Tensor:
         """What the host needs, as one tensor on the device."""
 
-    def land(self, values: Tensor) -> None:
-        """Give every measure its numbers; `values` are those of `values()`, now on the host."""
+    def land(self, values: Tensor) -> Any:
+        """One row of statistics per measure, in the order of NAMES; `values` are those of `values()`, on the host."""
 
 
 def batch_for(tensor: Tensor) -> tuple[Any, type[Batch]]:
@@ -151,14 +155,11 @@ class TorchBatch:
         infinite = given.to(self._dtype)
         return torch.cat([self.extremes[:count], torch.stack(self.variances + self.means), infinite])
 
-    def land(self, values: Tensor) -> None:
-        numbers = values.tolist()
+    def land(self, values: Tensor) -> Any:
         n = len(self.measures)
-        extremes, (variances, means, infinite) = numbers[: 2 * n], (numbers[k * n : (k + 1) * n] for k in (2, 3, 4))
-        for measure, inf, low, high, mean, var in zip(
-            self.measures, infinite, extremes[::2], extremes[1::2], means, variances
-        ):
-            measure.arrive(inf, low, high, mean, var)
+        numbers = values.numpy().astype(np.float64)
+        var, mean, infinite = (numbers[k * n : (k + 1) * n] for k in (2, 3, 4))
+        return completed(self.measures, infinite, numbers[: 2 * n : 2], numbers[1 : 2 * n : 2], mean, var)
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -236,16 +237,15 @@ class FusedBatch:
             torch.cuda.synchronize(self._index)
         return self.rows[: self._free]
 
-    def land(self, values: Tensor) -> None:
-        for measure, numbers in zip(self.measures, put_together(values.numpy(), self._starts)):
-            measure.arrive(*numbers)
+    def land(self, values: Tensor) -> Any:
+        return completed(self.measures, *put_together(values.numpy(), self._starts))
 
 
-def put_together(rows: Any, starts: list[int]) -> list[tuple[float, float, float, float, float]]:
-    """Infinities, minimum, maximum, mean and variance of each tensor from its rows of partial results.
+def put_together(rows: Any, starts: list[int]) -> Any:
+    """Infinities, minimum, maximum, mean and variance of each tensor, as columns, from its rows of partial results.
 
-    >>> put_together(np.array([[2.0, 1.0, 0.0, 0.0, 1.0, 1.0], [2.0, 3.0, 0.0, 0.0, 3.0, 3.0]]), [0])
-    [(0.0, 1.0, 3.0, 2.0, 1.0)]
+    >>> put_together(np.array([[2.0, 1.0, 0.0, 0.0, 1.0, 1.0], [2.0, 3.0, 0.0, 0.0, 3.0, 3.0]]), [0])[:, 0]
+    array([0., 1., 3., 2., 1.])
     """
     with np.errstate(invalid="ignore", over="ignore"):
         count, mean, distances, infinite, low, high = rows.T
@@ -261,7 +261,7 @@ def put_together(rows: Any, starts: list[int]) -> list[tuple[float, float, float
             means,
             variances,
         )
-    return list(zip(*[column.tolist() for column in found]))
+    return np.stack(found)
 
 
 class _Kernels:
@@ -322,15 +322,13 @@ def _agrees(kernels: _Kernels, index: int) -> bool:
         rows = torch.full((programs, _WIDTH), -1.0, dtype=torch.float64, device=data.device)
         kernels.launch(dtype, programs, data.data_ptr(), rows.data_ptr(), data.numel())
         exact = data.cpu().double()
-        inf, low, high, mean, var = put_together(rows.cpu().numpy(), [0])[0]
+        found = put_together(rows.cpu().numpy(), [0])[:, 0]
         expected = (0.0, exact.min().item(), exact.max().item(), exact.mean().item(), exact.var(correction=0).item())
-        if not all(
-            math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-5) for a, b in zip((inf, low, high, mean, var), expected)
-        ):
+        if not all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-5) for a, b in zip(found, expected)):
             return False
         data[7], data[20] = math.inf, math.nan
         kernels.launch(dtype, programs, data.data_ptr(), rows.data_ptr(), data.numel())
-        inf, low, high, _, _ = put_together(rows.cpu().numpy(), [0])[0]
+        inf, low, high, _, _ = put_together(rows.cpu().numpy(), [0])[:, 0]
         if inf != 1.0 or low == low or high == high:
             return False
     return True

@@ -59,6 +59,7 @@ _UNDECLARED: Final = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "
 _SMALL: Final = 1 << 14  # bytes that are not worth a pinned buffer
 _HALVES: Final = (torch.float16, torch.bfloat16)
 _MOST_REMEMBERED: Final = 10_000
+_STAGING: Final = frozenset({"cuda"})  # their copies from pageable memory have read it all when they return
 
 
 class _Kernel(NamedTuple):
@@ -428,7 +429,7 @@ class _OnCpu(TorchDispatchMode):
         self._twins.drop_storage(tensor)
         if tensor.shape != copy.shape:
             tensor.resize_(copy.shape)
-        tensor.copy_(copy, non_blocking=True)  # nobody writes to the copy any more
+        tensor.copy_(copy, non_blocking=tensor.device.type in _STAGING)
         self._twins.copied_bytes += copy.numel() * copy.element_size()
         self._twins.written(tensor, copy, counts)
 
@@ -626,8 +627,10 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    if tensor.layout != torch.strided or not can_pin(device.type) or tensor.nbytes <= _SMALL:
+    if tensor.layout != torch.strided or not can_pin(device.type):
         return tensor.to(device)
+    if tensor.nbytes <= _SMALL:
+        return tensor.to(device, non_blocking=device.type in _STAGING)
     pinned = torch.empty_like(tensor, pin_memory=True)
     if pinned.stride() != tensor.stride():
         return _bytes_to_device(tensor, device)

@@ -69,11 +69,9 @@ class OpOverflowCheck(Tool):
     wants_backward = True
     wants_pointers = False
     columns: ClassVar[dict[str, str]] = {
-        "call_id": "INTEGER",
-        "site": "INTEGER",
-        "phase": "TEXT",
-        "tensors": "BLOB",  # 0 or 1 for what arrived or left, and its number: unsigned 16-bit pairs
-        "statistics": "BLOB",  # NAMES of each of them as doubles
+        "numbers": "BLOB",  # of measured tensors; all integers have 64 bits
+        "statistics": "BLOB",  # NAMES of each of them, as doubles
+        "calls": "BLOB",  # of each call: id, site, phase, how many tensors; of each tensor: side, place, its number
     }
 
     def prepare(self) -> None:
@@ -90,6 +88,8 @@ class OpOverflowCheck(Tool):
         self._flights: deque[_Flight] = deque()
         self._full: list[Batch] = []
         self._guard = threading.RLock()
+        self._rows: dict[int, Any] = {}  # statistics by number, for a full console
+        self._any_bad = False
         self._made = 0
         self._passed_on = 0
         self._first: Any = None
@@ -198,21 +198,37 @@ class OpOverflowCheck(Tool):
     def _land(self, flight: _Flight) -> None:
         if flight.event is not None:
             flight.event.synchronize()
-        if flight.batch is not None:
-            flight.batch.land(flight.values)
+        numbers, statistics = b"", b""
+        if flight.batch is not None and flight.batch.measures:
+            measures = flight.batch.measures
+            rows = flight.batch.land(flight.values)
+            numbers, statistics = array("q", [m.number for m in measures]).tobytes(), rows.tobytes()
+            self._any_bad = self._any_bad or bool(rows[:, :2].any())
+            if self.view.full:
+                self._remember(measures, rows)
+        log = array("q")
         for entry in flight.entries:
-            self._judge(entry)
+            call, arriving, leaving = entry.call, entry.arriving, entry.leaving
+            if arriving or leaving:
+                backward = entry.phase == "backward"
+                log.extend((call.id, self.site(call), backward, (len(arriving) + len(leaving)) // 2))
+                for side, measures_of in enumerate((arriving, leaving)):
+                    for index, measure in _pairs(measures_of):
+                        log.extend((side, index, measure.number))
+            if self._any_bad:
+                self._judge(entry)
+        if log or statistics:
+            self.record(numbers, statistics, log.tobytes())
+
+    def _remember(self, measures: list[Measure], rows: Any) -> None:
+        if len(self._rows) > 100_000:
+            self._rows.clear()
+        for measure, row in zip(measures, rows):
+            self._rows[measure.number] = row
 
     def _judge(self, entry: _Entry) -> None:
         call = entry.call
         roles = _ROLES[entry.phase]
-        which, numbers = array("H"), array("d")
-        for side, measures in enumerate((entry.arriving, entry.leaving)):
-            for index, measure in _pairs(measures):
-                which.extend((side, index & 0xFFFF))
-                numbers.extend(measure.stats)
-        if which:
-            self.record(call.id, self.site(call), entry.phase, which.tobytes(), numbers.tobytes())
         if not any(m.bad for m in entry.leaving[1::2]):
             return
         if any(m.bad for m in entry.arriving[1::2]):
@@ -221,7 +237,7 @@ class OpOverflowCheck(Tool):
             return  # masks are filled with -inf on purpose
         else:
             self._made += 1
-            kinds = sorted({k for m in entry.leaving[1::2] for k in ("nan", "inf") if m.row()[k]})
+            kinds = sorted({kind for m in entry.leaving[1::2] for kind in m.bad})
             text = f"made {' and '.join(kinds)} in its {roles[1]} from finite {roles[0]} ({entry.phase})"
             if self._first is None:
                 self._first = text
@@ -241,11 +257,11 @@ class OpOverflowCheck(Tool):
             labels = _tensor_labels(parts, role) if parts is not None else None
             for index, measure in _pairs(measures):
                 label, meta = labels[index] if labels and index < len(labels) else (f"{role}[{index}]", None)
-                row = measure.row()
+                row = dict(zip(NAMES, self._rows.get(measure.number, _UNKNOWN)))
                 shape = str(tuple(meta.shape)) if meta is not None else ""
                 dtype = str(meta.dtype).removeprefix("torch.") if meta is not None else ""
                 cells = [f"{row[k]:.6g}" for k in ("min", "max", "mean", "std", "norm")]
-                rows.append([f"{call.op} {label}", shape, dtype, str(row["inf"]), str(row["nan"]), *cells])
+                rows.append([f"{call.op} {label}", shape, dtype, str(bool(row["inf"])), str(bool(row["nan"])), *cells])
         return console.table(header, rows)
 
     # -- results --------------------------------------------------------------------------------------
@@ -271,21 +287,33 @@ class OpOverflowCheck(Tool):
 
     def records(self) -> list[dict[str, Any]]:
         """One row per measured tensor of a call (`check.records()[0]["max"]`)."""
-        rows = []
-        for row in super().records():
-            which, numbers = array("H", row.pop("tensors")), array("d", row.pop("statistics"))
-            described = (row.pop("op"), row.pop("location"))
-            row.pop("described", None)
-            size = len(NAMES)
-            for position in range(len(which) // 2):
-                side, index = which[2 * position : 2 * position + 2]
-                stats = dict(zip(NAMES, numbers[size * position : size * position + size]))
+        if self._store is None:
+            return []
+        sites = {
+            row["site"]: (row["op"], row["location"])
+            for row in self._store.rows("SELECT site, op, location FROM sites", ())
+        }
+        found: list[dict[str, Any]] = []
+        known: dict[int, dict[str, Any]] = {}
+        for flight in super().records():
+            statistics = array("d", flight["statistics"])
+            for place, number in enumerate(array("q", flight["numbers"])):
+                stats: dict[str, Any] = dict(zip(NAMES, statistics[place * len(NAMES) : (place + 1) * len(NAMES)]))
                 stats["inf"], stats["nan"] = bool(stats["inf"]), bool(stats["nan"])
-                role = _ROLES[row["phase"]][side]
-                rows.append(
-                    {**row, "role": role, "tensor": index, **stats, "op": described[0], "location": described[1]}
-                )
-        return rows
+                known[number] = stats
+            log = iter(array("q", flight["calls"]))
+            for call_id in log:
+                site, backward, tensors = next(log), next(log), next(log)
+                phase = "backward" if backward else "forward"
+                op, location = sites[site]
+                for _ in range(tensors):
+                    role, index, number = _ROLES[phase][next(log)], next(log), next(log)
+                    row = {"call_id": call_id, "phase": phase, "role": role, "tensor": index}
+                    found.append({**row, **known[number], "op": op, "location": location})
+        return found
+
+
+_UNKNOWN: Final = (0.0, 0.0, *[float("nan")] * 5)
 
 
 def _tensor_labels(described: Described, role: str) -> list[tuple[str, TensorMeta]]:
