@@ -15,7 +15,8 @@ from .opcall import Tensor, tensors_in
 from .settings import SettingsError
 
 MODES: Final = ("every", "once")
-_FIRST_DEBT: Final = 0.5  # seconds that calls of a new kind may overdraw in all
+_FIRST_DEBT: Final = 0.05  # seconds that calls of a new kind may overdraw in all
+_FIRST_COST: Final = 0.01  # seconds that a comparison is thought to cost before any is done
 _PLENTY: Final = 20
 _MOST_KINDS: Final = 100_000
 
@@ -62,10 +63,13 @@ class Chooser:
         self._clock = clock or time.perf_counter
         self._lock = threading.Lock()
         self._started = self._clock()
-        self._spent = 0.0
+        self._spent = 0.0  # also on looking at calls that were left out
+        self._paid_in_all = 0.0
+        self._taken = 0
         self._done: Counter[Hashable] = Counter()
-        self._cost: dict[Hashable, float] = {}
-        self._mean_cost = 0.0
+        self._paid: dict[Hashable, float] = {}
+        self._under_way: dict[Hashable, list[float]] = {}  # what is still to be paid for calls that were taken
+        self._reserved = 0.0
         self._least = 0
         self.left_out: Counter[Hashable] = Counter()
 
@@ -81,22 +85,55 @@ class Chooser:
                 return True
             taken = self._once(kind) if self.factor is None else self._affordable(kind)
             if taken:
+                self._reserve(kind)
                 self._done[kind] += 1
+                self._taken += 1
             elif len(self.left_out) < _MOST_KINDS:
                 self.left_out[kind] += 1
             return taken
 
     def spend(self, kind: Hashable, seconds: float) -> None:
-        """A comparison of this kind took so much of the run's time."""
+        """So much of the run's time went into a comparison of this kind; None for calls that were left out."""
         if not self.chooses:
             return
         with self._lock:
             self._spent += seconds
-            known = self._cost.get(kind)
-            if known is None and len(self._cost) >= _MOST_KINDS:
-                return
-            self._cost[kind] = seconds if known is None else 0.7 * known + 0.3 * seconds
-            self._mean_cost += 0.1 * (seconds - self._mean_cost)
+            if kind is not None and (kind in self._paid or len(self._paid) < _MOST_KINDS):
+                self._paid[kind] = self._paid.get(kind, 0.0) + seconds
+                self._paid_in_all += seconds
+            waiting = self._under_way.get(kind)
+            if waiting:  # it was set aside
+                due = min(waiting[0], seconds)
+                waiting[0] -= due
+                self._reserved -= due
+
+    def settle(self, kind: Hashable) -> None:
+        """A comparison that was taken is done, and what it cost is known."""
+        if not self.chooses:
+            return
+        with self._lock:
+            waiting = self._under_way.get(kind)
+            if waiting:
+                self._reserved -= waiting.pop(0)
+                if not waiting:
+                    del self._under_way[kind]
+
+    def begin(self, kind: Hashable) -> None:
+        """More is to be done for a call that was taken: its backward."""
+        if self.chooses:
+            with self._lock:
+                self._reserve(kind)
+
+    def _reserve(self, kind: Hashable) -> None:
+        """Comparisons end long after they are begun: what they will cost is set aside."""
+        expected = self._expected(kind)
+        self._under_way.setdefault(kind, []).append(expected)
+        self._reserved += expected
+
+    def _expected(self, kind: Hashable) -> float:
+        if self._done[kind] and kind in self._paid:
+            return self._paid[kind] / self._done[kind]
+        return self._paid_in_all / self._taken if self._paid_in_all else _FIRST_COST
 
     @property
     def overhead(self) -> float:
@@ -111,16 +148,16 @@ class Chooser:
         elapsed = self._clock() - self._started
         # what the run itself took, if comparisons had cost nothing
         allowed = (self.factor - 1.0) * max(elapsed - self._spent, 0.0)
-        left = allowed - self._spent
-        count = self._done[kind]
+        left = allowed - self._spent - self._reserved
+        count, expected = self._done[kind], self._expected(kind)
         if count == 0:  # nothing is known of it yet: worth a small debt
-            return left > -_FIRST_DEBT
-        if left < self._cost.get(kind, self._mean_cost):
+            return left - expected > -_FIRST_DEBT
+        if left < expected:
             return False
         # those that were looked at least come first; with much left over, anyone
         if count > self._least + 2:
             self._least = min(self._done.values())
-        return count <= self._least + 2 or left > _PLENTY * self._cost.get(kind, self._mean_cost)
+        return count <= self._least + 2 or left > _PLENTY * expected
 
     def describe(self) -> str:
         """What was left out, in one line; empty when nothing was."""

@@ -85,7 +85,7 @@ def _sent(asked: Asked) -> Tensor:
 
 def _which(asked: Asked, *candidates: Any) -> int:
     """Which of these arguments a gradient belongs to."""
-    target = list(tensors_in((asked.source.args, asked.source.kwargs)))[asked.number]
+    target = asked.source.tensors[asked.number]
     found = [n for n, candidate in enumerate(candidates) if candidate is target]
     if len(found) != 1:
         raise ValueError("an argument given twice")
@@ -289,7 +289,7 @@ def _squared_bias(asked: Asked) -> Tensor | None:
     if op_facts.last_name(asked.source.name) != "linear":
         return None
     _, _, bias = _arguments(asked.source, "input", "weight", "bias")
-    target = list(tensors_in((asked.source.args, asked.source.kwargs)))[asked.number]
+    target = asked.source.tensors[asked.number]
     if target is not bias:
         return None
     sent = _sent(asked)
@@ -315,7 +315,7 @@ def _factors_of(name: str, asked: Asked) -> tuple[Tensor, Tensor] | None:
         return None
     grad = sent[0].detach()
     grad = grad.reshape(-1, grad.shape[-1]) if rows else grad
-    target = list(tensors_in((asked.source.args, asked.source.kwargs)))[asked.number]
+    target = asked.source.tensors[asked.number]
     given = _OPERANDS[name](asked.source)
     if given[0] is given[1]:
         return None

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -68,6 +69,11 @@ class Source:
     rounded_to: torch.dtype | None = None  # autocast rounded the float32 arguments to this dtype first
     autocast: torch.dtype | None = None  # the lower precision of the autocast region around the call
 
+    @functools.cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors among the arguments, in order (`source.tensors[0]`)."""
+        return tuple(tensors_in((self.args, self.kwargs)))
+
 
 @dataclasses.dataclass
 class Run:
@@ -85,7 +91,6 @@ class Graph:
 
     outputs: Any
     prepared: _Copies
-    nbytes: int
 
 
 @dataclasses.dataclass
@@ -125,7 +130,7 @@ class GoldenResult:
     @property
     def cast_info(self) -> dict[torch.dtype, torch.dtype]:
         """The casts that took place, as the console shows them (`{torch.bfloat16: torch.float64}`)."""
-        present = {t.dtype for t in tensors_in((self.source.args, self.source.kwargs))}
+        present = {t.dtype for t in self.source.tensors}
         return {source: target for source, target in self.cast.items() if source in present}
 
     def at(self, shape: tuple[int, ...], places: Tensor, backward: bool) -> GoldenResult | None:
@@ -140,7 +145,7 @@ class GoldenResult:
             return made[key]
 
         source = self.source
-        if backward and any(t.requires_grad and t.shape != shape for t in tensors_in((source.args, source.kwargs))):
+        if backward and any(t.requires_grad and t.shape != shape for t in source.tensors):
             return None
         try:
             sent = [None if g is None else pick(g) for g in source.grad_outputs or ()]
@@ -222,7 +227,7 @@ def backward(result: GoldenResult, grad_outputs: Sequence[Tensor | None]) -> Gol
 def _has_a_plain_backward(source: Source) -> bool:
     if source.traits.mutates or op_facts.may_mutate(source.name, source.kwargs):
         return False
-    return any(t.requires_grad for t in tensors_in((source.args, source.kwargs)))
+    return any(t.requires_grad for t in source.tensors)
 
 
 def as_is(
@@ -277,13 +282,13 @@ def _why_not(source: Source, max_bytes: int | None) -> str:
         return "a collective: its result depends on other processes"
     if op_facts.last_name(source.name) in op_facts.UNINITIALISED:
         return "returns uninitialised memory"
-    for tensor in tensors_in((source.args, source.kwargs)):
-        if tensor.device.type == "meta":
+    needed = 0
+    for tensor in source.tensors:
+        if tensor.is_meta:
             return "a meta tensor has no values"
-    if max_bytes is not None:
-        needed = sum(8 * t.numel() for t in tensors_in((source.args, source.kwargs)))
-        if needed > max_bytes:
-            return f"needs {needed / 2**20:,.0f} MiB in double precision; the limit is {max_bytes / 2**20:,.0f} MiB"
+        needed += 8 * tensor.numel()
+    if max_bytes is not None and needed > max_bytes:
+        return f"needs {needed / 2**20:,.0f} MiB in double precision; the limit is {max_bytes / 2**20:,.0f} MiB"
     return ""
 
 
@@ -327,31 +332,56 @@ def _execute(
         enter = backward and op_facts.may_mutate(source.name, source.kwargs)
         prepared = _Copies(cast, enter, whole="as_strided" in source.name, rounded_to=source.rounded_to)
         args, kwargs = op_facts.adapt(source.name, source.args, source.kwargs)
-        args, kwargs = prepared.of(args), prepared.of(kwargs)
+        args, kwargs = prepared.of((args, kwargs), source.tensors)
         function = op_facts.on_cpu(source.name, source.function)
-        with mode or contextlib.nullcontext():
+        if mode is None:
             outputs = function(*args, **kwargs)
             grads = _gradients(source, outputs, prepared) if backward else None
-    graph = None
-    if keep_graph:
-        graph = Graph(outputs, prepared, sum(t.nbytes for t in tensors_in((args, kwargs, outputs))))
-    return Run(_detached(outputs), _detached(args), _detached(kwargs), grads), graph
+        else:
+            with mode:
+                outputs = function(*args, **kwargs)
+                grads = _gradients(source, outputs, prepared) if backward else None
+    graph = Graph(outputs, prepared) if keep_graph else None
+    args, kwargs = _detached((args, kwargs))
+    return Run(_detached(outputs), args, kwargs, grads), graph
 
 
-@contextlib.contextmanager
-def _neutral(grad: bool) -> Iterator[None]:
+class _neutral:
     """Whatever modes the calling thread is in, the golden run is in none of them."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._C.DisableTorchFunction())
-        if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad() if grad else torch.no_grad())
-        if torch.is_autocast_enabled("cpu"):
-            stack.enter_context(torch.autocast("cpu", enabled=False))
-        if grad and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            # checkpointing counts what is saved under its hooks: the golden run is not to be counted
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_is, _as_is))
-        yield
+
+    __slots__ = ("_functions", "_grad", "_more", "_wanted")
+
+    def __init__(self, grad: bool) -> None:
+        self._wanted = grad
+
+    def __enter__(self) -> None:
+        self._functions = torch._C.DisableTorchFunction()
+        self._functions.__enter__()
+        self._more = _less_common_modes(self._wanted)
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(self._wanted)
+
+    def __exit__(self, *error: Any) -> None:
+        torch._C._set_grad_enabled(self._grad)
+        if self._more is not None:
+            self._more.__exit__(*error)
+        self._functions.__exit__(*error)
+
+
+def _less_common_modes(grad: bool) -> contextlib.ExitStack | None:
+    inference, autocast = torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+    hooks = grad and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if not (inference or autocast or hooks):
+        return None
+    stack = contextlib.ExitStack()
+    if inference:
+        stack.enter_context(torch.inference_mode(False))
+    if autocast:
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+    if hooks:
+        # checkpointing counts what is saved under its hooks: the golden run is not to be counted
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_is, _as_is))
+    return stack
 
 
 def _as_is(tensor: Tensor) -> Tensor:
@@ -400,8 +430,9 @@ class _Copies:
         self._order: list[Tensor | None] = []
         self._spans: dict[tuple[int, torch.dtype], tuple[int, int]] = {}
 
-    def of(self, value: Any) -> Any:
-        for tensor in tensors_in(value):
+    def of(self, value: Any, tensors: Sequence[Tensor]) -> Any:
+        """Copies of a tree with these tensors in it."""
+        for tensor in tensors:
             self._note_span(tensor)
         return self._map(value)
 
@@ -465,8 +496,11 @@ class _Copies:
             total = source.untyped_storage().nbytes() // source.element_size()
             if self._whole or total <= _KEEP_WHOLE:  # the call may look at memory around the tensor
                 start, end = 0, total
-            plain = torch.empty(0, dtype=source.dtype, device=source.device)
-            plain.set_(source.untyped_storage(), start, (end - start,), (1,))
+            if source.is_conj() or source.is_neg():
+                plain = torch.empty(0, dtype=source.dtype, device=source.device)
+                plain.set_(source.untyped_storage(), start, (end - start,), (1,))
+            else:
+                plain = source.as_strided((end - start,), (1,), start)
             target = self._cast.get(source.dtype, source.dtype)
             if self._rounded_to is not None and source.dtype == torch.float32:
                 plain = plain.to(self._rounded_to)

@@ -7,13 +7,13 @@ there is no compiler, `measures.py` does the same in PyTorch: slower, with the s
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -28,6 +28,7 @@ _FLAGS: Final = (
 )
 _LIBRARIES: Final = ("-nodefaultlibs", "-lc", "-lm", "-lgcc")  # no C++ runtime: some machines have only a static one
 _BUILD_SECONDS: Final = 120
+_QUICKLY: Final = 0.5
 _KINDS: Final = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _MOST_DIMS: Final = 64
 
@@ -66,8 +67,18 @@ class Found(NamedTuple):
 
 
 def available() -> bool:
-    """Whether there is machine code to call (`available()`); the first call may compile it, for some seconds."""
-    return _library() is not None
+    """Whether there is machine code to call (`available()`); where it is not built yet, this waits for it."""
+    prepare()
+    _building.join()
+    return _loaded is not None
+
+
+def prepare() -> None:
+    """Have the library built in the background, if it is not yet: until it is there, Python measures (`prepare()`)."""
+    with _lock:
+        if not _building.ident:
+            _building.start()
+    _building.join(_QUICKLY)  # long enough to load what was built before
 
 
 def measure(device: Tensor, golden: Tensor, atol: float, rtol: float) -> Columns | None:
@@ -158,15 +169,30 @@ _ONE: Final = (ctypes.c_int64 * 1)(1)
 # --- building it ----------------------------------------------------------------------------------------------
 
 
-@functools.cache
+_lock: Final = threading.Lock()
+_loaded: Any = None
+
+
 def _library() -> Any:
+    if _loaded is None and not _building.ident:
+        prepare()
+    return _loaded
+
+
+def _load() -> None:
+    global _loaded
     try:
         path = _built()
-        library = None if path is None else ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError):
-        return None  # no compiler that can do it, or no folder to write to: Python does the work
-    if library is None:
-        return None
+        _loaded = None if path is None else _declared(ctypes.CDLL(str(path)))
+    except (OSError, AttributeError, subprocess.SubprocessError):
+        _loaded = None  # no compiler that can do it, or no folder to write to: Python does the work
+
+
+_building: Final = threading.Thread(target=_load, name="op_tools-native", daemon=True)
+_building.op_tools_internal = True  # type: ignore[attr-defined]
+
+
+def _declared(library: Any) -> Any:
     number, size, address = ctypes.c_double, ctypes.c_int64, ctypes.c_void_p
     pair: list[Any] = [ctypes.c_int32, address, address, address, ctypes.c_int32, address, address]
     library.op_tools_measure.argtypes = [*pair, number, number, number, address]
@@ -179,8 +205,9 @@ def _built() -> Path | None:
     compiler = _compiler()
     if compiler is None or os.environ.get("OP_TOOLS_NATIVE", "1") == "0" or platform.system() != "Linux":
         return None
-    asked = subprocess.run([compiler, "-dumpfullversion", "-dumpversion"], capture_output=True, check=False)
-    parts = (_SOURCE.read_bytes(), repr((_FLAGS, _LIBRARIES, platform.machine())).encode(), asked.stdout)
+    found = os.stat(os.path.realpath(compiler))  # asking it for its version takes longer than all the rest
+    identity = (_FLAGS, _LIBRARIES, platform.machine(), os.path.realpath(compiler), found.st_size, int(found.st_mtime))
+    parts = (_SOURCE.read_bytes(), repr(identity).encode())
     target = _cache() / f"op_tools-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}" / "measure.so"
     if target.exists():
         return target

@@ -9,6 +9,7 @@ a chain of operators, in backward. It needs no formula for any operator, and no 
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Sequence
@@ -45,6 +46,12 @@ class Precision:
         self.inner = min(self.stored, _SINGLE)
         self.largest = info.max
         self.smallest = info.smallest_normal * info.eps  # the distance between subnormal numbers
+
+
+@functools.cache
+def precision_of(stored: torch.dtype, device: str = "") -> Precision:
+    """The same for every question (`precision_of(torch.half).stored`)."""
+    return Precision(stored, device)
 
 
 def weights_of_products(precision: Precision, length: int, steps_in_low: float = 1.0) -> tuple[float, float]:

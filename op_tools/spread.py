@@ -64,8 +64,7 @@ class Spread:
     @functools.cached_property
     def usable(self) -> bool:
         """Kernels of other layouts rely on more than values: they are not run with anything but the truth."""
-        source = self.result.source
-        tensors = tensors_in((source.args, source.kwargs, self.result.outputs))
+        tensors = (*self.result.source.tensors, *tensors_in(self.result.outputs))
         return all(t.layout == torch.strided and not t.is_quantized and not t.is_nested for t in tensors)
 
     @property

@@ -19,7 +19,7 @@ from . import chance, formulas, op_facts, settings
 from .golden import GoldenResult
 from .measures import Bound, Columns, Sides, beyond, measure
 from .opcall import Tensor, children, tensors_in
-from .rounding import PROBES, Precision, unit
+from .rounding import PROBES, Precision, precision_of, unit
 from .spread import Spread
 
 RIGHT: Final = "right"
@@ -135,11 +135,13 @@ def judge(
     part: str = "output",
     rules: Rules | None = None,
     max_seconds: float | None = None,
+    labels: Sequence[str] | None = None,
 ) -> Judgement:
     """Compare trees of CPU tensors: what the device returned, and the same part of the golden run.
 
     `part` is `output`, `input` (arguments after the call) or `grad_input`. With `result`, elements that simple
-    rounding does not explain are examined by repeating the golden run with random roundings.
+    rounding does not explain are examined by repeating the golden run with random roundings. `labels` are the names of
+    the rows, if they are to have others.
 
     >>> judge("torch.add", torch.ones(2), torch.ones(2, dtype=torch.float64)).verdict
     'right'
@@ -149,25 +151,42 @@ def judge(
     if mismatch:
         row = Row(f"{name} {part}", False, math.inf, math.inf, 0, 0, mismatch, verdict=WRONG, reason=mismatch)
         return Judgement(WRONG, mismatch, (row,))
-    spread = None
-    if result is not None:
-        precision = Precision(_coarsest(result, part, [d for d, _ in pairs]), result.source.device)
-        spread = Spread(result, part, leaves_of, precision, max_seconds)
+    doubts = None if result is None else _Doubts(result, part, [d for d, _ in pairs], max_seconds)
     if part == "output":
         pairs = [(d, op_facts.turned(name, number, d, g)) for number, (d, g) in enumerate(pairs)]
     rows = []
     for number, (left, right) in enumerate(pairs):
-        label = f"{name} {part}" if len(pairs) == 1 else f"{name} {part}[{number}]"
-        rows.append(_judge_pair(_Pair(name, label, number, left, right, rules, spread)))
+        if labels is not None:
+            label = labels[number]
+        else:
+            label = f"{name} {part}" if len(pairs) == 1 else f"{name} {part}[{number}]"
+        rows.append(_judge_pair(_Pair(name, label, number, left, right, rules, doubts)))
     verdict = WRONG if any(r.verdict == WRONG for r in rows) else RIGHT
     worst = max(rows, key=lambda r: (r.verdict == WRONG, r.excess), default=None)
     reason = f"{worst.name}: {worst.reason}" if worst is not None and worst.reason else ""
-    return Judgement(verdict, reason, tuple(rows), spread.probes + spread.narrow_probes if spread else 0)
+    return Judgement(verdict, reason, tuple(rows), 0 if doubts is None else doubts.probes)
+
+
+class _Doubts:
+    """What is asked about a call only where its results are not settled at once."""
+
+    def __init__(self, result: GoldenResult, part: str, device: list[Any], max_seconds: float | None) -> None:
+        self.result, self.part, self._device, self._max_seconds = result, part, device, max_seconds
+
+    @functools.cached_property
+    def spread(self) -> Spread:
+        precision = precision_of(_coarsest(self.result, self.part, self._device), self.result.source.device)
+        return Spread(self.result, self.part, leaves_of, precision, self._max_seconds)
+
+    @property
+    def probes(self) -> int:
+        spread = self.__dict__.get("spread")
+        return 0 if spread is None else spread.probes + spread.narrow_probes
 
 
 def only_moves(result: GoldenResult, part: str) -> bool:
     """Whether a call takes values from one place to another and computes nothing (`only_moves(result, "output")`)."""
-    spread = Spread(result, part, leaves_of, Precision(torch.float32), None)
+    spread = Spread(result, part, leaves_of, precision_of(torch.float32), None)
     return spread.usable and spread.structure.exact and not spread.structure.kernels
 
 
@@ -243,12 +262,16 @@ class _Pair:
     device: Any
     golden: Any
     rules: Rules
-    spread: Spread | None
+    doubts: _Doubts | None
     units: float | None = None  # the largest error in units of rounding, if it is known
 
     @functools.cached_property
     def sides(self) -> Sides:
         return Sides(self.device, self.golden)
+
+    @property
+    def spread(self) -> Spread | None:
+        return None if self.doubts is None else self.doubts.spread
 
 
 def _judge_pair(pair: _Pair) -> Row:
@@ -258,11 +281,21 @@ def _judge_pair(pair: _Pair) -> Row:
     atol, rtol, user = pair.rules.tolerance(pair.name, pair.device.dtype)
     if problem:
         return Row(pair.label, False, math.inf, math.inf, atol, rtol, info, verdict=WRONG, reason=problem)
-    row = Row(pair.label, True, 0.0, 0.0, atol, rtol, info)
     if pair.device.numel() == 0:
-        return row
+        return Row(pair.label, True, 0.0, 0.0, atol, rtol, info)
     columns = measure(pair.sides, atol, rtol, quick=not user and pair.rules.standard == "ulp")
-    row, pair.units = _with_columns(row, columns), columns.units
+    pair.units = columns.units
+    row = Row(
+        pair.label,
+        columns.allclose,
+        columns.max_abs_diff,
+        columns.max_relative_diff,
+        atol,
+        rtol,
+        info,
+        columns.cosine,
+        columns.max_ulp,
+    )
     if user or pair.rules.standard == "seed":
         why = f"allclose with {'the tolerance that was set' if user else 'the seed tolerance'}"
         return _decided(row, row.allclose, why)
@@ -310,7 +343,7 @@ def _judge_plain(pair: _Pair) -> Row:
     if isinstance(left, int) and isinstance(right, int):
         return _decided(row, left == right, f"{left} instead of {right}")
     # The number was read out of a tensor of some dtype: the coarsest among the inputs is the measure.
-    coarse = pair.spread.precision if pair.spread else Precision(torch.float32)
+    coarse = pair.spread.precision if pair.spread else precision_of(torch.float32)
     within = abs(left - right) <= max(2 * coarse.stored * abs(right), coarse.smallest) or left == right
     within = within or (left != left and right != right)
     return _decided(row, within, f"{left!r} instead of {right!r}")
@@ -418,24 +451,23 @@ def _coarsest(result: GoldenResult, part: str, device: Sequence[Any]) -> torch.d
     if part == "grad_input":
         tensors += [t for t in result.source.grad_outputs or () if t is not None]
     low = result.source.autocast
-    if low is not None and any(t.dtype == low for t in tensors_in((result.source.args, result.source.kwargs))):
+    if low is not None and any(t.dtype == low for t in result.source.tensors):
         return low  # what lies between the steps of a composite call is kept in the lower precision
     dtypes = [t.dtype for t in tensors if t.is_floating_point() or t.is_complex()]
     if not dtypes:
-        inputs = tensors_in((result.source.args, result.source.kwargs))
-        dtypes = [t.dtype for t in inputs if t.is_floating_point() or t.is_complex()] or [torch.float32]
+        dtypes = [t.dtype for t in result.source.tensors if t.is_floating_point() or t.is_complex()] or [torch.float32]
     return max(dtypes, key=unit)
 
 
 def _judge_rounding(row: Row, pair: _Pair) -> Row:
-    dtype = pair.device.dtype
-    if pair.spread is not None and pair.spread.part == "grad_input":
+    dtype, doubts = pair.device.dtype, pair.doubts
+    if doubts is not None and doubts.part == "grad_input" and doubts.result.source.rounded_to is not None:
         # gradients of arguments that autocast rounded: computed in the lower precision, handed out in float32
-        dtype = max(dtype, pair.spread.result.source.rounded_to or dtype, key=unit)
-    precision = Precision(dtype)
-    units = None if pair.units is None else pair.units * unit(pair.device.dtype) / precision.stored
+        dtype = max(dtype, doubts.result.source.rounded_to, key=unit)
+    precision = precision_of(dtype)
+    units = None if pair.units is None else pair.units * precision_of(pair.device.dtype).stored / precision.stored
     if units is not None and units <= 1:  # as good as rounding the reference
-        return dataclasses.replace(row, excess=units)
+        return dataclasses.replace(row, excess=units) if units else row
     spread = pair.spread if pair.spread is None or pair.spread.usable else None
     if units is not None and spread is not None and not spread.structure.exact:
         least = STORED + SIGMAS * spread.least_error(pair.number) / precision.stored
@@ -616,8 +648,7 @@ def _shared_among_ties(pair: _Pair, check: _Check, stored: float, sigma: Tensor 
 
     Which of several equal values is the largest is free, and so is the one that gets the gradient.
     """
-    inputs = list(tensors_in((pair.spread.result.source.args, pair.spread.result.source.kwargs)))  # type: ignore[union-attr]
-    values = inputs[pair.number].detach().reshape(-1)
+    values = pair.spread.result.source.tensors[pair.number].detach().reshape(-1)  # type: ignore[union-attr]
     _, group, count = torch.unique(values, return_inverse=True, return_counts=True)
 
     def summed(x: Tensor) -> Tensor:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import itertools
 import os
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -28,11 +29,12 @@ from ..golden import GoldenResult
 from ..intercept import Call
 from ..module_path import module_path
 from ..opcall import Tensor, TensorMeta, describe, labelled, tensors_in
-from ..snapshot import Staged, Unpacker, rebuild, stage
+from ..snapshot import MOST_BORROWED, Layouts, Ref, Staged, Unpacker, Whole, map_leaves, stage
 from ..verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
 from ..writer import Writer
 from .base import Tool
 
+_SEEING: Final = 1e-5  # seconds that the interceptor needs for a call, whether or not it is compared
 _MOST_KINDS: Final = 20_000
 _MOST_SAVED: Final = 200  # wrong calls that are saved to disk
 _MOST_BLAMES: Final = 10_000
@@ -156,11 +158,13 @@ class OpAutoCompare(Tool):
         threads = int(settings.number("OP_AUTOCOMPARE_THREADS", max(1, min(12, _cores() - 2))))
         self._at_once = self.only is not None or threads < 1
         self._writer = Writer(queued, max(1, threads))
+        self._layouts = Layouts()
+        self._looks: dict[Hashable, int] = {}
         self._room = _Room(queued // 4)
         self._casts: dict[str, dict[torch.dtype, torch.dtype] | None] = {}
         self._moves: dict[Hashable, Judgement | None] = {}  # kinds of calls: what is found where they only move values
         self._unchanged_rows: dict[Hashable, tuple[Row, ...]] = {}
-        native.available()  # built now, not in the middle of a step
+        native.prepare()
         # how much of a worker's time the run itself loses: all of it where there is no core to spare
         self._share = 1.0 if _cores() <= threads + 1 else 0.5
         self._workers = threading.local()
@@ -190,14 +194,18 @@ class OpAutoCompare(Tool):
             return False
         if not self._chooser.chooses:
             return True
+        started = time.perf_counter()
         kind = call.notes[(self, "kind")] = kind_of(call.op, call.args, call.kwargs)
-        return self._chooser.take(kind)
+        taken = self._chooser.take(kind)
+        self._chooser.spend(None, _SEEING + time.perf_counter() - started)
+        return taken
 
     # -- while the training runs ----------------------------------------------------------------------
 
     def before(self, call: Call) -> None:
         started = time.perf_counter()
         if call.traits.collective:
+            self._chooser.settle(call.notes.get((self, "kind")))
             self._skip(call, "a collective: its result depends on other processes")
             return
         device = call.device.type
@@ -206,8 +214,9 @@ class OpAutoCompare(Tool):
         grad_enabled = torch.is_grad_enabled()
         module = module_path(2)
         with quiet():
-            staged = stage((call.args, call.kwargs))
+            staged = self._layouts.stage(call.inputs.number, call.tensors, (call.args, call.kwargs))
         if staged.opaque:
+            self._chooser.settle(kind)
             self._skip(call, f"arguments of type {', '.join(staged.opaque)} cannot be copied")
             return
         function = getattr(call.function, "op_tools_function", call.function)
@@ -222,8 +231,12 @@ class OpAutoCompare(Tool):
             return
         started = time.perf_counter()
         self.announce(call)
+        inputs, outputs = call.inputs.number, call.outputs.number
+        number = inputs << 32 | outputs if inputs and outputs else 0  # never that of arguments alone
         with quiet():
-            job.after = stage((call.args, call.kwargs, call.result))
+            job.after = self._layouts.stage(
+                number, [*call.tensors, *call.results], (call.args, call.kwargs, call.result)
+            )
         if job.autocast is not None:
             job.rounded_to = golden.autocast_rounds_to(call.op, job.autocast, call.result)
         job.site = self.site(call)
@@ -238,7 +251,7 @@ class OpAutoCompare(Tool):
         if forward is None:
             return
         started = time.perf_counter()
-        staged = stage((grad_outputs, grad_inputs))
+        staged = self._stage_gradients(grad_outputs, grad_inputs)
         pointers = [[g.data_ptr() for g in grads if g is not None] for grads in (grad_outputs, grad_inputs)]
         event = self._lineage.made_from(pointers[0], pointers[1], also=(forward.event,))
         job = dataclasses.replace(
@@ -252,8 +265,21 @@ class OpAutoCompare(Tool):
             done=threading.Event(),
             host={},
         )
+        self._chooser.begin(job.kind)
         self._submit(job)
         self._chooser.spend(job.kind, time.perf_counter() - started)
+
+    def _stage_gradients(self, sent: list[Tensor | None], found: list[Tensor | None]) -> Staged:
+        grads = [*sent, *found]
+        if any(g is not None and g.layout != torch.strided for g in grads):
+            return stage((sent, found))
+        looks = (len(sent), *[None if g is None else (g.shape, g.stride(), g.dtype, g.requires_grad) for g in grads])
+        number = self._looks.get(looks)
+        if number is None:
+            if len(self._looks) >= _MOST_KINDS:
+                return stage((sent, found))
+            number = self._looks[looks] = -1 - len(self._looks)  # descriptions have positive numbers
+        return self._layouts.stage(number, [g for g in grads if g is not None], (sent, found))
 
     def _skip(self, call: Call, reason: str) -> None:
         self._not_comparable[call.op] += 1
@@ -272,7 +298,7 @@ class OpAutoCompare(Tool):
     # -- in the threads -------------------------------------------------------------------------------
 
     def _work(self, number: int, job: _Job) -> None:
-        started = time.thread_time()
+        started = time.perf_counter()  # not the thread's own time: where cores are short, waiting is what it costs
         try:
             if not self._abandoned:
                 self._prepare_thread()
@@ -280,7 +306,8 @@ class OpAutoCompare(Tool):
         except Exception as error:
             job.error = error
         finally:
-            self._chooser.spend(job.kind, (time.thread_time() - started) * self._share)
+            self._chooser.spend(job.kind, (time.perf_counter() - started) * self._share)
+            self._chooser.settle(job.kind)
             self._tell_in_order(number, job)
 
     def _prepare_thread(self) -> None:
@@ -289,18 +316,10 @@ class OpAutoCompare(Tool):
             _one_kernel_thread()
 
     def _compare(self, job: _Job) -> None:
-        host, unpacker = job.host, self._workers.unpacker
+        host = job.host
         with quiet():
-            before = job.before._replace(storages=tuple(unpacker.fetch(job.before)), event=None)
-            if job.twin is not None:
-                job.twin.before = before  # no device memory is held for a backward to come
-            args, kwargs = rebuild(before.tree, before.storages)
-            if job.after is not None:
-                host["args"], host["kwargs"], host["result"] = unpacker.unpack(job.after)
-            sent = None
-            if job.grads is not None:
-                sent, host["grad_inputs"] = unpacker.unpack(job.grads)
-                host["grad_outputs"] = sent
+            args, kwargs = self._fetch(job)
+        sent = host.get("grad_outputs")
         kind = self._kind(job) if not self.view.full else None
         known = self._moves.get(kind) if kind is not None else None
         if known is not None and self._moved_as_before(job, args, kwargs):
@@ -313,6 +332,35 @@ class OpAutoCompare(Tool):
             job.judgement = self._judge_forward(job, result)
         if kind is not None and kind not in self._moves and len(self._moves) < _MOST_KINDS:
             self._moves[kind] = job.judgement if self._only_moves(job, result, job.judgement) else None
+        if job.judgement.verdict == WRONG or self.view.full:
+            with quiet():  # what was borrowed is shown and saved later
+                self._unpack(job, self._workers.unpacker.fetch)
+
+    def _fetch(self, job: _Job) -> tuple[Any, Any]:
+        """The arguments on the host, to keep; results and gradients in `job.host`, valid until the next comparison."""
+        unpacker, before = self._workers.unpacker, job.before
+        later = job.after or job.grads
+        assert later is not None
+        together = before.nbytes + later.nbytes <= MOST_BORROWED
+        if together and job.after is not None:  # the later event includes the earlier one
+            flats = unpacker.borrow((*before.storages, *later.storages), later.event or before.event)
+            count = len(before.storages)
+            own = [f if s.is_cpu else f.clone() for s, f in zip(before.storages, flats)]
+            self._unpack(job, lambda _: flats[count:])
+        else:
+            own = unpacker.fetch(before)
+            self._unpack(job, unpacker.fetch if not together else lambda s: unpacker.borrow(s.storages, s.event))
+        before = before._replace(storages=tuple(own), event=None)
+        if job.twin is not None:
+            job.twin.before = before  # no device memory is held for a backward to come
+        return _rebuilt(before.tree, own)
+
+    def _unpack(self, job: _Job, fetch: Callable[[Staged], Sequence[Tensor]]) -> None:
+        host = job.host
+        if job.after is not None:
+            host["args"], host["kwargs"], host["result"] = _rebuilt(job.after.tree, fetch(job.after))
+        if job.grads is not None:
+            host["grad_outputs"], host["grad_inputs"] = _rebuilt(job.grads.tree, fetch(job.grads))
 
     def _golden(self, job: _Job, args: Any, kwargs: Any, sent: Any) -> GoldenResult:
         """The golden run, or its backward alone where the forward pass was kept."""
@@ -399,10 +447,9 @@ class OpAutoCompare(Tool):
     def _judge_inputs(self, job: _Job, result: GoldenResult, options: dict[str, Any]) -> Judgement:
         """Arguments after the call: unchanged ones need no more than a look at their bits."""
         name, source = job.call.op, result.source
-        ours = _compared(job.host["args"], job.host["kwargs"])
-        earlier = _compared(source.args, source.kwargs)
+        ours, earlier = _compared(job.host["args"], job.host["kwargs"]), _compared(source.args, source.kwargs)
         theirs = _compared(*result.inputs_after)
-        if len(ours) != len(theirs) or not all(map(_unchanged, ours, earlier)) or _wrote(result):
+        if len(ours) != len(theirs) or not _unchanged(ours, earlier) or _wrote(result):
             return verdict.judge(name, ours, theirs, part="input", **options)
         key = self._kind(job)
         rows = self._unchanged_rows.get(key) if key is not None else None
@@ -436,6 +483,9 @@ class OpAutoCompare(Tool):
             return Judgement(NOT_COMPARABLE, result.reason)
         expected = result.grad_inputs or []
         found = job.host["grad_inputs"]
+        present = [g is not None or e is not None for g, e in zip(found, expected)]
+        single, numbers = sum(present) == 1, itertools.count()
+        labels = [f"{name} grad" if single or not there else f"{name} grad[{next(numbers)}]" for there in present]
         judged = verdict.judge(
             name,
             found,
@@ -444,12 +494,10 @@ class OpAutoCompare(Tool):
             part="grad_input",
             rules=self._rules,
             max_seconds=self._max_seconds,
+            labels=labels if len(found) == len(expected) else None,
         )
-        kept = [row for row, (g, e) in zip(judged.rows, zip(found, expected)) if g is not None or e is not None]
-        rows = []
-        for number, row in enumerate(kept):
-            rows.append(dataclasses.replace(row, name=f"{name} grad" if len(kept) == 1 else f"{name} grad[{number}]"))
-        return dataclasses.replace(judged, rows=tuple(rows))
+        rows = tuple(itertools.compress(judged.rows, present)) if len(judged.rows) == len(present) else judged.rows
+        return Judgement(judged.verdict, judged.reason, rows, judged.probes)
 
     # -- telling, in the order of the calls -----------------------------------------------------------
 
@@ -762,6 +810,29 @@ def _same(ours: Any, theirs: Any) -> bool:
     """Whether two trees are the same in every shape, dtype and value."""
     left, right = list(verdict.leaves_of(ours)), list(verdict.leaves_of(theirs))
     return len(left) == len(right) and all(map(_same_leaf, left, right))
+
+
+def _rebuilt(tree: Any, flats: Sequence[Tensor]) -> Any:
+    """Tensors again, from a staged tree and the bytes of its storages, wherever these lie."""
+    typed: dict[tuple[int, torch.dtype], Tensor] = {}
+
+    def make(leaf: Any) -> Any:
+        if type(leaf) is not Ref:
+            return leaf.copy.cpu().requires_grad_(leaf.requires_grad) if isinstance(leaf, Whole) else leaf
+        base = typed.get((leaf.storage, leaf.dtype))
+        if base is None:
+            flat = flats[leaf.storage]
+            rest = flat.numel() % leaf.dtype.itemsize
+            base = (flat[:-rest] if rest else flat).view(leaf.dtype)
+            typed[(leaf.storage, leaf.dtype)] = base
+        tensor = base.as_strided(leaf.shape, leaf.stride, base.storage_offset() + leaf.offset)
+        if leaf.conjugated:
+            tensor = torch._conj(tensor)
+        if leaf.negated:
+            tensor = torch._neg_view(tensor)
+        return tensor.requires_grad_() if leaf.requires_grad else tensor
+
+    return map_leaves(tree, make)
 
 
 def _same_leaf(a: Any, b: Any) -> bool:

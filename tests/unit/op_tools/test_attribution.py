@@ -112,6 +112,7 @@ def test_a_budget_keeps_the_run_within_its_factor_and_looks_at_everything() -> N
                 done[f"op{call}"] += 1
                 now += 0.020
                 chooser.spend((f"op{call}",), 0.020)
+                chooser.settle((f"op{call}",))
     bare = 2_000 * 10 * 0.001
     assert now <= 2.05 * bare + 0.5
     assert now >= 1.7 * bare, "the budget is used"
@@ -128,7 +129,21 @@ def test_kinds_that_vanish_do_not_hold_the_others_up() -> None:
         if chooser.take((name,)):
             now += 0.01
             chooser.spend((name,), 0.01)
+            chooser.settle((name,))
     assert chooser._done[("op",)] > 1_000
+
+
+def test_comparisons_that_are_not_done_yet_count() -> None:
+    """They end long after they are begun: a first step must not take everything before anything is paid for."""
+    now = 0.0
+    chooser = Chooser("every", 2.0, clock=lambda: now)
+    taken = [kind for kind in range(1_000) if chooser.take((f"op{kind}",))]
+    assert 1 <= len(taken) <= budget._FIRST_DEBT / budget._FIRST_COST
+    for kind in taken:
+        chooser.spend((f"op{kind}",), 0.001)
+        chooser.settle((f"op{kind}",))
+    assert chooser.take(("another",)), "they were cheaper than was thought"
+    assert chooser._reserved == pytest.approx(0.001), "what is set aside is what such calls cost"
 
 
 def test_new_kinds_without_end_do_not_break_the_budget() -> None:
@@ -139,6 +154,7 @@ def test_new_kinds_without_end_do_not_break_the_budget() -> None:
         if chooser.take((f"op{i}",)):
             now += 0.01
             chooser.spend((f"op{i}",), 0.01)
+            chooser.settle((f"op{i}",))
     assert now <= 1.5 * 3.0 + budget._FIRST_DEBT + 0.05
     assert "never compared" in chooser.describe()
 
