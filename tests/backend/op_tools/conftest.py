@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import ditorch  # noqa: F401
+import ditorch
 from op_tools.intercept import INTERCEPTOR
 
 DEVICE = "cuda"
@@ -23,6 +23,13 @@ def _quiet_console(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         INTERCEPTOR.remove(tool)
     assert not left, f"tools were left active: {left}"
     assert torch._C._len_torch_function_stack() == 0
+
+
+@pytest.fixture(autouse=True)
+def _float32_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN multiplies float32 in TF32 unless told otherwise."""
+    if ditorch.backend.name == "cuda":
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 @pytest.fixture
