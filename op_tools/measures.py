@@ -228,10 +228,10 @@ def _beyond(device: Tensor, golden: Tensor, bound: Bound, squares: Tensor | None
     for pieces in pieces_of(device, golden, *(() if squares is None else (squares,))):
         exact = pieces[1]
         size = exact.abs()
-        sigma = size * bound.least
+        variance = exact.square().mul_(bound.of_result)
         if squares is not None:
-            variance = pieces[2].to(torch.float64).mul(bound.of_squares).add_(exact.square(), alpha=bound.of_result)
-            sigma = torch.maximum(variance.sqrt_(), sigma)
+            variance.add_(pieces[2].to(torch.float64), alpha=bound.of_squares)
+        sigma = torch.maximum(variance.sqrt_(), size * bound.least)
         limit = (size * bound.factor).clamp_(min=bound.lowest).add_(sigma, alpha=bound.sigmas)
         error = torch.sub(pieces[0].to(torch.float64), exact).abs_()
         if not math.isfinite(float((error + limit).sum())):

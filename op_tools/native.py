@@ -149,6 +149,7 @@ def _plain(tensor: Tensor) -> bool:
         and tensor.is_cpu
         and not tensor.is_neg()
         and not tensor.is_quantized
+        and not tensor._is_zerotensor()  # which has no memory
         and tensor.numel() > 0
         and tensor.dim() <= _MOST_DIMS
     )
