@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -225,6 +226,7 @@ class Interceptor(TorchFunctionMode):
         return result
 
     def _make_plan(self, func: Callable[..., Any]) -> Plan | None:
+        self._compiler.look()
         plans = self._plans
         if len(plans) > _MOST_PLANS:  # functions made in a loop must not pile up
             plans.clear()
@@ -287,6 +289,8 @@ class Interceptor(TorchFunctionMode):
         self._undo.append(_watch_new_threads(self))
         self._undo.append(_count_steps(self))
         self._undo.append(_watch_inside_backward(self))
+        self._compiler = _Compiler(self)
+        self._undo.append(self._compiler.undo)
         undo = _watch_collectives(self)
         if undo is not None:
             self._undo.append(undo)
@@ -504,6 +508,59 @@ def _watch_inside_backward(interceptor: Interceptor) -> Callable[[], None]:
     return undo
 
 
+_COMPILED: Final = frozenset({"compile_wrapper", "_fn"})  # what Dynamo calls what it puts around a function
+
+
+class _Compiler:
+    """Keeps the interceptor out of compiled functions, which are one piece to it and to the user.
+
+    Dynamo would trace a function mode along with the function, break the graph at each operator, and compile again
+    for every tool. So the mode is taken off for as long as Dynamo watches the frames of a thread.
+    """
+
+    def __init__(self, interceptor: Interceptor) -> None:
+        self._interceptor = interceptor
+        self._module: Any = None
+        self._original: Callable[[Any], Any] | None = None
+        self._compile = torch.compile
+        torch.compile = self._compile_and_look  # type: ignore[assignment]
+        self.look()
+
+    def _compile_and_look(self, *args: Any, **kwargs: Any) -> Any:
+        compiled = self._compile(*args, **kwargs)
+        self.look()
+        return compiled
+
+    def look(self) -> None:
+        """Dynamo is imported when it is used first: see whether it is there by now."""
+        if self._module is not None:
+            return
+        module = sys.modules.get("torch._dynamo.eval_frame")
+        original = getattr(module, "_maybe_set_eval_frame", None)
+        if original is not None:
+            self._module, self._original = module, original
+            module._maybe_set_eval_frame = self._set  # type: ignore[union-attr]
+
+    def _set(self, callback: Any) -> Any:
+        assert self._original is not None
+        wrapper = sys._getframe(1)  # of a compiled function: it calls this before and after
+        if getattr(_thread, "compiled", None) is wrapper:
+            prior = self._original(callback)
+            _thread.compiled = None
+            _put_on(self._interceptor)
+            return prior
+        if callable(callback) and wrapper.f_code.co_name in _COMPILED and _is_on(self._interceptor):
+            _take_off(self._interceptor)
+            _thread.compiled = wrapper
+        return self._original(callback)
+
+    def undo(self) -> None:
+        if torch.compile == self._compile_and_look:
+            torch.compile = self._compile  # type: ignore[assignment]
+        if self._module is not None and self._module._maybe_set_eval_frame == self._set:
+            self._module._maybe_set_eval_frame = self._original
+
+
 def _count_steps(interceptor: Interceptor) -> Callable[[], None]:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -514,6 +571,7 @@ def _count_steps(interceptor: Interceptor) -> Callable[[], None]:
             first.append(id(optimizer))
         if id(optimizer) == first[0]:  # with several optimizers, the first one counts
             interceptor.step += 1
+        interceptor._compiler.look()
 
     return register_optimizer_step_post_hook(stepped).remove
 

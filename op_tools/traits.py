@@ -317,7 +317,7 @@ def traits_of(function: Callable[..., Any], name: str | None = None) -> OpTraits
         return OpTraits(name, function, bookkeeping=True)
     if name in _TRANSPARENT_NAMES:
         return OpTraits(name, function, bookkeeping=True, transparent=True)
-    if known and last in BOOKKEEPING:
+    if (known and last in BOOKKEEPING) or name.startswith("profiler."):
         return OpTraits(name, function, bookkeeping=True)
     if name.startswith("torch.distributed."):
         return OpTraits(name, function, collective=True, mutates=True)

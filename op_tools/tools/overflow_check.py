@@ -14,6 +14,7 @@ import torch
 from .. import console
 from ..devices import can_pin, event_class, quiet
 from ..intercept import Call
+from ..op_facts import UNINITIALISED, last_name
 from ..opcall import Described, Tensor, TensorMeta, labelled
 from ..tensor_statistics import NAMES, Batch, Measure, batch_for, is_dense
 from .base import Tool
@@ -31,7 +32,7 @@ class _Seen(weakref.ref):  # type: ignore[type-arg]
 
     key: int
     version: int
-    measure: Measure
+    measure: Measure | None  # None while nobody has written to it
 
 
 class _Entry(NamedTuple):
@@ -107,8 +108,9 @@ class OpOverflowCheck(Tool):
                 continue
             seen = self._known.get(id(tensor))
             if seen is not None and seen() is tensor and seen.version == tensor._version:  # type: ignore[union-attr]
-                self.reused += 1
-                found += (index, seen.measure)
+                if seen.measure is not None:
+                    self.reused += 1
+                    found += (index, seen.measure)
             elif (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel():
                 measure = (self._measured_as_base(tensor) if tensor._is_view() else None) or self._measure(tensor)
                 if measure is not None:
@@ -146,6 +148,14 @@ class OpOverflowCheck(Tool):
         self.reused += 1
         return seen.measure
 
+    def _leave_alone(self, tensors: list[Tensor]) -> None:
+        """Memory that nobody has written to yet may hold anything."""
+        for tensor in tensors:
+            if not tensor.is_inference():
+                seen = _Seen(tensor, self._forget)
+                seen.key, seen.version, seen.measure = id(tensor), tensor._version, None
+                self._known[seen.key] = seen
+
     def before(self, call: Call) -> None:
         with self._guard:
             call.notes[self] = self._all(call.tensors)
@@ -154,6 +164,8 @@ class OpOverflowCheck(Tool):
         self.announce(call)
         arriving = call.notes.pop(self, ())
         with self._guard:
+            if last_name(call.op) in UNINITIALISED:
+                self._leave_alone(call.results)
             leaving = () if call.traits.view else self._all(call.results)
             self._enter(_Entry(call, "forward", arriving, leaving))
 

@@ -323,6 +323,19 @@ def test_masks_filled_with_infinity_on_purpose_are_no_finding(device: str) -> No
     assert check.findings() == []
 
 
+def test_memory_that_nobody_has_written_to_is_no_finding(device: str) -> None:
+    garbage = torch.full((64,), float("nan"), device=device)
+    del garbage  # its memory is likely to be handed out again
+    with op_tools.OpOverflowCheck() as check:
+        buffer = torch.empty(64, device=device)
+        other = torch.empty_like(buffer)
+        torch.add(torch.ones(64, device=device), 1, out=buffer)
+        other.fill_(2.0)
+        assert check.findings() == []
+        torch.log(-torch.ones(64, device=device), out=torch.empty(64, device=device))
+    assert check.first().op == "torch.log"
+
+
 def test_each_version_of_a_tensor_is_measured_once(device: str) -> None:
     x = torch.randn(8, device=device)
     with op_tools.OpOverflowCheck() as check:
@@ -378,6 +391,38 @@ def test_half_values_that_only_their_square_overflows_are_fine(device: str) -> N
         x.clone()
     assert check.findings() == []
     assert check.records()[0]["max"] == 60000.0
+
+
+# -- compiled functions -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["OpObserve", "OpTimeMeasure", "OpOverflowCheck", "OpCapture", "OpFallback"])
+def test_compiled_functions_are_left_whole(device: str, name: str) -> None:
+    def train(compiled: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 2)).to(device)
+        run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = run(torch.ones(3, 4, device=device)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    bare = train(False)
+    original = torch.compile
+    with getattr(op_tools, name)() as tool:
+        assert train(True) == bare
+        ops = {row["op"] for row in tool.records()}
+    assert torch.compile is original
+    assert "torch.nn.functional.gelu" not in ops, "inside of the compiled function"
+    assert tool.findings() == []
+    if name == "OpObserve":
+        assert "torch.Tensor.square" in ops, "outside of it"
+    assert train(True) == bare
 
 
 # -- OpAutoCompare ------------------------------------------------------------------------------------
