@@ -17,7 +17,7 @@ import functools
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -98,6 +98,14 @@ def against_float32(what: str, call: Callable[..., Any], *args: Any) -> Found:
     return Found(f"{what}: {_name(args)} against float32, rounded", ulps(result, truth), ulps(other, truth))
 
 
+SEEDS = range(1, 21)
+
+
+def worst(tries: Iterable[Found]) -> Found:
+    """The one with the largest error: whether a sum meets a bad rounding depends on the numbers."""
+    return max(tries, key=lambda found: found.kernel)
+
+
 def _as_stored(values: Any, dtype: torch.dtype) -> Any:
     return [_as_stored(v, dtype) for v in values] if isinstance(values, list) else values.detach().to(dtype)
 
@@ -159,8 +167,7 @@ def batch_norm_bias_gradient(device: torch.device) -> Iterator[Found]:
             return F.batch_norm(x, None, None, weight, bias, True)
 
     for dtype in HALF:
-        for shape in ((32, 32, 14, 14), (5, 5, 5)):
-            yield _bias_gradient(call, numbers(device, *shape, dtype=dtype), dtype)
+        yield _bias_gradient(call, numbers(device, 32, 32, 14, 14, dtype=dtype), dtype)
     yield _bias_gradient(call, numbers(device, 32, 32, 14, 14, dtype=torch.bfloat16), torch.float32)  # as autocast does
 
 
@@ -205,18 +212,31 @@ def binary_cross_entropy(device: torch.device) -> Iterator[Found]:
 
 @claim
 def multi_margin_loss(device: torch.device) -> Iterator[Found]:
-    x = numbers(device, 3000, 10, dtype=torch.bfloat16)
-    target = torch.arange(3000, device=device) % 10
-    weight = numbers(device, 10, dtype=torch.bfloat16, seed=2)
-    yield against_float32("mean, signed weights", lambda x, w: F.multi_margin_loss(x, target, weight=w), x, weight)
+    target = torch.arange(5, device=device) % 10
+
+    def call(x: Tensor, weight: Tensor) -> Tensor:
+        return F.multi_margin_loss(x, target, weight=weight)
+
+    for dtype in (torch.bfloat16,):
+        tries = (
+            (numbers(device, 5, 10, dtype=dtype, seed=s), numbers(device, 10, dtype=dtype, seed=-s)) for s in SEEDS
+        )
+        yield worst(against_float32(f"mean, signed weights, worst of {len(SEEDS)}", call, *one) for one in tries)
 
 
 @claim
 def nll_loss_of_images(device: torch.device) -> Iterator[Found]:
+    target = torch.arange(8 * 1600, device=device).view(8, 40, 40) % 3
+
+    def call(x: Tensor, weight: Tensor) -> Tensor:
+        return F.nll_loss(x, target, weight)
+
     for dtype in HALF:
-        x, weight = numbers(device, 8, 3, 40, 40, dtype=dtype), numbers(device, 3, dtype=dtype, seed=2).abs() + 0.1
-        target = torch.arange(8 * 1600, device=device).view(8, 40, 40) % 3
-        yield against_float32("weighted mean", lambda x, w, t: F.nll_loss(x, t, w), x, weight, target)
+        tries = (
+            (numbers(device, 8, 3, 40, 40, dtype=dtype, seed=s), numbers(device, 3, dtype=dtype, seed=-s).abs() + 0.1)
+            for s in SEEDS
+        )
+        yield worst(against_float32(f"weighted mean, worst of {len(SEEDS)}", call, *one) for one in tries)
 
 
 @claim
@@ -432,9 +452,6 @@ def optimizers_in_float64(device: torch.device) -> Iterator[Found]:
     yield _optimizer("ASGD", device, "foreach against for-loop", {"foreach": True}, {"foreach": False})
     rate = torch.tensor(0.001, device=device)
     plain = {"lr": float(rate)}
-    for name in ("Adam", "AdamW"):
-        text = "fused, lr as a float32 tensor, against its number"
-        yield _optimizer(name, device, text, {"lr": rate, "fused": True}, {**plain, "foreach": False})
     text = "lr as a float32 tensor against its number"
     yield _optimizer("SparseAdam", device, text, {"lr": rate}, plain)
 
