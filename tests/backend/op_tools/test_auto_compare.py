@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ditorch
 import op_tools
-from op_tools import launch
+from op_tools import golden, launch
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -205,6 +206,55 @@ def test_the_script_repeats_the_fault_alone(device: str, faults: Any, where: str
     healthy = run_script(script)
     assert healthy.returncode == 0, healthy.stdout + healthy.stderr
     assert "the difference is gone" in healthy.stdout
+
+
+def test_calls_that_only_move_values_are_compared_each_time(
+    device: str, faults: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second time in their own dtype, and no less strictly."""
+    again = []
+    as_is = golden.as_is
+    monkeypatch.setattr(golden, "as_is", lambda *args: again.append(args[1]) or as_is(*args))
+    x, sent = torch.randn(8, 16, device=device, requires_grad=True), torch.ones(16, 8, device=device)
+
+    def step() -> None:
+        x.t().flip(0).backward(sent)
+
+    with op_tools.OpAutoCompare() as compared:
+        step()
+        compared.wait()
+        assert not again
+        step()
+        compared.wait()
+        assert sorted(set(again)) == ["torch.Tensor.flip", "torch.Tensor.t"]
+        assert not compared.blames
+        with faults.plant("flip: element=1e-3"):
+            step()
+    assert {(blame.op, blame.phase) for blame in compared.blames} == {
+        ("torch.Tensor.flip", "forward"),
+        ("torch.Tensor.flip", "backward"),
+    }
+    rows = [row for row in compared.records() if row["name"] == "torch.Tensor.flip output"]
+    assert [row["verdict"] for row in rows] == ["right", "right", "wrong"]
+    same = ("allclose", "max_abs_diff", "cosine", "max_ulp", "atol", "rtol", "error_info")
+    assert [rows[0][k] for k in same] == [rows[1][k] for k in same]
+
+
+def test_forward_passes_that_wait_for_a_backward_do_not_pile_up(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OP_AUTOCOMPARE_QUEUE_BYTES", str(1 << 20))  # a quarter of it for them
+    x = torch.randn(64, 64, device=device, requires_grad=True)
+    with op_tools.OpAutoCompare() as compared:
+        room = compared._room
+        pending = [torch.nn.functional.gelu(x) for _ in range(20)]
+        compared.wait()
+        assert 0 <= room._left < (1 << 18) - (1 << 16), "some are kept, not all"
+        sum(pending).sum().backward()
+        compared.wait()
+        del pending
+    gc.collect()
+    assert room._left == 1 << 18
+    assert {row["verdict"] for row in compared.records()} == {"right"}
+    assert sum(row["phase"] == "backward" and "gelu" in row["name"] for row in compared.records()) == 20
 
 
 def test_in_place_and_out_calls_are_compared_by_what_they_wrote(device: str, faults: Any) -> None:
