@@ -336,6 +336,16 @@ def facts_of(func: Any) -> Facts:
     return Facts(Kind.REDUCE, accuracy)
 
 
+_EXACT_IF_REAL: Final = _words("abs sgn")  # of complex numbers: a root of squares, and a quotient by it
+
+
+def facts_for(func: Any, args: tuple[Any, ...]) -> Facts:
+    """`facts_of`, where they depend on the arguments as well (`facts_for(torch.ops.aten.abs.default, (z,))`)."""
+    if base_name(func) in _EXACT_IF_REAL and any(t.is_complex() for t in _flat(args)):
+        return Facts(Kind.POINTWISE)
+    return facts_of(func)
+
+
 @functools.cache
 def jumps(func: Any) -> bool:
     """Whether a quotient is rounded to the dtype and then to a whole number: one step more or less is no error."""
@@ -527,8 +537,10 @@ _DIM_POSITION: Final = {"topk": 2, "kthvalue": 2}
 _PERMUTES: Final = _words("sort argsort topk")
 
 
-def chosen_values(name: str, source: Any, device: Tensor, golden: Tensor) -> Tensor | None:
+def chosen_values(name: str, source: Any, device: Tensor, golden: Tensor, number: int) -> Tensor | None:
     """Where two results that are places in the input point at different values; None if they are no places.
+
+    `number` is that of the result: values come first, places second, and both may be int64.
 
     Equal values may be chosen in any order, unless the call asks for a stable one.
     """
@@ -540,7 +552,7 @@ def chosen_values(name: str, source: Any, device: Tensor, golden: Tensor) -> Ten
         return None
     if last == "mode":
         return _less_frequent(source, device, golden)
-    if device.dtype != torch.int64 or source.kwargs.get("stable"):
+    if device.dtype != torch.int64 or source.kwargs.get("stable") or (number == 0 and not last.startswith("arg")):
         return None
     values = source.args[0].detach()
     position = _DIM_POSITION.get(last, 1)

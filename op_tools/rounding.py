@@ -24,6 +24,9 @@ from .op_facts import Facts, Kind
 Tensor = torch.Tensor
 
 _SINGLE: Final = 2.0**-24
+_FINEST: Final = (
+    2.0**-40
+)  # unit of probes: well above the unit of float64, and small enough for its effects to be linear
 PROBES: Final = 16  # a power of two
 _LANES: Final = 256
 _DATA_DEPENDENT: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -46,6 +49,16 @@ class Precision:
         self.inner = min(self.stored, _SINGLE)
         self.largest = info.max
         self.smallest = info.smallest_normal * info.eps  # the distance between subnormal numbers
+        self.magnified = 1.0
+
+    def for_probes(self) -> Precision:
+        """As coarse as probes in float64 must be: roundings of float64 itself would vanish in their arithmetic."""
+        if self.stored > _FINEST:
+            return self
+        probing = Precision(self.dtype, self.device)
+        probing.magnified = _FINEST / self.stored
+        probing.stored = probing.inner = _FINEST
+        return probing
 
 
 @functools.cache
@@ -93,7 +106,8 @@ class Trace(_Watcher):
         self.sums_of_products = True
         self.depends_on_values = False
         self._worked = False
-        self._writers: dict[int, int] = {}
+        self._facts: list[Facts] = []
+        self._writers: dict[int, tuple[int, int]] = {}
         self._least: list[float] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -106,12 +120,13 @@ class Trace(_Watcher):
         self.depends_on_values = self.depends_on_values or bool(_DATA_DEPENDENT & set(func.tags))
         if self.sums_of_products:
             self.sums_of_products = op_facts.is_sum_of_products(func, args, kwargs or {})
-        facts = op_facts.facts_of(func)
+        facts = op_facts.facts_for(func, args)
+        self._facts.append(facts)
         if facts.kind == Kind.VIEW:
             return result
-        outputs = list(_tensors((result,)))
-        for tensor in (*outputs, *_mutated(func, args, kwargs or {})):
-            self._writers[_address(tensor)] = number
+        written = (*_tensors((result,)), *_mutated(func, args, kwargs or {}))
+        for position, tensor in reversed(list(enumerate(written))):  # a tensor that is there twice: its first place
+            self._writers[_address(tensor)] = number, position
         self.selects_first = self.selects_first or (facts.kind == Kind.SELECT and not self._worked)
         self.selects = self.selects or facts.kind == Kind.SELECT
         self._worked = True
@@ -126,28 +141,30 @@ class Trace(_Watcher):
     def kernels(self) -> tuple[str, ...]:
         """Names of the operators that compute something, in order."""
         moves = (Kind.VIEW, Kind.EXACT)
-        return tuple([op_facts.base_name(f) for f in self.operators if op_facts.facts_of(f).kind not in moves])
+        return tuple(
+            [op_facts.base_name(f) for f, facts in zip(self.operators, self._facts) if facts.kind not in moves]
+        )
 
     @property
     def exact(self) -> bool:
         """Whether the call only moves, selects or compares values."""
         exact = (Kind.VIEW, Kind.EXACT, Kind.SELECT)
-        return all(op_facts.facts_of(f).kind in exact for f in self.operators)
+        return all(facts.kind in exact for facts in self._facts)
 
     @property
     def elementwise(self) -> bool:
         """Whether each element of a result depends on the same element of the inputs alone, as far as one can see."""
         kinds = (Kind.VIEW, Kind.EXACT, Kind.POINTWISE)
-        return all(op_facts.facts_of(f).kind in kinds for f in self.operators)
+        return all(facts.kind in kinds for facts in self._facts)
 
     def least_error(self, result: Tensor) -> float:
         """The least error of the operator that wrote a result, in units of the arithmetic inside."""
         writer = self._writers.get(_address(result))
-        return 0.0 if writer is None else self._least[writer]
+        return 0.0 if writer is None else self._least[writer[0]]
 
-    def last_writers(self, results: Sequence[Tensor]) -> frozenset[int]:
-        """Numbers of the operators that wrote these results: they are rounded once more by being stored."""
-        return frozenset(self._writers.get(_address(t), -1) for t in results)
+    def last_writers(self, results: Sequence[Tensor]) -> frozenset[tuple[int, int]]:
+        """Which result of which operator these are: they are not rounded once more by being stored."""
+        return frozenset(self._writers.get(_address(t), (-1, -1)) for t in results)
 
 
 # Columns of the matrix of turns. In column 0 all roundings go the same way: it comes last, since the first few probes
@@ -256,7 +273,9 @@ _ONE: Final = torch.ones((), dtype=torch.float64)
 class Noise(_Watcher):
     """Does every rounding of a correct kernel at random; the same probe gives the same roundings."""
 
-    def __init__(self, precision: Precision, last: frozenset[int], signs: Signs, inside: float | None = None) -> None:
+    def __init__(
+        self, precision: Precision, last: frozenset[tuple[int, int]], signs: Signs, inside: float | None = None
+    ) -> None:
         super().__init__()
         self._precision, self._last, self._signs = precision, last, signs
         self._inside = inside  # of one kernel: its unit; nothing is stored
@@ -269,7 +288,7 @@ class Noise(_Watcher):
         if op_facts.is_composition(func):
             return _opened(self, func, args, kwargs)
         self._number += 1
-        facts = op_facts.facts_of(func)
+        facts = op_facts.facts_for(func, args)
         if facts.kind == Kind.VIEW or any(t.layout != torch.strided for t in _tensors(args)):
             return func(*args, **kwargs)
         if facts.kind == Kind.EXACT:
@@ -295,11 +314,11 @@ class Noise(_Watcher):
             result = func(*args, **kwargs)
         self._round_inside(func, args, kwargs, result)
         seen: set[int] = set()
-        for tensor in (*_tensors((result,)), *_mutated(func, args, kwargs)):
+        for position, tensor in enumerate((*_tensors((result,)), *_mutated(func, args, kwargs))):
             if id(tensor) in seen or not _inexact(tensor):
                 continue
             seen.add(id(tensor))
-            self._round_in_place(tensor, unit_out, facts)
+            self._round_in_place(tensor, unit_out, facts, (self._number, position) in self._last)
         return result
 
     def _round_inside(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -417,24 +436,30 @@ class Noise(_Watcher):
         largest = tensor.abs().nan_to_num(posinf=0.0).max() if tensor.numel() else 0.0
         return tensor + self._signs.uniform(tensor).to(tensor.real.dtype) * (_TIE * max(float(largest), 1e-30))
 
-    def _round_in_place(self, tensor: Tensor, by: float, facts: Facts) -> None:
+    def _round_in_place(self, tensor: Tensor, by: float, facts: Facts, last: bool) -> None:
         precision = self._precision
         if facts.kind in (Kind.MATRIX, Kind.FACTORY, Kind.RESAMPLE):
             tensor.copy_(self._shifted(tensor, by))
         elif by:
             tensor.mul_(self._factors(tensor, by))
-        if self._inside is not None or self._number in self._last or tensor.dtype not in _WIDE:
+        if self._inside is not None or last or tensor.dtype not in _WIDE:
             return
         tensor.mul_(self._factors(tensor, precision.stored))
-        if precision.dtype == torch.float16 and not tensor.is_complex():  # the others have range enough
+        if tensor.is_complex():
+            return
+        if precision.dtype == torch.float16:  # the others reach further down
             tensor.add_(self._signs.like(tensor, precision.smallest / 2).mul_(tensor != 0))
+        if precision.dtype != torch.float64 and tensor.numel() and float(tensor.abs().max()) > precision.largest:
             tensor.masked_fill_(tensor > precision.largest, math.inf)
             tensor.masked_fill_(tensor < -precision.largest, -math.inf)
 
 
 def _least_error(func: Any, args: Any, kwargs: Any) -> float:
     """What every probe does to the result of an operator, in units of its arithmetic: sums round along their way."""
-    kind = op_facts.facts_of(func).kind
+    facts = op_facts.facts_for(func, args)
+    kind = facts.kind
+    if facts != op_facts.facts_of(func):
+        return facts.accuracy
     if kind not in (Kind.REDUCE, Kind.CONTRACT):
         return op_facts.least_error(func)
     return op_facts.least_error(func) * math.sqrt(roundings(kind, op_facts.length_of_sums(func, args, kwargs)))

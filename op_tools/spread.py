@@ -33,7 +33,7 @@ class Structure:
     sums_of_products: bool
     longest_sum: int
     steps_in_low: float  # by which products in a half type are worse than one rounding, where a device does them so
-    last: frozenset[int]  # operators that write the results
+    last: frozenset[tuple[int, int]]  # operators that write the results
     kernels: tuple[str, ...]  # operators that compute something, in order
     least: tuple[float, ...]  # for each result the least error of its last operator, in units of its arithmetic
 
@@ -51,6 +51,7 @@ class Spread:
         structure: Structure | None = None,
     ) -> None:
         self.result, self.part, self.precision, self.max_seconds = result, part, precision, max_seconds
+        self._probing = precision.for_probes()
         self.probes = self.narrow_probes = 0
         self._leaves_of = leaves
         self._started = time.perf_counter()
@@ -165,7 +166,7 @@ class Spread:
                 self._add(number, here, there)
 
     def _moved(self, signs: Signs) -> list[Any]:
-        noise = Noise(self.precision, self.structure.last, signs)
+        noise = Noise(self._probing, self.structure.last, signs)
         # ties among the inputs themselves are looked at exactly, where gradients are shared among them
         noise.breaks_ties = not self.backward or not self.structure.selects_first
         return self.leaves(self.result.again(noise, self.backward))
@@ -205,7 +206,7 @@ class Spread:
         if self._few and mean.dim():
             # too few probes to trust each element's own: lean on its neighbours in the row
             mean = mean + mean.mean(-1, keepdim=True) / self.probes
-        return mean.sqrt_()
+        return mean.sqrt_().div_(_scale(self.exact()[number])).div_(self._probing.magnified)
 
     def not_settled(self, number: int) -> Tensor | None:
         """Where a probe gave another whole number, or infinity or NaN instead of a number; None for nowhere."""
@@ -251,7 +252,14 @@ class Narrow:
         moved = self.spread._moved(AllSigns())[self._number]
         self.spread.probes = PROBES
         square, unsettled = _movement(self._exact, moved.view(self._copies, -1))
-        return square.mean(0).sqrt_(), None if unsettled is None else unsettled.any(0)
+        sigma = square.mean(0).sqrt_().div_(_scale(self.exact)).div_(self.spread._probing.magnified)
+        return sigma, None if unsettled is None else unsettled.any(0)
+
+
+def _scale(exact: Tensor) -> Tensor:
+    """What movements are multiplied with before they are squared: squares of the smallest float64 are all zero."""
+    size = wide(exact).abs()
+    return torch.ones_like(size).masked_fill_(size < 1e-100, 2.0**700)
 
 
 def _movement(here: Tensor, there: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -259,7 +267,7 @@ def _movement(here: Tensor, there: Tensor) -> tuple[Tensor, Tensor | None]:
     exact, moved = wide(here), wide(there)
     if not here.is_floating_point() and not here.is_complex():
         return torch.zeros(exact.shape, dtype=torch.float64), exact != moved
-    change = moved - exact
+    change = (moved - exact).mul_(_scale(here))
     square = (change.abs() if change.is_complex() else change).square_()
     if bool(square.sum().isfinite()):
         return square, None

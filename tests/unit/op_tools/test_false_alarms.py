@@ -1,0 +1,83 @@
+"""Correct results that were called wrong on CUDA, and their neighbours that are wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from op_tools import golden, verdict
+
+
+def judged(name: str, call: Any, args: tuple[Any, ...], sent: Any = None, **parts: Any) -> str:
+    result = golden.run(call, args, {}, name=name, grad_outputs=None if sent is None else [sent], device="cuda")
+    return verdict.judge_call(name, result, **parts).verdict
+
+
+def test_absolute_values_of_complex_numbers_are_computed() -> None:
+    z = 5 * torch.randn(400, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    absolute = (z.real**2 + z.imag**2).sqrt()
+    assert judged("torch.abs", torch.abs, (z,), outputs=absolute) == verdict.RIGHT
+    assert judged("torch.sgn", torch.sgn, (z,), outputs=z / absolute) == verdict.RIGHT
+    assert judged("torch.abs", torch.abs, (z,), outputs=absolute * (1 + 2e-6)) == verdict.WRONG
+    x = z.real.contiguous()  # of real numbers they are exact
+    assert judged("torch.abs", torch.abs, (x,), outputs=torch.nextafter(x.abs(), torch.tensor(99.0))) == verdict.WRONG
+
+
+def test_the_smallest_numbers_of_float64_have_a_bound() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (15 * torch.randn(2, n, 4, dtype=torch.float64, generator=generator) for n in (3, 5))
+
+    signs = torch.randn(2, 3, 5, dtype=torch.float64, generator=generator).sign()
+
+    def attended(q: torch.Tensor, k: torch.Tensor, off: float = 0.0) -> torch.Tensor:
+        scores = q @ k.mT
+        return (scores * (1 + off * signs) if off else scores).softmax(-1)
+
+    exact = attended(q, k)
+    assert bool(((exact > 0) & (exact < 1e-200)).any())
+    assert judged("torch.softmax", attended, (q, k), outputs=attended(q, k, 1.01 * 2**-53)) == verdict.RIGHT
+    assert judged("torch.softmax", attended, (q, k), outputs=attended(q, k, 2**-44)) == verdict.WRONG
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_overflows_on_the_way(dtype: torch.dtype) -> None:
+    x = torch.full((4,), 6.15, dtype=dtype, requires_grad=True)
+    y = torch.full((4,), torch.finfo(dtype).tiny, dtype=dtype, requires_grad=True)
+    sent = torch.full((4,), 0.05, dtype=dtype)
+    found = torch.autograd.grad(torch.fmod(x, y), (x, y), sent)
+    assert bool(found[1].isinf().all())  # 6 / 1e-38; times 0.05 it would be a number
+    assert judged("torch.fmod", torch.fmod, (x, y), sent, grad_inputs=list(found)) == verdict.RIGHT
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_results_that_are_stored_between_two_kernels(dtype: torch.dtype) -> None:
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        x, w, sent = (torch.randn(*s, generator=generator).to(dtype) for s in ((5, 10, 5), (10,), (5, 10, 5)))
+        x, w = x.requires_grad_(), w.requires_grad_()
+        products = torch.where(x < 0, x * sent, 0).detach()  # stored in the half type, summed in float32
+        found = [torch.where(x < 0, w[None, :, None] * sent, sent).detach(), products.float().sum((0, 2)).to(dtype)]
+        assert judged("torch.prelu", F.prelu, (x, w), sent, grad_inputs=found) == verdict.RIGHT
+        found[1][0] += 2
+        assert judged("torch.prelu", F.prelu, (x, w), sent, grad_inputs=found) == verdict.WRONG
+
+
+def test_complex_numbers_too_large_for_the_dtype() -> None:
+    z = torch.tensor([300 + 200j, 1 + 1j], dtype=torch.complex64)
+    right = (z.to(torch.complex128) ** 2).to(torch.complex64)
+    small = torch.view_as_complex(torch.view_as_real(right).half())
+    spoiled = small.clone()
+    spoiled[0] = complex(float("nan"), float("nan"))
+    half = torch.view_as_complex(torch.view_as_real(z).half())
+    for result, expected in ((small, verdict.RIGHT), (spoiled, verdict.RIGHT), (small * 0, verdict.WRONG)):
+        assert judged("torch.square", torch.square, (half,), outputs=result) == expected
+
+
+def test_values_that_are_whole_numbers_are_no_places() -> None:
+    x = torch.tensor([[2, 2, 2, 1]])
+    assert judged("torch.max", torch.max, (x, 1), outputs=(torch.tensor([2]), torch.tensor([2]))) == verdict.RIGHT
+    assert judged("torch.max", torch.max, (x, 1), outputs=(torch.tensor([0]), torch.tensor([0]))) == verdict.WRONG
+    assert judged("torch.max", torch.max, (x,), outputs=torch.tensor(0)) == verdict.WRONG
