@@ -144,15 +144,29 @@ def test_sums_in_low_precision_are_found() -> None:
     assert judged(torch.mm, a, b, break_it=accumulate).verdict == WRONG
 
 
-def test_products_in_tf32_are_named() -> None:
+@pytest.mark.parametrize("allowed", [True, False])
+def test_products_in_tf32_are_named(allowed: bool) -> None:
     a, b = normal(64, 256), normal(256, 64, seed=1)
 
     def tf32(x: torch.Tensor) -> torch.Tensor:
         return (x.detach().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
-    judgement = judged(torch.mm, a, b, break_it=lambda _: tf32(a) @ tf32(b))
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    try:
+        judgement = judged(torch.mm, a, b, break_it=lambda _: tf32(a) @ tf32(b))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
     assert judgement.verdict == WRONG
     assert "TF32" in judgement.reason
+    assert ("is off" in judgement.reason) == (not allowed)
+
+
+def test_small_errors_of_products_are_not_called_tf32() -> None:
+    a, b = normal(64, 256), normal(256, 64, seed=1)
+    judgement = judged(torch.mm, a, b, break_it=lambda _: (a @ b).detach() * (1 + 1e-5))
+    assert judgement.verdict == WRONG
+    assert "TF32" not in judgement.reason
 
 
 def test_flushed_denormals_are_found() -> None:
