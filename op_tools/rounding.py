@@ -24,9 +24,7 @@ from .op_facts import Facts, Kind
 Tensor = torch.Tensor
 
 _SINGLE: Final = 2.0**-24
-_FINEST: Final = (
-    2.0**-40
-)  # unit of probes: well above the unit of float64, and small enough for its effects to be linear
+_FINEST: Final = 2.0**-40  # unit of probes: well above that of float64, and small enough for its effects to be linear
 PROBES: Final = 16  # a power of two
 _LANES: Final = 256
 _DATA_DEPENDENT: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -449,7 +447,8 @@ class Noise(_Watcher):
             return
         if precision.dtype == torch.float16:  # the others reach further down
             tensor.add_(self._signs.like(tensor, precision.smallest / 2).mul_(tensor != 0))
-        if precision.dtype != torch.float64 and tensor.numel() and float(tensor.abs().max()) > precision.largest:
+        fits = tensor.numel() == 0 or float(tensor.abs().max()) <= precision.largest  # false where there is a NaN
+        if precision.dtype != torch.float64 and not fits:
             tensor.masked_fill_(tensor > precision.largest, math.inf)
             tensor.masked_fill_(tensor < -precision.largest, -math.inf)
 

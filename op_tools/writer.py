@@ -26,8 +26,16 @@ class Writer:
     >>> writer.drain()
     """
 
-    def __init__(self, most_bytes: int, threads: int = 1, drop_when_full: bool = False, patience: float = 0.0) -> None:
+    def __init__(
+        self,
+        most_bytes: int,
+        threads: int = 1,
+        drop_when_full: bool = False,
+        patience: float = 0.0,
+        most_jobs: int = 1 << 30,
+    ) -> None:
         self.most_bytes, self.drop_when_full, self.patience = most_bytes, drop_when_full, patience
+        self.most_jobs = most_jobs  # what a job itself takes counts, too, where its tensors are small
         self._busy = False
         self._awaited = 0
         self.dropped = 0
@@ -48,7 +56,7 @@ class Writer:
     def reserve(self, nbytes: int) -> bool:
         """Claim room for a job; False when it was refused because the queue is full."""
         with self._change:
-            while self._bytes and self._bytes + nbytes > self.most_bytes:
+            while (self._bytes and self._bytes + nbytes > self.most_bytes) or self._unfinished >= self.most_jobs:
                 if self.drop_when_full:
                     self.dropped += 1
                     return False

@@ -38,6 +38,7 @@ _SEEING: Final = 1e-5  # seconds that the interceptor needs for a call, whether 
 _MOST_KINDS: Final = 20_000
 _MOST_SAVED: Final = 200  # wrong calls that are saved to disk
 _MOST_BLAMES: Final = 10_000
+_MOST_WAITING: Final = 2_000  # comparisons
 _MOST_SHOWN: Final = 5_000  # rows of the table at the end
 
 
@@ -157,7 +158,7 @@ class OpAutoCompare(Tool):
         queued = int(settings.number("OP_AUTOCOMPARE_QUEUE_BYTES", 2**30))
         threads = int(settings.number("OP_AUTOCOMPARE_THREADS", max(1, min(12, _cores() - 2))))
         self._at_once = self.only is not None or threads < 1
-        self._writer = Writer(queued, max(1, threads))
+        self._writer = Writer(queued, max(1, threads), most_jobs=_MOST_WAITING)
         self._layouts = Layouts()
         self._looks: dict[Hashable, int] = {}
         self._room = _Room(queued // 4)

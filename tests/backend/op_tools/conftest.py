@@ -26,10 +26,13 @@ def _quiet_console(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _float32_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def _float32_products() -> Iterator[None]:
     """cuDNN multiplies float32 in TF32 unless told otherwise."""
     if ditorch.backend.name == "cuda":
-        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            yield
+    else:
+        yield
 
 
 @pytest.fixture

@@ -145,6 +145,9 @@ def test_other_pivots_are_as_good(matrices: torch.Tensor) -> None:
     assert not torch.equal(ours[1], theirs[1])  # |z| and |re| + |im| have other largest elements here
     assert freedoms.other_pivots(matrices, ours, theirs)
     assert freedoms.other_pivots(matrices, torch.lu_unpack(*ours), torch.lu_unpack(*theirs))
+    assert freedoms.other_pivots(matrices, torch.lu_unpack(*ours)[1:], torch.lu_unpack(*theirs)[1:])  # of linalg.lu
+    lower, upper = torch.lu_unpack(*ours)[1:]
+    assert not freedoms.other_pivots(matrices, (lower, upper * 1.01), torch.lu_unpack(*theirs)[1:])
     assert not freedoms.other_pivots(matrices, theirs, theirs)  # the same pivots: no excuse for other numbers
 
 

@@ -81,3 +81,14 @@ def test_values_that_are_whole_numbers_are_no_places() -> None:
     assert judged("torch.max", torch.max, (x, 1), outputs=(torch.tensor([2]), torch.tensor([2]))) == verdict.RIGHT
     assert judged("torch.max", torch.max, (x, 1), outputs=(torch.tensor([0]), torch.tensor([0]))) == verdict.WRONG
     assert judged("torch.max", torch.max, (x,), outputs=torch.tensor(0)) == verdict.WRONG
+
+
+def test_overflow_on_the_way_beside_a_nan() -> None:
+    base = torch.tensor([300.0, -1.0], dtype=torch.float16)
+    exponent = torch.tensor([2.5, 0.5], dtype=torch.float16)  # the second one is NaN
+
+    def call(base: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+        return base.pow(exponent) * 1e-3
+
+    stored = torch.tensor([float("inf"), float("nan")], dtype=torch.float16)  # 300 ** 2.5 is beyond float16
+    assert judged("call", call, (base, exponent), outputs=stored) == verdict.RIGHT

@@ -113,6 +113,20 @@ def test_a_job_larger_than_the_queue_still_gets_through() -> None:
     writer.close()
 
 
+def test_many_small_jobs_are_bounded_by_their_number() -> None:
+    writer = Writer(most_bytes=1 << 30, most_jobs=3)
+    go = threading.Event()
+    for _ in range(3):
+        assert writer.reserve(1)
+        writer.submit(1, lambda: bool(go.wait(10)))
+    threading.Timer(0.2, go.set).start()
+    assert writer.reserve(1)  # waits
+    assert go.is_set()
+    writer.submit(1, lambda: None)
+    assert writer.waited >= 1
+    writer.close()
+
+
 def test_dropping_instead_of_waiting() -> None:
     writer = Writer(most_bytes=10, drop_when_full=True)
     gate = threading.Event()
