@@ -214,6 +214,9 @@ class OperatorChecks:
                 return torch.randn(tensor.shape, generator=generator, dtype=kind).to(tensor.dtype)
 
             arguments = ((sample.input, *sample.args), dict(sample.kwargs))
+            excluded = freedoms.not_for(self.info.name, *arguments, self.device_type)
+            if excluded:
+                raise Skip(excluded)
             tangents = [direction(t) for t in tensors_in(arguments)]
             if not any(tangent is not None for tangent in tangents):
                 raise Skip("no derivative for these arguments")

@@ -156,7 +156,7 @@ class OpAutoCompare(Tool):
         self._max_bytes = int(settings.number("OP_AUTOCOMPARE_MAX_BYTES", 8 * 2**30))
         self._max_seconds = settings.number("OP_AUTOCOMPARE_MAX_SECONDS", 10.0)
         queued = int(settings.number("OP_AUTOCOMPARE_QUEUE_BYTES", 2**30))
-        threads = int(settings.number("OP_AUTOCOMPARE_THREADS", max(1, min(12, _cores() - 2))))
+        threads = int(settings.number("OP_AUTOCOMPARE_THREADS", max(1, min(4, _cores() - 2))))
         self._at_once = self.only is not None or threads < 1
         self._writer = Writer(queued, max(1, threads), most_jobs=_MOST_WAITING)
         self._layouts = Layouts()

@@ -189,9 +189,21 @@ _UNCERTAIN = {
 }
 
 
+# CUDA needs its deterministic mode here, and there some are wrong or fail by themselves (torch 2.11)
+_ON_CUDA = {
+    "gather": "raises IndexError for tensors without dimensions in deterministic mode",
+    "topk": "its gradient raises IndexError for tensors without dimensions in deterministic mode",
+    "scatter_add": "raises IndexError for tensors without dimensions in deterministic mode",
+    "nn_functional_pad_reflect": "its gradient differs from run to run, and from the CPU's, in deterministic mode",
+    "nn_functional_scaled_dot_product_attention": "its gradients are over the bound of rounding (cuda_evidence.py)",
+}
+
+
 @pytest.mark.parametrize("op", operators(False), ids=lambda op: op.formatted_name)
 def test_operators_replay_bit_for_bit(op: Any, device: str) -> None:
-    if device == "cuda" and torch.cuda.is_available() and torch.version.cuda:
+    if ditorch.backend.name == "cuda":
+        if op.formatted_name in _ON_CUDA:
+            pytest.skip(_ON_CUDA[op.formatted_name])
         torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         sweep(op, device, 2)

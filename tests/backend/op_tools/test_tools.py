@@ -415,7 +415,8 @@ def test_compiled_functions_are_left_whole(device: str, name: str) -> None:
     bare = train(False)
     original = torch.compile
     with getattr(op_tools, name)() as tool:
-        assert train(True) == bare
+        # off the CPU, what runs there under OpFallback may round otherwise
+        assert train(True) == (pytest.approx(bare, rel=1e-5) if name == "OpFallback" else bare)
         ops = {row["op"] for row in tool.records()}
     assert torch.compile is original
     assert "torch.nn.functional.gelu" not in ops, "inside of the compiled function"
