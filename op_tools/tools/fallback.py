@@ -211,40 +211,55 @@ class OpFallback(Tool):
         row.pop("described", None)
 
 
+class _Known(weakref.ref):  # type: ignore[type-arg]
+    """A device tensor with a copy on the CPU, and what is asked of it again and again."""
+
+    __slots__ = ("dtype", "key", "numel", "offset", "storage", "twin", "version")
+
+    dtype: torch.dtype
+    key: int
+    numel: int  # -1 where views cannot take their part of the copy
+    offset: int
+    storage: int
+    twin: Tensor
+    version: int
+
+
 class _Twins:
     """CPU copies of device tensors, kept while the tensor lives unchanged."""
 
     def __init__(self, keep: bool) -> None:
         self._keep = keep
-        self._kept: dict[int, tuple[weakref.ref[Tensor], int, Tensor, int]] = {}
-        self._by_storage: dict[int, set[int]] = {}
+        self._kept: dict[int, _Known] = {}
+        self._by_storage: dict[int, list[_Known]] = {}
         self._addresses: dict[int, int] = {}
         self._written: list[tuple[Tensor, Tensor, int]] = []
         self.copied_bytes = 0
 
     def get(self, tensor: Tensor) -> Tensor | None:
         kept = self._kept.get(id(tensor))
-        if kept is not None and kept[0]() is tensor and kept[1] == _version(tensor):
-            return kept[2]
+        if kept is not None and kept() is tensor and kept.version == _version(tensor):
+            return kept.twin
         return self._part(tensor) if self._keep else None
 
     def _part(self, tensor: Tensor) -> Tensor | None:
         """The part of a known copy that a view, or another tensor over the same memory, looks at."""
         if tensor.layout != torch.strided or tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
             return None
-        for key in self._by_storage.get(tensor.untyped_storage()._cdata, ()):
-            reference, version, twin, _ = self._kept[key]
-            owner = reference()
-            if owner is None or owner._version != version or tensor._version != version or owner.dtype != tensor.dtype:
+        known = self._by_storage.get(tensor.untyped_storage()._cdata)
+        if not known:
+            return None
+        version, dtype, offset = tensor._version, tensor.dtype, int(tensor.storage_offset())
+        for kept in tuple(known):
+            first = offset - kept.offset
+            if kept.version != version or kept.dtype != dtype or first < 0 or first >= kept.numel:
                 continue
-            first = int(tensor.storage_offset()) - int(owner.storage_offset())
-            if first < 0 or owner.is_conj() or owner.is_neg() or twin.stride() != owner.stride():
+            owner = kept()
+            if owner is None or owner._version != version:
                 continue
-            low, high = span_of(owner)
-            if high - low != owner.numel():  # what lies between its elements was not copied
-                continue
-            last = span_of(tensor)[1] - int(owner.storage_offset())
-            if last <= owner.numel():
+            length = tensor.numel() if tensor.is_contiguous() else span_of(tensor)[1] - offset
+            if first + length <= kept.numel:
+                twin = kept.twin
                 return twin.as_strided(tensor.shape, tensor.stride(), int(twin.storage_offset()) + first)
         return None
 
@@ -255,29 +270,33 @@ class _Twins:
         self._addresses[key] = twin.data_ptr()
         if not self._keep or tensor.is_inference():
             return
-        self._forget(key)
-        storage = tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
-        self._kept[key] = (weakref.ref(tensor, lambda _: self._forget(key)), tensor._version, twin, storage)
-        together = self._by_storage.get(storage)
-        if together is None:
-            self._by_storage[storage] = {key}
-        else:
-            together.add(key)
+        old = self._kept.get(key)
+        if old is not None:
+            self._forget(old)
+        known = _Known(tensor, self._forget)
+        known.key, known.version, known.twin, known.dtype = key, tensor._version, twin, tensor.dtype
+        known.storage, known.offset, known.numel = 0, 0, -1
+        if tensor.layout == torch.strided:
+            known.storage, known.offset = tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+            if _is_whole(tensor, twin):
+                known.numel = tensor.numel()
+        self._kept[key] = known
+        self._by_storage.setdefault(known.storage, []).append(known)
 
-    def _forget(self, key: int) -> None:
-        kept = self._kept.pop(key, None)
-        if kept is not None:
-            together = self._by_storage.get(kept[3])
-            if together is not None:
-                together.discard(key)
-                if not together:
-                    self._by_storage.pop(kept[3], None)
+    def _forget(self, known: _Known) -> None:
+        if self._kept.get(known.key) is known:
+            del self._kept[known.key]
+        together = self._by_storage.get(known.storage)
+        if together is not None:
+            together[:] = [other for other in together if other is not known]
+            if not together:
+                self._by_storage.pop(known.storage, None)
 
     def drop_storage(self, tensor: Tensor) -> None:
         """A storage was written to: whatever was copied from it is stale."""
         storage = tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
-        for key in list(self._by_storage.get(storage, ())):
-            self._forget(key)
+        for known in tuple(self._by_storage.get(storage, ())):
+            self._forget(known)
         if self._written:
             self._written = [w for w in self._written if w[0].untyped_storage()._cdata != storage]
 
@@ -338,6 +357,16 @@ class _Twins:
         self._by_storage.clear()
         self._addresses.clear()
         self._written = []
+
+
+def _is_whole(tensor: Tensor, twin: Tensor) -> bool:
+    """Whether the copy has the layout of the tensor, without gaps: what lies in a gap was not copied."""
+    if tensor.is_conj() or tensor.is_neg() or twin.layout != torch.strided or twin.stride() != tensor.stride():
+        return False
+    if tensor.is_contiguous():
+        return True
+    first, last = span_of(tensor)
+    return last - first == tensor.numel()
 
 
 def _version(tensor: Tensor) -> int:
