@@ -167,7 +167,19 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"not here: {alternative}: {why}")
     batch, steps, channels = args.shape
     sets = [[x.to(args.device) for x in inputs(batch, steps, channels, dtype, seed)] for seed in range(SETS)]
-    rows, wrong = {}, 0
+    rows: dict[str, Any] = {}
+    wrong = 0
+    used = gpu.chosen(torch.device("cuda", 0)).name if gpu_here else found[0].name
+    result = {
+        "device": name,
+        "torch": torch.__version__,
+        "shape": list(args.shape),
+        "dtype": str(dtype),
+        "copy_bandwidth": bandwidth,
+        "used": used,
+        "variants": rows,
+        "missing": missing,
+    }
     heads = ("fwd ms", "bwd ms", "sum ms", "GB/s", "of copy", "error", "extreme")
     print(f"{'variant':22} " + " ".join(head.rjust(n) for head, n in zip(heads, (8, 8, 8, 7, 8, 9, 9))))
     for variant in found:
@@ -192,18 +204,10 @@ def main(arguments: list[str] | None = None) -> int:
             + ("" if row["right"] else "  WRONG"),
             flush=True,
         )
-    used = gpu.chosen(torch.device("cuda", 0)).name if gpu_here else found[0].name
+        if args.out:  # after each variant: a run that is cut off leaves what it measured
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
     if gpu_here:
         print(f"the operator uses: {used}")
-    if args.out:
-        result: dict[str, Any] = {
-            "device": name,
-            "torch": torch.__version__,
-            "shape": list(args.shape),
-            "dtype": str(dtype),
-        }
-        result |= {"copy_bandwidth": bandwidth, "used": used, "variants": rows, "missing": missing}
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
     return int(wrong > 0)
 
 
