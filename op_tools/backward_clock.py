@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from . import compiling
+from . import compiling, console
 
 _SOURCE: Final = Path(__file__).parent / "csrc" / "backward_clock.cpp"
 _MOST_CALLS: Final = 50_000  # of a thread that may still be run backward
@@ -160,7 +160,9 @@ class BackwardClock:
 def _libraries() -> tuple[Any, Any] | None:
     """The library twice: for calls that return at once, and for those that may wait and let other threads go on."""
     try:
-        path = compiling.against_torch(_SOURCE)
+        path = compiling.against_torch(
+            _SOURCE, lambda: console.note("compiling the backward clock (once, some seconds)")
+        )
         if path is None:
             return None
         short, waiting = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))

@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -17,23 +18,32 @@ _SECONDS: Final = 120
 
 
 def compiled(
-    source: Path, *, flags: tuple[str, ...] = (), libraries: tuple[str, ...] = (), key: str = ""
+    source: Path,
+    flags: tuple[str, ...] = (),
+    libraries: tuple[str, ...] = (),
+    key: str = "",
+    first: Callable[[], None] | None = None,
 ) -> Path | None:
     """The shared library of a source file; None where there is no compiler or OP_TOOLS_NATIVE=0 forbids it.
 
-    `key` names what else the result depends on. Raises OSError or SubprocessError when compiling fails.
+    `key` names what else the result depends on; `first` is called before the compiler is. Raises OSError or
+    SubprocessError when compiling fails.
 
-    >>> compiled(Path("measure.cpp"), flags=("-O3",))  # doctest: +SKIP
+    >>> compiled(Path("measure.cpp"), ("-O3",))  # doctest: +SKIP
     PosixPath('.../op_tools-3f2a9c.../measure.so')
     """
     compiler = find_compiler()
     if compiler is None or os.environ.get("OP_TOOLS_NATIVE", "1") == "0" or platform.system() != "Linux":
         return None
-    asked = subprocess.run([compiler, "-dumpfullversion", "-dumpversion"], capture_output=True, check=False)
-    parts = (source.read_bytes(), repr((flags, libraries, platform.machine(), key)).encode(), asked.stdout)
+    path = os.path.realpath(compiler)
+    found = os.stat(path)  # asking it for its version takes longer than all the rest
+    identity = (flags, libraries, platform.machine(), key, path, found.st_size, int(found.st_mtime))
+    parts = (source.read_bytes(), repr(identity).encode())
     target = cache_root() / f"op_tools-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}" / f"{source.stem}.so"
     if target.exists():
         return target
+    if first is not None:
+        first()
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:
         made = Path(folder) / target.name
@@ -43,7 +53,7 @@ def compiled(
     return target
 
 
-def against_torch(source: Path) -> Path | None:
+def against_torch(source: Path, first: Callable[[], None] | None = None) -> Path | None:
     """The shared library of a source file that uses PyTorch's C++ (`against_torch(Path("backward_clock.cpp"))`)."""
     root = Path(torch.__file__).parent
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
@@ -55,7 +65,7 @@ def against_torch(source: Path) -> Path | None:
         f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
     )
     linked = (f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-lc10", "-ltorch_cpu", *_loaded_runtime())
-    return compiled(source, flags=flags, libraries=linked, key=str(torch.version.git_version))
+    return compiled(source, flags, linked, str(torch.version.git_version), first)
 
 
 def find_compiler() -> str | None:

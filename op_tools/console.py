@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -133,6 +134,12 @@ def emit(text: str) -> None:
 def complain(text: str, who: str = "op_tools") -> None:
     """One line on stderr about a command that cannot be carried out (`complain("there is no script x.py")`)."""
     sys.stderr.write(f"{who}: {text}\n")
+
+
+def note(text: str) -> None:
+    """One line on stderr about something that takes a while, unless OP_TOOLS_CONSOLE=off (`note("compiling ...")`)."""
+    if os.environ.get("OP_TOOLS_CONSOLE", "").lower() != "off":
+        sys.stderr.write(f"op_tools: {text}\n")
 
 
 class View:

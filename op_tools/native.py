@@ -7,27 +7,23 @@ there is no compiler, `measures.py` does the same in PyTorch: slower, with the s
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
 import subprocess
-import tempfile
 import threading
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 
+from . import compiling
+
 Tensor = torch.Tensor
 
 _SOURCE: Final = Path(__file__).parent / "csrc" / "measure.cpp"
 _FLAGS: Final = (
-    *("-std=c++17", "-O3", "-fopenmp-simd", "-fPIC", "-shared", "-w"),
+    *("-std=c++17", "-O3", "-fopenmp-simd"),
     *("-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math"),
 )
 _LIBRARIES: Final = ("-nodefaultlibs", "-lc", "-lm", "-lgcc")  # no C++ runtime: some machines have only a static one
-_BUILD_SECONDS: Final = 120
 _QUICKLY: Final = 0.5
 _KINDS: Final = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _MOST_DIMS: Final = 64
@@ -183,7 +179,7 @@ def _library() -> Any:
 def _load() -> None:
     global _loaded
     try:
-        path = _built()
+        path = compiling.compiled(_SOURCE, _FLAGS, _LIBRARIES)
         _loaded = None if path is None else _declared(ctypes.CDLL(str(path)))
     except (OSError, AttributeError, subprocess.SubprocessError):
         _loaded = None  # no compiler that can do it, or no folder to write to: Python does the work
@@ -200,38 +196,3 @@ def _declared(library: Any) -> Any:
     library.op_tools_beyond.argtypes = [*pair, address, address, ctypes.c_int32, address, address, size, address]
     library.op_tools_measure.restype = library.op_tools_beyond.restype = None
     return library
-
-
-def _built() -> Path | None:
-    compiler = _compiler()
-    if compiler is None or os.environ.get("OP_TOOLS_NATIVE", "1") == "0" or platform.system() != "Linux":
-        return None
-    found = os.stat(os.path.realpath(compiler))  # asking it for its version takes longer than all the rest
-    identity = (_FLAGS, _LIBRARIES, platform.machine(), os.path.realpath(compiler), found.st_size, int(found.st_mtime))
-    parts = (_SOURCE.read_bytes(), repr(identity).encode())
-    target = _cache() / f"op_tools-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}" / "measure.so"
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:
-        made = Path(folder) / target.name
-        command = [compiler, *_FLAGS, str(_SOURCE), "-o", str(made), *_LIBRARIES]
-        subprocess.run(command, capture_output=True, check=True, timeout=_BUILD_SECONDS)
-        os.replace(made, target)  # several processes may build it at once: each leaves a whole file
-    return target
-
-
-def _compiler() -> str | None:
-    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
-        found = shutil.which(name) if name else None
-        if found:
-            return found
-    return None
-
-
-def _cache() -> Path:
-    """The build cache of the software accelerator, too."""
-    explicit = os.environ.get("DITORCH_CACHE_DIR")
-    if explicit:
-        return Path(explicit).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ditorch"
