@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,7 +66,17 @@ def is_sticky(error: BaseException) -> bool:
 
 def failed(error: BaseException) -> Outcome:
     """An error of the device, with the place where it was raised (`failed(error).status == "error"`)."""
-    return Outcome(ERROR, one_line(error), "".join(traceback.format_exception(error, limit=-6)))
+    return Outcome(ERROR, one_line(error), without_folders("".join(traceback.format_exception(error, limit=-6))))
+
+
+def without_folders(text: str) -> str:
+    """A text for a page that others read: files of the packages without the folders of this machine.
+
+    Example: ``without_folders('File "/home/me/venv/lib/torch/nn/modules/linear.py"')``
+    """
+    for root in (Path(torch.__file__).parents[1], Path(__file__).parents[2], Path(os.__file__).parent):
+        text = text.replace(f"{root}{os.sep}", "")
+    return text
 
 
 # --- moving ---------------------------------------------------------------------------------------------

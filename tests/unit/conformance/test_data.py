@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,3 +117,14 @@ def test_damage_is_named(tmp_path: Path, text: str, message: str) -> None:
 def test_no_results_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no results"):
         store.load(tmp_path)
+
+
+def test_tracebacks_do_not_tell_folders_of_the_machine() -> None:
+    from ditorch.conformance.trial import failed
+
+    try:
+        torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 5))
+    except Exception as error:
+        outcome = failed(error)
+    assert str(Path(torch.__file__).parents[1]) not in str(outcome.details)
+    assert "Traceback" in str(outcome.details)
