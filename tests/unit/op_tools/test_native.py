@@ -209,8 +209,10 @@ def test_a_formula_never_says_more_than_the_probes(name: str, dtype: torch.dtype
             probed = (spread.sigma(number) if sigma is None else sigma).square()  # type: ignore[union-attr]
             assert bool((variance > 0).any())
             assert float(variance.sum()) <= 1.1 * float(probed.sum()), (part, number)
-            # each element has but 16 probes: their mean square scatters
-            assert float((variance > 2.5 * probed).double().mean()) < 0.02, (part, number)
+            # each element has but 16 probes: the mean of 16 squares is below 0.4 of its expectation for 2 % of them,
+            # and of few elements sometimes for some more
+            usual = 0.02 * exact.numel()
+            assert int((variance > 2.5 * probed).sum()) <= usual + 5 * math.sqrt(usual) + 1, (part, number)
     assert known, "no formula applies: the test would say nothing"
 
 
