@@ -160,12 +160,17 @@ def _bias_gradient(call: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, 
     )
 
 
-@claim
-def batch_norm_bias_gradient(device: torch.device) -> Iterator[Found]:
+def _without_cudnn(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         with torch.backends.cudnn.flags(enabled=False):
-            return F.batch_norm(x, None, None, weight, bias, True)
+            return norm(x, None, None, weight, bias, True)
 
+    return call
+
+
+@claim
+def batch_norm_bias_gradient(device: torch.device) -> Iterator[Found]:
+    call = _without_cudnn(F.batch_norm)
     for dtype in HALF:
         yield _bias_gradient(call, numbers(device, 32, 32, 14, 14, dtype=dtype), dtype)
     yield _bias_gradient(call, numbers(device, 32, 32, 14, 14, dtype=torch.bfloat16), torch.float32)  # as autocast does
@@ -173,10 +178,7 @@ def batch_norm_bias_gradient(device: torch.device) -> Iterator[Found]:
 
 @claim
 def instance_norm_bias_gradient(device: torch.device) -> Iterator[Found]:
-    def call(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        with torch.backends.cudnn.flags(enabled=False):
-            return F.instance_norm(x, None, None, weight, bias, True)
-
+    call = _without_cudnn(F.instance_norm)
     for dtype in HALF:
         yield _bias_gradient(call, numbers(device, 8, 5, 14, 14, dtype=dtype), dtype)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _sequence_now: Final[Callable[[], int]] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
 _MOST_NODES: Final = 2_000
-_WITHOUT_KERNEL: Final = frozenset(
+WITHOUT_KERNEL: Final = frozenset(
     [
         "AliasBackward0",
         "PermuteBackward0",
@@ -107,7 +107,7 @@ def attach(call: Call, edges: Edges, outputs: list[Tensor], listeners: tuple[Too
     state = _Backward(call, listeners, starters, len(outputs), edges.tensors)
     nodes = _hooks_of_call(state, sources, edges)
     if len(nodes) > 1 and not state.gradients:  # nobody looks at the gradients: nodes that run no kernel are left out
-        nodes = [pair for pair in nodes if type(pair[0]).__name__ not in _WITHOUT_KERNEL] or nodes
+        nodes = [pair for pair in nodes if type(pair[0]).__name__ not in WITHOUT_KERNEL] or nodes
     state.nodes = len(nodes)
     for node, hook in nodes:
         if starters:

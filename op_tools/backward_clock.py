@@ -18,10 +18,12 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from . import compiling, console
+from .backward import WITHOUT_KERNEL
 
 _SOURCE: Final = Path(__file__).parent / "csrc" / "backward_clock.cpp"
 _MOST_CALLS: Final = 50_000  # of a thread that may still be run backward
 _AT_ONCE: Final = 1_024
+_LIGHT: Final = "\n".join(sorted(WITHOUT_KERNEL)).encode()
 
 
 class Span(ctypes.Structure):
@@ -94,7 +96,7 @@ class BackwardClock:
     def listening(cls, device_type: str) -> BackwardClock | None:
         """A clock that has started, or None where there cannot be one (`BackwardClock.listening("cuda")`)."""
         libraries = _libraries()
-        if libraries is None or not libraries[0].op_tools_clock_start(device_type.encode()):
+        if libraries is None or not libraries[0].op_tools_clock_start(device_type.encode(), _LIGHT):
             return None
         return cls(*libraries)
 
@@ -130,17 +132,21 @@ class BackwardClock:
                 self._forget(found)
             return passes
 
+    def release(self, events: tuple[int | None, ...]) -> None:
+        """Nobody will ask how far apart these are (`clock.release(one.events)`)."""
+        for pair in zip(events[::2], events[1::2]):
+            self._short.op_tools_clock_release(*pair)
+
     def _pass(self, call: Any, spans: list[Span]) -> Pass:
-        heavy = [span for span in spans if not span.light]
-        if heavy and len(heavy) < len(spans):
-            for span in spans:
-                if span.light:
-                    self._short.op_tools_clock_release(span.first, span.last)
-        kept = heavy or spans
+        kept = [span for span in spans if not span.light] or spans
+        if len(kept) < len(spans):
+            self.release(_marks([span for span in spans if span.light]))
         host = sum([span.ended - span.began for span in kept])
         began = min([span.began for span in spans])
-        timed = all(span.first and span.last for span in kept)
-        events = tuple([mark for span in kept for mark in (span.first, span.last)]) if timed else ()
+        events = _marks(kept)
+        if not all(events):
+            self.release(events)
+            events = ()
         return Pass(call, began, host, events, kept[0].runner)
 
     def _forget(self, heard: Any) -> None:
@@ -156,6 +162,10 @@ class BackwardClock:
         self._short.op_tools_clock_stop()
 
 
+def _marks(spans: list[Span]) -> tuple[Any, ...]:
+    return tuple([mark for span in spans for mark in (span.first, span.last)])
+
+
 @functools.cache
 def _libraries() -> tuple[Any, Any] | None:
     """The library twice: for calls that return at once, and for those that may wait and let other threads go on."""
@@ -168,7 +178,7 @@ def _libraries() -> tuple[Any, Any] | None:
         short, waiting = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError):
         return None  # hooks will do
-    short.op_tools_clock_start.argtypes = [ctypes.c_char_p]
+    short.op_tools_clock_start.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     short.op_tools_clock_thread.restype = short.op_tools_clock_sequence.restype = ctypes.c_uint64
     short.op_tools_clock_take.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     short.op_tools_clock_take.restype = ctypes.c_int64

@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from . import console
+
 LINE = re.compile(r"iteration: (\d+)(?:/\d+)?\b.*?total_loss: ([-+.\w]+)")
 
 
@@ -251,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _report(options)
     except LosscmpError as error:
-        print(f"error: {error}", file=sys.stderr)
+        console.complain(str(error), who="error")
         return 2
 
 
@@ -266,8 +268,8 @@ def _report(options: argparse.Namespace) -> int:
     table = side_by_side(curves, options.rows)
     widths = [max(len(row[i]) for row in [["iteration", *names], *table]) for i in range(len(names) + 1)]
     for row in [["iteration", *names], *table]:
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths)))
-    print()
+        console.emit("  ".join(cell.rjust(width) for cell, width in zip(row, widths)))
+    console.emit("")
     status = 0
     for curve in curves[1:]:
         verdict = compare(curves[0], curve, options.window, options.sigmas, options.tolerance)
@@ -278,14 +280,14 @@ def _report(options: argparse.Namespace) -> int:
             "noise": "agrees within noise with",
             "diverges": "DIVERGES from",
         }
-        print(
+        console.emit(
             f"{curve.name} {words[verdict.kind]} {curves[0].name}{where}: {verdict.detail} "
             f"({verdict.points} iterations, largest difference {verdict.largest:.2%})"
         )
         status |= verdict.kind == "diverges"
     if options.plot:
         draw(curves, options.plot)
-        print(f"drawn in {options.plot}")
+        console.emit(f"drawn in {options.plot}")
     return int(status)
 
 

@@ -177,9 +177,8 @@ def is_dense(tensor: Tensor) -> bool:
 # -- with one kernel ------------------------------------------------------------------------------------
 
 _ROWS: Final = 4_096  # of partial results in a batch
-_WIDTH: Final = (
-    6  # count, mean, sum of squared distances from it, infinities, minimum, maximum; NaN spreads to the last two
-)
+# Columns: count, mean, sum of squared distances from it, infinities, minimum, maximum; a NaN spreads to the last two.
+_WIDTH: Final = 6
 _SHARE: Final = 8_192  # elements that one program of the kernel takes at least
 _MOST_PROGRAMS: Final = 256
 _AS_REAL: Final = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}

@@ -12,11 +12,12 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
-#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <sstream>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 namespace {
@@ -45,10 +46,8 @@ at::CallbackHandle handle = 0;
 bool listening = false;
 c10::DeviceType wanted_device = c10::DeviceType::CPU;
 
-// Nodes of views: no kernel runs in them, and two events next to each other are still some microseconds apart.
-constexpr const char* kLight[] = {"AliasBackward0",     "PermuteBackward0",    "SqueezeBackward0",
-                                  "SqueezeBackward1",   "TBackward0",          "TransposeBackward0",
-                                  "UnsafeViewBackward0", "UnsqueezeBackward0", "ViewBackward0"};
+// Nodes in which no kernel runs: two events next to each other are still some microseconds apart.
+std::unordered_set<std::string> light_nodes;
 
 int64_t now() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -89,7 +88,7 @@ std::unique_ptr<at::ObserverContext> before(const at::RecordFunction& function) 
   running->span.sequence = function.seqNr();
   thread_local const int64_t runner = syscall(SYS_gettid);
   running->span.runner = runner;
-  for (const char* name : kLight) running->span.light |= std::strcmp(name, function.name()) == 0;
+  running->span.light = light_nodes.count(function.name()) ? 1 : 0;
   running->span.began = now();
   running->span.first = mark();
   return running;
@@ -119,8 +118,8 @@ void after(const at::RecordFunction&, at::ObserverContext* context) {
 
 extern "C" {
 
-// Returns 0 where somebody else listens already, or the device is not known.
-__attribute__((visibility("default"))) int op_tools_clock_start(const char* device_type) {
+// Returns 0 where somebody else listens already, or the device is not known. `light` are names of nodes, by lines.
+__attribute__((visibility("default"))) int op_tools_clock_start(const char* device_type, const char* light) {
   c10::DeviceType device;
   try {
     device = c10::Device(std::string(device_type)).type();
@@ -132,6 +131,10 @@ __attribute__((visibility("default"))) int op_tools_clock_start(const char* devi
     if (listening) return 0;
     listening = true;
     wanted_device = device;
+    if (light_nodes.empty()) {  // once: nodes of an earlier run may still look
+      std::istringstream names(light);
+      for (std::string name; std::getline(names, name);) light_nodes.insert(name);
+    }
     heard.clear();
   }
   try {

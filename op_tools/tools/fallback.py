@@ -20,6 +20,7 @@ from ..devices import can_pin, get_rng_state, module_of, set_rng_state
 from ..intercept import Call
 from ..opcall import Tensor, TensorMeta, labelled, map_tensors, tensors_in
 from ..snapshot import span_of
+from ..tensor_statistics import is_dense
 from .base import Tool
 
 # Kernels without arithmetic: they allocate, move or rename, and stay on the device.
@@ -361,12 +362,7 @@ class _Twins:
 
 def _is_whole(tensor: Tensor, twin: Tensor) -> bool:
     """Whether the copy has the layout of the tensor, without gaps: what lies in a gap was not copied."""
-    if tensor.is_conj() or tensor.is_neg() or twin.layout != torch.strided or twin.stride() != tensor.stride():
-        return False
-    if tensor.is_contiguous():
-        return True
-    first, last = span_of(tensor)
-    return last - first == tensor.numel()
+    return twin.layout == torch.strided and twin.stride() == tensor.stride() and is_dense(tensor)
 
 
 def _version(tensor: Tensor) -> int:

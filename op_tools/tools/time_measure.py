@@ -177,12 +177,15 @@ class OpTimeMeasure(Tool):
             return
         for one in clock.passes(graph_is_kept):
             device_type = one.call.notes[self]
-            if device_type == "cpu" or self._clock_device == "cpu":
-                self._wait_for(
-                    _Timing(one.call, "backward", (0, one.host_ns), one.began, device_type, one.thread, None)
-                )
-            elif one.events and device_type == self._clock_device:
-                self._wait_for(_Timing(one.call, "backward", one, one.began, device_type, one.thread, None))
+            spans: tuple[int, int] | Pass = one
+            if device_type != self._clock_device or device_type == "cpu":
+                clock.release(one.events)  # they are of another device's stream
+                if device_type != "cpu":
+                    continue
+                spans = (0, one.host_ns)
+            elif not one.events:
+                continue
+            self._wait_for(_Timing(one.call, "backward", spans, one.began, device_type, one.thread, None))
 
     # -- reading back ---------------------------------------------------------------------------------
 

@@ -100,3 +100,19 @@ def test_a_tool_that_cannot_start_leaves_the_clock_to_others(
     monkeypatch.delenv("OP_TIME_MEASURE_LIST")
     with op_tools.OpTimeMeasure() as timing:
         assert timing._clock is not None
+
+
+def test_events_around_nodes_of_the_cpu_are_given_back(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OP_TOOLS_INCLUDE_CPU", "1")
+    given_back: list[int] = []
+    original = backward_clock.BackwardClock.release
+
+    def release(clock: backward_clock.BackwardClock, events: tuple[int, ...]) -> None:
+        given_back.extend(events)
+        original(clock, events)
+
+    monkeypatch.setattr(backward_clock.BackwardClock, "release", release)
+    with op_tools.OpTimeMeasure() as timing:
+        torch.ones(3, requires_grad=True).exp().backward(torch.ones(3))
+    assert ("torch.Tensor.exp", "backward") in told(timing), "by the host's clock"
+    assert len(given_back) == 2
