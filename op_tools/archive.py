@@ -154,7 +154,7 @@ class _Storage:
     __slots__ = ("dtype", "identity")
 
     def __init__(self, index: int, nbytes: int, dtype: torch.dtype) -> None:
-        kind, size = _storage_kinds().get(dtype), dtype.itemsize
+        kind, size = storage_kinds().get(dtype), dtype.itemsize
         self.dtype: torch.dtype | None
         self.identity: tuple[Any, ...]
         if kind is not None and nbytes % size == 0:
@@ -166,7 +166,7 @@ class _Storage:
 
 
 @functools.cache
-def _storage_kinds() -> dict[torch.dtype, str]:
+def storage_kinds() -> dict[torch.dtype, str]:
     return {d: n for d, n in torch.storage._dtype_to_storage_type_map().items() if hasattr(torch, n)}
 
 
@@ -258,7 +258,7 @@ def _put(value: Any, sizes: Sequence[int], dtypes: dict[int, torch.dtype], out: 
 
 def _put_tensor(ref: Ref, sizes: Sequence[int], dtypes: dict[int, torch.dtype], out: Callable[[bytes], None]) -> None:
     nbytes, dtype = sizes[ref.storage], ref.dtype
-    kind = _storage_kinds().get(dtype)
+    kind = storage_kinds().get(dtype)
     seen_as = dtypes.setdefault(ref.storage, dtype)
     if kind is None or seen_as != dtype or nbytes % dtype.itemsize or ref.conjugated or ref.negated:
         raise NotPlain
@@ -297,14 +297,43 @@ def save(path: Path, payload: Mapping[str, Any]) -> None:
     if any(t.layout != torch.strided or t.is_quantized for t in tensors_in(content)):
         torch.save(content, partial)
     else:
-        stream = io.BytesIO()
-        pickler = _Pickler(stream)
-        pickler.dump(content)
-        records: list[tuple[str, Any]] = [("data.pkl", stream.getbuffer()), ("byteorder", _BYTE_ORDER)]
-        records += [(f"data/{i}", _buffer_of(s)) for i, s in enumerate(pickler.storages)]
+        try:
+            pickled, storages = _plain(content)
+        except (NotPlain, RecursionError):
+            pickled, storages = _pickled(content)
+        records: list[tuple[str, Any]] = [("data.pkl", pickled), ("byteorder", _BYTE_ORDER)]
+        records += [(f"data/{i}", _buffer_of(s)) for i, s in enumerate(storages)]
         records += [("version", b"3\n")]
         write_archive(partial, records)
     os.replace(partial, path)
+
+
+def _plain(content: Any) -> tuple[Any, list[torch.UntypedStorage]]:
+    """In the form that is read fastest."""
+    numbers: dict[int, int] = {}
+    storages: list[torch.UntypedStorage] = []
+
+    def refer(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            number = numbers.setdefault(storage._cdata, len(storages))
+            if number == len(storages):
+                storages.append(storage)
+            layout = (tuple(value.shape), value.stride(), int(value.storage_offset()))
+            return Ref(number, value.dtype, *layout, value.requires_grad, value.is_conj(), value.is_neg())
+        if type(value) in (tuple, list):
+            return type(value)([refer(v) for v in value])
+        return {k: refer(v) for k, v in value.items()} if type(value) is dict else value
+
+    referring = refer(content)
+    return b"\x80\x02" + fragment(referring, [s.nbytes() for s in storages]) + b".", storages
+
+
+def _pickled(content: Any) -> tuple[Any, list[torch.UntypedStorage]]:
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    pickler.dump(content)
+    return stream.getbuffer(), pickler.storages
 
 
 def _buffer_of(storage: torch.UntypedStorage) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from . import archive
+from . import archive, plain_archive
 from .archive import ArchiveError
 from .opcall import Tensor
 
@@ -59,11 +59,15 @@ def read(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():  # a pipe or a device of that name would be waited for
         raise ArchiveError(f"{path}: {'is no plain file' if path.exists() else 'is missing'}")
-    size = path.stat().st_size
-    _check_records(path, size)
     try:
-        payload = torch.load(path, map_location="cpu", weights_only=True)
-        problem = _problem_of(payload, size)
+        payload = plain_archive.load(path)
+        if payload is None:
+            size = path.stat().st_size
+            _check_records(path, size)
+            payload = torch.load(path, map_location="cpu", weights_only=True)
+            problem = _problem_of(payload) or _too_large(payload, size)
+        else:  # which is never larger than the file
+            problem = _problem_of(payload)
         if not problem:
             decoded = {key: archive.decode(value) for key, value in payload.items()}
             return {**decoded, "as_tuples": _kinds_lost(payload)}
@@ -82,19 +86,21 @@ def _check_records(path: Path, size: int) -> None:
         with zipfile.ZipFile(path) as records:
             entries = records.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise ArchiveError(
-            f"{path}: cannot be read as a capture (broken, cut off, or no file of op_tools: {error})"
-        ) from None
+        raise ArchiveError(f"cannot be read as a capture (broken, cut off, or no file of op_tools: {error})") from None
     packed = [entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
     if packed or sum(entry.file_size for entry in entries) > size:
-        raise ArchiveError(f"{path}: is no capture of op_tools (its records unpack to more than the file holds)")
+        raise ArchiveError("is no capture of op_tools (its records unpack to more than the file holds)")
 
 
-def _problem_of(payload: Any, size: int) -> str:
+def _problem_of(payload: Any) -> str:
     if not isinstance(payload, dict) or "format" not in payload:
         return "is no capture of op_tools (no format field)"
     if payload["format"] != archive.FORMAT:
         return f"was written in format {payload['format']!r}, this version reads {archive.FORMAT}"
+    return ""
+
+
+def _too_large(payload: Any, size: int) -> str:
     tensors = _tensors_of(payload)
     if tensors is None:
         return f"holds more than {_MOST_VALUES:,} values: no operator takes that many"

@@ -214,6 +214,8 @@ def test_operators_replay_bit_for_bit(op: Any, device: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("op", operators(True), ids=lambda op: op.formatted_name)
 def test_all_operators_replay_bit_for_bit(op: Any, device: str) -> None:
+    if op.name.startswith("jiterator") and ditorch.backend.name != "cuda":
+        pytest.skip("PyTorch's Jiterator writes kernels for GPUs alone")
     sweep(op, device, 4)
 
 

@@ -143,6 +143,24 @@ def test_a_call_that_returns_nothing_is_judged_by_its_arguments() -> None:
     assert outcome.notes == ["it returns nothing"]
 
 
+def test_running_statistics_may_change_other_arguments_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, statistics = torch.randn(6, 3), (torch.zeros(3), torch.ones(3))
+    args = (x, torch.ones(3), torch.zeros(3), *(s.clone() for s in statistics), True, 0.1, 1e-5)
+    result = torch.native_batch_norm(*args)
+    folder = save("a", "torch.native_batch_norm", (*args[:3], *statistics, *args[5:]), {}, result)
+    assert replay(folder, CPU).status == IDENTICAL
+    real = CapturedOp.run_forward
+
+    def careless(op: CapturedOp, around: Any = None) -> Any:
+        found = real(op, around)
+        op.args[1].mul_(1.001)
+        return found
+
+    monkeypatch.setattr(CapturedOp, "run_forward", careless)
+    outcome = replay(folder, CPU)
+    assert (outcome.status, [row.verdict for row in outcome.rows if "input[1]" in row.name]) == (WRONG, ["wrong"])
+
+
 def test_random_numbers_of_the_same_device_come_again_and_the_stream_goes_on_untouched() -> None:
     state = torch.get_rng_state()
     y = torch.rand(6)

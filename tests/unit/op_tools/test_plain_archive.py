@@ -1,0 +1,126 @@
+"""The fast reader of captures: says what `torch.load` says, or nothing."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from op_tools import archive, plain_archive
+
+from .test_archive import Bomb, check_same, strided
+
+NUMBERS = st.one_of(st.integers(), st.integers(-(2**31), 2**31 - 1), st.floats(allow_nan=False))
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, st.text(), st.sampled_from([torch.float16, torch.device("cpu")])),
+    lambda some: st.one_of(
+        st.lists(some, max_size=4),
+        st.lists(some, max_size=4).map(tuple),
+        st.dictionaries(st.text(max_size=5), some, max_size=3),
+    ),
+    max_leaves=10,
+)
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        check_same(left, right)
+        return True
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(map(same, left.values(), right.values()))
+    return bool(left == right or (left != left and right != right))
+
+
+@given(VALUES, st.lists(strided(), max_size=3))
+@settings(deadline=None, max_examples=100)
+@example((2**31 - 1, -(2**31), 2**31, -(2**31) - 1, 2**2000, math.inf, -0.0, "\ud800"), [])
+def test_it_reads_what_was_written(value: Any, tensors: list[torch.Tensor]) -> None:
+    path = Path("x.pth")
+    archive.save(path, {"args": archive.encode((value, tensors))})
+    found = plain_archive.load(path)
+    if any(t.is_conj() for t in tensors):
+        assert found is None
+    else:
+        assert same(found, torch.load(path, weights_only=True))
+
+
+def test_numbers_and_tensors_beyond_the_plain_form_are_written_all_the_same() -> None:
+    path = Path("x.pth")
+    for odd in (1j, torch.ones(2, dtype=torch.complex64).conj(), torch.ones(2).to_sparse()):
+        archive.save(path, {"args": archive.encode((odd,))})
+        assert plain_archive.load(path) is None
+        assert archive.load(path)["args"][0].__class__ is odd.__class__
+
+
+def test_tensors_share_memory_as_they_did_and_can_be_written_to() -> None:
+    x = torch.arange(6.0)
+    archive.save(Path("x.pth"), {"args": (x[:4], x[2:], torch.ones(2), torch.empty(0))})
+    a, b, c, d = plain_archive.load(Path("x.pth"))["args"]
+    a[2] = 77
+    assert (b[0], b.storage_offset(), d.shape) == (77, 2, (0,))
+    assert a.untyped_storage()._cdata == b.untyped_storage()._cdata != c.untyped_storage()._cdata
+    assert c.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("aligned", [0, 1, 2])
+def test_records_are_as_aligned_as_tensors_are(aligned: int) -> None:
+    archive.save(Path("x.pth"), {"text": "x" * aligned, "args": (torch.ones(3), torch.ones(5, dtype=torch.float64))})
+    assert [t.data_ptr() % 64 for t in plain_archive.load(Path("x.pth"))["args"]] == [0, 0]
+
+
+def test_what_others_wrote_is_left_to_torch() -> None:
+    path = Path("x.pth")
+    torch.save({"format": 1, "x": torch.ones(2)}, path)
+    assert plain_archive.load(path) is None
+    torch.save({"format": 1, "x": Bomb()}, path)
+    assert plain_archive.load(path) is None
+    for content in (b"", b"PK\5\6" + bytes(18), b"x" * 100):
+        path.write_bytes(content)
+        assert plain_archive.load(path) is None
+    assert plain_archive.load(Path("missing.pth")) is None
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=300)
+def test_damaged_files_are_read_as_torch_reads_them_or_not_at_all(data: st.DataObject) -> None:
+    path = Path("x.pth")
+    x = torch.arange(4.0)
+    archive.save(path, {"args": (x, x[1:3], torch.ones(2, dtype=torch.int64), {"dim": 3}), "kwargs": {"p": 0.5}})
+    content = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    path.write_bytes(bytes(content))
+    found = plain_archive.load(path)
+    if found is not None:
+        assert same(found, torch.load(path, weights_only=True))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"J\x03\0\0\0t(J\x01\0\0\0t", b"J\x05\0\0\0t(J\x01\0\0\0t"),  # longer than its storage
+        (b"J\x03\0\0\0t(J\x01\0\0\0t", b"J\x03\0\0\0t(J\x02\0\0\0t"),
+        (b"J\x03\0\0\0t(J\x01\0\0\0t", b"J\x03\0\0\0t(J\xff\xff\xff\xfft"),
+        (b"J\x03\0\0\0t(J\x01\0\0\0t", b"J\xff\xff\xff\xfft(J\x01\0\0\0t"),
+        (b"FloatStorage", b"BoolStorages"),
+        (b"_rebuild_tensor_v2", b"_rebuild_tensor_v3"),
+        (b"X\x01\0\0\x000X", b"X\x01\0\0\x009X"),  # a record that is not there
+        (b"little", b"bottle"),
+    ],
+)
+def test_nothing_outside_a_storage_is_seen(old: bytes, new: bytes) -> None:
+    path = Path("x.pth")
+    archive.save(path, {"args": (torch.ones(3),)})
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new))
+    assert plain_archive.load(path) is None
