@@ -370,12 +370,15 @@ def is_sum_of_products(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     return name in _SUMS_OF_PRODUCTS and all(f == 1 for f in factors) and not any(t.is_complex() for t in _flat(args))
 
 
+def is_aten(func: Any) -> bool:
+    """Whether an operator is PyTorch's own, not somebody's by torch.library (`is_aten(torch.ops.aten.mm.default)`)."""
+    return func.namespace in ("aten", "prims", "prim")
+
+
 @functools.cache
 def is_composition(func: Any) -> bool:
     """Whether an operator is made of other operators that the dispatcher does not show on its own."""
-    if func.namespace not in ("aten", "prims", "prim"):
-        return True  # somebody's own, by torch.library
-    return base_name(func) in _OPENED
+    return not is_aten(func) or base_name(func) in _OPENED
 
 
 _OPENED: Final = _words("soft_margin_loss soft_margin_loss_backward binary_cross_entropy_with_logits")

@@ -12,14 +12,15 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import op_facts
+from . import op_facts, unseen
 from .op_facts import Facts, Kind
+from .opcall import map_tensors
+from .watching import Watcher, address, mutated, redispatched, tensors_of
 
 Tensor = torch.Tensor
 
@@ -27,6 +28,10 @@ _SINGLE: Final = 2.0**-24
 _FINEST: Final = 2.0**-40  # unit of probes: well above that of float64, and small enough for its effects to be linear
 PROBES: Final = 16  # a power of two
 _LANES: Final = 256
+_LOOP: Final = 4096  # steps of the longest loop that is not done in parallel
+_NEARBY: Final = 2.0**-12
+_OTHER_KERNELS: Final = 2  # may round more often than the CPU's, in another order
+_OF_UNSEEN: Final = Facts(Kind.REDUCE)
 _DATA_DEPENDENT: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _TIE: Final = 1e-13  # breaks ties, invisible beside any rounding
 _WIDE: Final = (torch.float64, torch.complex128, torch.float32, torch.complex64)
@@ -82,15 +87,7 @@ def sigma_of_products(
     return terms.add_(result.mul(math.sqrt(of_result)).square_().to(squares.dtype)).sqrt_()
 
 
-class _Watcher(TorchDispatchMode):
-    """A mode that nothing compiles into: PyTorch's guard against that costs more than the modes themselves."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-class Trace(_Watcher):
+class Trace(Watcher):
     """Notes which operators a call is made of, and which of them wrote each piece of memory last."""
 
     def __init__(self, device: str = "") -> None:
@@ -103,14 +100,15 @@ class Trace(_Watcher):
         self.contracts = False
         self.sums_of_products = True
         self.depends_on_values = False
+        self.unseen: dict[Any, bool] = {}  # operators that work unseen: whether they do so in single precision, too
         self._worked = False
         self._facts: list[Facts] = []
         self._writers: dict[int, tuple[int, int]] = {}
         self._least: list[float] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op_facts.is_composition(func):
-            return _opened(self, func, args, kwargs or {})
+        if op_facts.is_composition(func) and not self._works_unseen(func, args, kwargs or {}):
+            return redispatched(self, func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         number = len(self.operators)
         self.operators.append(func)
@@ -122,9 +120,9 @@ class Trace(_Watcher):
         self._facts.append(facts)
         if facts.kind == Kind.VIEW:
             return result
-        written = (*_tensors((result,)), *_mutated(func, args, kwargs or {}))
+        written = (*tensors_of((result,)), *mutated(func, args, kwargs or {}))
         for position, tensor in reversed(list(enumerate(written))):  # a tensor that is there twice: its first place
-            self._writers[_address(tensor)] = number, position
+            self._writers[address(tensor)] = number, position
         self.selects_first = self.selects_first or (facts.kind == Kind.SELECT and not self._worked)
         self.selects = self.selects or facts.kind == Kind.SELECT
         self._worked = True
@@ -134,6 +132,12 @@ class Trace(_Watcher):
             if facts.kind == Kind.CONTRACT and op_facts.computes_low(func, self.device, kwargs or {}):
                 self.steps_in_low = max(self.steps_in_low, op_facts.steps_in_low(func, args))
         return result
+
+    def _works_unseen(self, func: Any, args: Any, kwargs: Any) -> bool:
+        if op_facts.is_aten(func) or not unseen.works_unseen(func, args, kwargs):
+            return False
+        self.unseen[func] = self.unseen.get(func, True) and unseen.has_a_single_precision(func, args, kwargs)
+        return True
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -157,12 +161,12 @@ class Trace(_Watcher):
 
     def least_error(self, result: Tensor) -> float:
         """The least error of the operator that wrote a result, in units of the arithmetic inside."""
-        writer = self._writers.get(_address(result))
+        writer = self._writers.get(address(result))
         return 0.0 if writer is None else self._least[writer[0]]
 
     def last_writers(self, results: Sequence[Tensor]) -> frozenset[tuple[int, int]]:
         """Which result of which operator these are: they are not rounded once more by being stored."""
-        return frozenset(self._writers.get(_address(t), (-1, -1)) for t in results)
+        return frozenset(self._writers.get(address(t), (-1, -1)) for t in results)
 
 
 # Columns of the matrix of turns. In column 0 all roundings go the same way: it comes last, since the first few probes
@@ -268,14 +272,20 @@ _POOL: Final = _Pool()
 _ONE: Final = torch.ones((), dtype=torch.float64)
 
 
-class Noise(_Watcher):
+class Noise(Watcher):
     """Does every rounding of a correct kernel at random; the same probe gives the same roundings."""
 
     def __init__(
-        self, precision: Precision, last: frozenset[tuple[int, int]], signs: Signs, inside: float | None = None
+        self,
+        precision: Precision,
+        last: frozenset[tuple[int, int]],
+        signs: Signs,
+        inside: float | None = None,
+        unseen: Mapping[Any, bool] | None = None,
     ) -> None:
         super().__init__()
         self._precision, self._last, self._signs = precision, last, signs
+        self._unseen = unseen or {}
         self._inside = inside  # of one kernel: its unit; nothing is stored
         self.breaks_ties = True
         self._adds_rows_low = False
@@ -283,11 +293,14 @@ class Noise(_Watcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in self._unseen:
+            self._number += 1
+            return self._done_unseen(func, args, kwargs)
         if op_facts.is_composition(func):
-            return _opened(self, func, args, kwargs)
+            return redispatched(self, func, args, kwargs)
         self._number += 1
         facts = op_facts.facts_for(func, args)
-        if facts.kind == Kind.VIEW or any(t.layout != torch.strided for t in _tensors(args)):
+        if facts.kind == Kind.VIEW or any(t.layout != torch.strided for t in tensors_of(args)):
             return func(*args, **kwargs)
         if facts.kind == Kind.EXACT:
             args = tuple(self._scalar(a) if type(a) is float else a for a in args)
@@ -312,12 +325,51 @@ class Noise(_Watcher):
             result = func(*args, **kwargs)
         self._round_inside(func, args, kwargs, result)
         seen: set[int] = set()
-        for position, tensor in enumerate((*_tensors((result,)), *_mutated(func, args, kwargs))):
+        for position, tensor in enumerate((*tensors_of((result,)), *mutated(func, args, kwargs))):
             if id(tensor) in seen or not _inexact(tensor):
                 continue
             seen.add(id(tensor))
             self._round_in_place(tensor, unit_out, facts, (self._number, position) in self._last)
         return result
+
+    def _done_unseen(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A kernel that shows none of its steps: how its data move it, and what it rounds by itself in float32.
+
+        Where it has no float32, the data are moved as far as a loop over their longest dimension may move them.
+        """
+        precision = self._precision
+        length = op_facts.length_of_sums(func, args, kwargs)
+        errors, walk = None, float(min(length, _LOOP))
+        if self._unseen[func] and precision.inner == _SINGLE:
+            # data nearby: the roundings inside are others then, of the same size
+            errors = unseen.errors_in_single_precision(func, *self._all_moved(args, kwargs, self._nearby))
+            walk = roundings(Kind.REDUCE, length) if errors is not None else walk
+        by = precision.inner * math.sqrt(walk)
+
+        def change(tensor: Tensor) -> Tensor:
+            # what a kernel multiplies with low numbers is low as well: attention rounds its weights
+            low = precision.stored > precision.inner and _is_low(tensor, precision.dtype)
+            return self._scaled(tensor, precision.stored / 2 if low else by)
+
+        moved, named = self._all_moved(args, kwargs, change)
+        result = func(*moved, **named)
+        written = mutated(func, moved, named)
+        for position, tensor in enumerate((*tensors_of((result,)), *written)):
+            if not _inexact(tensor):
+                continue
+            if errors is not None:
+                tensor.add_(errors[position], alpha=_OTHER_KERNELS)
+            self._round_in_place(tensor, by, _OF_UNSEEN, (self._number, position) in self._last)
+        for target, source in zip(mutated(func, args, kwargs), written):
+            target.copy_(source)
+        return result
+
+    def _all_moved(self, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
+        """Copies of all arguments, also of those that are written to."""
+        args = tuple(self._scalar(a) if type(a) is float else a for a in args)
+        kwargs = {k: self._scalar(v) if type(v) is float else v for k, v in kwargs.items()}
+        copied = map_tensors((args, kwargs), lambda t: change(t) if _inexact(t) else t.clone())
+        return copied[0], copied[1]
 
     def _round_inside(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """A fused kernel rounds at each of its steps: do them one by one, and take what comes out."""
@@ -329,10 +381,10 @@ class Noise(_Watcher):
             inside = Noise(self._precision, frozenset(), self._signs, self._unit_inside(func, kwargs))
             inside._adds_rows_low = op_facts.adds_rows_low(func, self._precision.device)
             with inside:
-                rounded = _tensors((steps(*copies, **kwargs),))
+                rounded = tensors_of((steps(*copies, **kwargs),))
         except Exception:  # a decomposition that does not know these arguments
             return
-        whole = _tensors((result,))
+        whole = tensors_of((result,))
         if len(whole) == len(rounded):
             for target, source in zip(whole, rounded):
                 if _inexact(target) and target.shape == source.shape:
@@ -394,7 +446,7 @@ class Noise(_Watcher):
         return tuple(changed)
 
     def _change_in_place(self, value: Any, change: Any) -> None:
-        for tensor in _tensors((value,)):
+        for tensor in tensors_of((value,)):
             if _inexact(tensor):
                 moved = change(tensor)
                 if moved is not tensor:
@@ -413,6 +465,9 @@ class Noise(_Watcher):
         if by == 0:
             return tensor
         return tensor * self._factors(tensor, by)
+
+    def _nearby(self, tensor: Tensor) -> Tensor:
+        return tensor * self._signs.uniform(tensor).mul_(2 * _NEARBY).add_(1 - _NEARBY).to(tensor.real.dtype)
 
     def _factors(self, tensor: Tensor, by: float) -> Tensor:
         return self._signs.factors(tensor.numel(), by).view(tensor.shape).to(tensor.real.dtype)
@@ -475,39 +530,10 @@ def roundings(kind: str, length: int, straight: bool = False) -> float:
     return min(length, 1 + math.log2(length) + length / _LANES)
 
 
-def _opened(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator that others have defined so that the ATen operators inside it are seen."""
-    with mode:
-        return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+def _is_low(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all values are numbers of a low dtype, as are those that came in it."""
+    return not tensor.is_complex() and torch.equal(tensor, tensor.to(dtype).to(tensor.dtype))
 
 
 def _inexact(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _tensors(values: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found.extend(_tensors(value))
-    return found
-
-
-def _mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    if not func._schema.is_mutable:
-        return []
-    found = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            found.extend(_tensors((value,)))
-    return found
-
-
-def _address(tensor: Tensor) -> int:
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except Exception:  # sparse and the like have no storage of their own
-        return id(tensor)

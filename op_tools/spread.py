@@ -36,6 +36,7 @@ class Structure:
     last: frozenset[tuple[int, int]]  # operators that write the results
     kernels: tuple[str, ...]  # operators that compute something, in order
     least: tuple[float, ...]  # for each result the least error of its last operator, in units of its arithmetic
+    unseen: tuple[tuple[Any, bool], ...] = ()  # operators whose work is not seen, and whether they do float32
 
 
 class Spread:
@@ -95,6 +96,7 @@ class Spread:
             last=trace.last_writers([t for t in leaves if isinstance(t, Tensor)]),
             kernels=trace.kernels,
             least=least,
+            unseen=tuple(trace.unseen.items()),
         )
         return structure, not trace.depends_on_values
 
@@ -166,7 +168,7 @@ class Spread:
                 self._add(number, here, there)
 
     def _moved(self, signs: Signs) -> list[Any]:
-        noise = Noise(self._probing, self.structure.last, signs)
+        noise = Noise(self._probing, self.structure.last, signs, unseen=dict(self.structure.unseen))
         # ties among the inputs themselves are looked at exactly, where gradients are shared among them
         noise.breaks_ties = not self.backward or not self.structure.selects_first
         return self.leaves(self.result.again(noise, self.backward))
@@ -286,6 +288,10 @@ class _Structures:
         self._known: dict[Any, Structure] = {}
         self._lock = threading.Lock()
 
+    def knows(self, result: GoldenResult, part: str) -> bool:
+        key = _signature(result, part)
+        return key is not None and key in self._known
+
     def of(self, result: GoldenResult, part: str, find: Callable[[], tuple[Structure, bool]]) -> Structure:
         key = _signature(result, part)
         known = self._known.get(key) if key is not None else None
@@ -301,6 +307,11 @@ class _Structures:
 
 
 _structures: Final = _Structures()
+
+
+def remembers(result: GoldenResult, part: str) -> bool:
+    """Whether the structure of such a call is known without running it (`remembers(result, "output")`)."""
+    return _structures.knows(result, part)
 
 
 class _NotPlain(Exception):

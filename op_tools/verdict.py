@@ -20,7 +20,7 @@ from .golden import GoldenResult
 from .measures import Bound, Columns, Sides, beyond, measure
 from .opcall import Tensor, children, tensors_in
 from .rounding import PROBES, Precision, precision_of, unit
-from .spread import Spread
+from .spread import Spread, Structure
 
 RIGHT: Final = "right"
 WRONG: Final = "wrong"
@@ -53,6 +53,10 @@ _TORCH_TOLERANCE: Final[dict[torch.dtype, tuple[float, float]]] = {  # atol, rto
     torch.complex64: (1e-5, 1.3e-6),
     torch.complex128: (1e-7, 1e-7),
 }
+
+
+class InDoubt(Exception):
+    """Tensors on a device, where they are not settled at a glance: the question is one for their copies on the CPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +145,9 @@ def judge(
 ) -> Judgement:
     """Compare trees of CPU tensors: what the device returned, and the same part of the golden run.
 
+    Tensors may also still be on the device, both sides of them; then `InDoubt` is raised for what is not settled at
+    a glance, right or wrong.
+
     `part` is `output`, `input` (arguments after the call) or `grad_input`. With `result`, elements that simple
     rounding does not explain are examined by repeating the golden run with random roundings. `labels` are the names of
     the rows, if they are to have others.
@@ -174,22 +181,41 @@ class _Doubts:
 
     def __init__(self, result: GoldenResult, part: str, device: list[Any], max_seconds: float | None) -> None:
         self.result, self.part, self._device, self._max_seconds = result, part, device, max_seconds
+        self._of_dtype: dict[torch.dtype, Spread] = {}
 
     @functools.cached_property
     def spread(self) -> Spread:
-        precision = precision_of(_coarsest(self.result, self.part, self._device), self.result.source.device)
-        return Spread(self.result, self.part, leaves_of, precision, self._max_seconds)
+        return self._spread(_coarsest(self.result, self.part, self._device))
+
+    def spread_of(self, row: Any) -> Spread:
+        """That of one of the results. A kernel that shows no steps is as precise as what it returns."""
+        spread = self.spread
+        if not isinstance(row, Tensor) or not spread.usable or not spread.structure.unseen:
+            return spread
+        if row.dtype not in self._of_dtype:
+            self._of_dtype[row.dtype] = self._spread(row.dtype, spread.structure)
+        return self._of_dtype[row.dtype]
+
+    def _spread(self, dtype: torch.dtype, structure: Structure | None = None) -> Spread:
+        precision = precision_of(dtype, self.result.source.device)
+        return Spread(self.result, self.part, leaves_of, precision, self._max_seconds, structure)
 
     @property
     def probes(self) -> int:
-        spread = self.__dict__.get("spread")
-        return 0 if spread is None else spread.probes + spread.narrow_probes
+        spreads = [s for s in (self.__dict__.get("spread"), *self._of_dtype.values()) if s is not None]
+        return sum(s.probes + s.narrow_probes for s in spreads)
 
 
 def only_moves(result: GoldenResult, part: str) -> bool:
     """Whether a call takes values from one place to another and computes nothing (`only_moves(result, "output")`)."""
     spread = Spread(result, part, leaves_of, precision_of(torch.float32), None)
     return spread.usable and spread.structure.exact and not spread.structure.kernels
+
+
+def structure_of(result: GoldenResult, part: str) -> Structure | None:
+    """What the call is made of; None where that cannot be found out (`structure_of(result, "output")`)."""
+    spread = Spread(result, part, leaves_of, precision_of(torch.float32, result.source.device), None)
+    return spread.structure if spread.usable else None
 
 
 def judge_call(
@@ -273,7 +299,7 @@ class _Pair:
 
     @property
     def spread(self) -> Spread | None:
-        return None if self.doubts is None else self.doubts.spread
+        return None if self.doubts is None else self.doubts.spread_of(self.device)
 
 
 def _judge_pair(pair: _Pair) -> Row:
@@ -419,6 +445,8 @@ def _judge_whole_numbers(row: Row, pair: _Pair) -> Row:
     different = pair.device != pair.golden
     if not bool(different.any()):
         return row
+    if not pair.device.is_cpu:
+        raise InDoubt
     if pair.spread is not None:
         chosen = op_facts.chosen_values(pair.name, pair.spread.result.source, pair.device, pair.golden, pair.number)
         if chosen is not None and not bool(chosen.any()):
@@ -478,6 +506,8 @@ def _judge_rounding(row: Row, pair: _Pair) -> Row:
         worst = _worst_by_formula(pair, spread, precision)
         if worst <= 1:
             return dataclasses.replace(row, excess=worst)
+    if not pair.device.is_cpu:
+        raise InDoubt
     check = _Check(pair.sides.left, pair.sides.right, precision, pair.golden.dtype)
     if units is None and check.doubtful(1.0) is None:
         return dataclasses.replace(row, excess=check.excess(1.0))
@@ -517,6 +547,8 @@ def _worst_by_formula(pair: _Pair, spread: Spread, precision: Precision) -> floa
         worst = math.inf if found is None else found
         if worst <= 1:
             return worst
+        if not pair.device.is_cpu:
+            raise InDoubt
     return _by_elements_in_doubt(pair, spread, bound, precision)
 
 
