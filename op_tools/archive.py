@@ -167,6 +167,7 @@ class _Storage:
 
 @functools.cache
 def storage_kinds() -> dict[torch.dtype, str]:
+    """The storage class that a file names for each dtype (`storage_kinds()[torch.float32] == "FloatStorage"`)."""
     return {d: n for d, n in torch.storage._dtype_to_storage_type_map().items() if hasattr(torch, n)}
 
 

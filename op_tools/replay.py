@@ -288,6 +288,15 @@ class CapturedOp:
             else:
                 self.grad_outputs = [None if g is None else _fitting(place(g), t) for g, t in zip(captured, outputs)]
 
+    def sent_gradients(self) -> list[Tensor | None]:
+        """What `run_backward` was given, in main memory (`op.sent_gradients()`)."""
+        captured = self.captured("grad_outputs") if self.has_backward else None
+        own = self.grad_outputs or []
+        if captured is None:
+            return [None if g is None else g.detach().cpu() for g in own]
+        # a copy of what was captured, unless it had to be converted
+        return [c if g is None or g.dtype == c.dtype else g.detach().cpu() for c, g in zip(captured, own)]
+
     def run_backward(self, around: AbstractContextManager[Any] | None = None) -> list[Tensor | None] | None:
         """Gradients of the arguments, one (or None) per tensor; None without a backward pass (`op.run_backward()`)."""
         if not self.can_go_backward:

@@ -125,26 +125,9 @@ def replay(folder: Path, options: Options | None = None, rules: verdict.Rules | 
     >>> replay(Path("op_tools_results/.../torch.add/1/1/t"), Options(acc_check=True)).status  # doctest: +SKIP
     'bit-identical'
     """
-    options = options or Options()
-    began = time.perf_counter()
-    outcome = Outcome(folder, op_from(folder), ERROR)
-    op: CapturedOp | None = None
-    try:
-        op = CapturedOp(folder, options.device, options.dtype, options.contiguous)
-        outcome.op, outcome.location, outcome.device = op.name, op.location, str(op.device)
-        _Replay(op, options, rules, outcome).go()
-    except CannotReplay as reason:
-        outcome.status, outcome.reason = NOT_COMPARABLE, str(reason)
-    except ArchiveError as error:
-        outcome.reason = str(error)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        outcome.reason = f"not enough memory to run it ({one_line(error)})"
-    except Exception as error:  # whatever an operator, or a file that was tampered with, throws
-        lost = op.payload["as_tuples"] if op is not None else []
-        hint = f"; an argument of type {lost[0]} was captured as a tuple" if lost else ""
-        outcome.reason = one_line(error) + hint
-    outcome.seconds = time.perf_counter() - began
-    return outcome
+    check = Check(folder, options or Options(), rules)
+    check.run()
+    return check.conclude()
 
 
 def op_from(folder: Path) -> str:
@@ -152,34 +135,84 @@ def op_from(folder: Path) -> str:
     return next((part for part in reversed(folder.parts) if part.startswith("torch.")), "")
 
 
-class _Replay:
-    """One capture on its way: the runs, then the comparison."""
+class Check:
+    """One capture on its way: it runs on the device, then it is judged, in another thread if that is wanted.
 
-    def __init__(self, op: CapturedOp, options: Options, rules: verdict.Rules | None, outcome: Outcome) -> None:
-        self.op, self.options, self.outcome = op, options, outcome
-        self.rules = rules or (verdict.Rules.from_environment() if options.acc_check else verdict.Rules())
+    What a file or an operator throws becomes its outcome.
+
+    >>> check = Check(Path("op_tools_results/.../torch.add/1/1/t"), Options(acc_check=True))  # doctest: +SKIP
+    >>> check.run()                                                                           # doctest: +SKIP
+    >>> check.conclude().status                                                               # doctest: +SKIP
+    'bit-identical'
+    """
+
+    op: CapturedOp
+
+    def __init__(self, folder: Path, options: Options, rules: verdict.Rules | None = None) -> None:
+        self.options, self.outcome = options, Outcome(folder, op_from(folder), ERROR)
+        self._rules = rules
+        self._ran = False
         self.outputs: Any = None
         self.inputs_after: Any = None
         self.grads: list[Tensor | None] | None = None
         self.sent: list[Tensor | None] | None = None
+
+    def run(self) -> None:
+        """Read it and run it (`check.run()`)."""
+        options = self.options
+        with self._caught():
+            self.op = CapturedOp(self.outcome.folder, options.device, options.dtype, options.contiguous)
+            self._run()
+            self._ran = True
+
+    def conclude(self) -> Outcome:
+        """What came of it (`check.conclude().status`)."""
+        if self._ran:
+            with self._caught():
+                self._conclude()
+        return self.outcome
+
+    @functools.cached_property
+    def rules(self) -> verdict.Rules:
+        return self._rules or verdict.Rules.from_environment()
+
+    @contextlib.contextmanager
+    def _caught(self) -> Iterator[None]:
+        outcome, began = self.outcome, time.perf_counter()
+        try:
+            yield
+        except CannotReplay as reason:
+            outcome.status, outcome.reason = NOT_COMPARABLE, str(reason)
+        except ArchiveError as error:
+            outcome.status, outcome.reason = ERROR, str(error)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            outcome.status, outcome.reason = ERROR, f"not enough memory to run it ({one_line(error)})"
+        except Exception as error:  # whatever an operator, or a file that was tampered with, throws
+            lost = self.op.payload["as_tuples"] if hasattr(self, "op") else []
+            hint = f"; an argument of type {lost[0]} was captured as a tuple" if lost else ""
+            outcome.status, outcome.reason = ERROR, one_line(error) + hint
+        outcome.seconds += time.perf_counter() - began
+
+    def _run(self) -> None:
+        op, outcome = self.op, self.outcome
+        outcome.op, outcome.location, outcome.device = op.name, op.location, str(op.device)
         if op.note:
             outcome.notes.append(op.note)
-
-    def go(self) -> None:
-        _check_memory(self.op)
+        _check_memory(op)
         if self.options.time:
-            _warm_up(self.op.device)
-        captured_grads = self._captured_gradients()
+            _warm_up(op.device)
         self._run_all()
-        if self.op.has_twins and not _same(self.grads, captured_grads):
-            self._try_apart(captured_grads)
+        if op.has_twins and not _same(self.grads, self._captured_gradients()):
+            self._try_apart(self._captured_gradients())
         if self.options.describe:
             self._describe()
+
+    def _conclude(self) -> None:
         if not self.options.acc_check:
             self._conclude_run()
             return
         captured_output = self.op.captured("output") if self.options.forward else None
-        self._judge(captured_output, captured_grads)
+        self._judge(captured_output, self._captured_gradients())
 
     def _captured_gradients(self) -> Any:
         return self.op.captured("grad_inputs") if self.options.backward and self.options.acc_check else None
@@ -219,7 +252,7 @@ class _Replay:
         found = [None if g is None else _on_host(g) for g in grads]
         if self.grads is None:
             self.grads = found
-            self.sent = [None if g is None else _on_host(g) for g in op.grad_outputs or ()]
+            self.sent = op.sent_gradients()
             self.device_grads, self.outcome.went_backward = grads, True
         elif not _same(found, self.grads):
             self._not_repeatable("gradients")

@@ -1,4 +1,4 @@
-"""Replays many captures, here or in worker processes; results come in order, and a crash costs one capture."""
+"""Replays many captures, here (device and judges side by side) or in worker processes; results come in order."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from .replay_check import ERROR, Options, Outcome, op_from, replay
+from . import verdict
+from .replay_check import ERROR, Check, Options, Outcome, op_from, replay
 
 
 def replay_all(folders: Sequence[Path], options: Options, jobs: int = 0) -> Iterator[Outcome]:
@@ -21,11 +24,52 @@ def replay_all(folders: Sequence[Path], options: Options, jobs: int = 0) -> Iter
     >>> [outcome.status for outcome in replay_all(folders, Options(acc_check=True), jobs=4)]  # doctest: +SKIP
     """
     if jobs < 1:
-        for folder in folders:
-            yield replay(folder, options)
+        overlap = options.acc_check and not options.time
+        yield from _overlapped(folders, options) if overlap else (replay(folder, options) for folder in folders)
         return
     with contextlib.closing(_Pool(folders, options, min(jobs, len(folders)))) as pool:
         yield from pool.outcomes()
+
+
+# --- in this process -----------------------------------------------------------------------------------------
+
+
+_MOST_JUDGES: Final = 4  # more of them wait for the interpreter
+_LARGE: Final = 1 << 28  # bytes of a capture that is alone in memory
+
+
+def _overlapped(folders: Sequence[Path], options: Options) -> Iterator[Outcome]:
+    """While captures are judged, the next one runs on the device."""
+    rules = verdict.Rules.from_environment()
+    judges = min(_MOST_JUDGES, max(1, (os.cpu_count() or 1) - 1))
+    waiting: deque[Future[Outcome]] = deque()
+
+    def done(most: int) -> Iterator[Outcome]:
+        while len(waiting) > most:
+            yield waiting[0].result()
+            waiting.popleft()
+
+    with ThreadPoolExecutor(judges, "op_tools-judge") as pool:
+        try:
+            for folder in folders:
+                yield from done(0 if _nbytes(folder) > _LARGE else judges)
+                check = Check(folder, options, rules)
+                check.run()
+                waiting.append(pool.submit(check.conclude))
+        except KeyboardInterrupt:  # what has run on the device is not lost
+            yield from done(0)
+            raise
+        yield from done(0)
+
+
+def _nbytes(folder: Path) -> int:
+    try:
+        return sum(entry.stat().st_size for entry in os.scandir(folder) if entry.name.endswith(".pth"))
+    except OSError:
+        return 0
+
+
+# --- in processes --------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass

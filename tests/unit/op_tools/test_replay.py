@@ -23,7 +23,18 @@ from op_tools.archive import ArchiveError
 from op_tools.captures import find, read
 from op_tools.opcall import tensors_in
 from op_tools.replay import CapturedOp
-from op_tools.replay_check import ERROR, IDENTICAL, NOT_COMPARABLE, RAN, RIGHT, WRONG, Options, replay, same_bits
+from op_tools.replay_check import (
+    ERROR,
+    IDENTICAL,
+    NOT_COMPARABLE,
+    RAN,
+    RIGHT,
+    WRONG,
+    Check,
+    Options,
+    replay,
+    same_bits,
+)
 
 from .test_archive import Bomb, check_same, strided
 
@@ -596,21 +607,74 @@ def test_console_off_says_nothing_but_errors(
 
 def test_ctrl_c_keeps_what_was_done(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     some_captures(5)
-    real, done = replay_pool.replay, []
+    real, done = Check.run, []
 
-    def interrupted(folder: Path, options: Options) -> Any:
+    def interrupted(check: Check) -> None:
         if len(done) == 2:
             signal.raise_signal(signal.SIGINT)
-        done.append(folder)
-        return real(folder, options)
+        done.append(check)
+        real(check)
 
-    monkeypatch.setattr(replay_pool, "replay", interrupted)
+    monkeypatch.setattr(Check, "run", interrupted)
     arguments = ["tree", "--acc_check", "--device", "cpu", "--json", "r.json", "--csv", "r.csv"]
     assert cli.run_from_data(arguments) == 130
     assert "interrupted: 3 captures were not reached" in capsys.readouterr().out
     written = json.loads(Path("r.json").read_text())
     assert (written["captures"], written["done"], written["interrupted"]) == (5, 2, True)
     assert len(Path("r.csv").read_text().splitlines()) == 3
+
+
+# -- threads -------------------------------------------------------------------------------------------
+
+
+def varied_captures() -> list[Path]:
+    """What has to do with memory, random numbers and bad files."""
+    x = torch.randn(6, 4)
+    torch.manual_seed(3)
+    rng = {"type": "cpu", "cpu": torch.get_rng_state()}
+    drawn = torch.rand(8)
+    return [
+        save_exp("a"),
+        save("b", "torch.Tensor.add_", (x[::2], 1.5), {}, x[::2] + 1.5),
+        save("c", "torch.mm", (x, x.t()), {"out": torch.zeros(6, 6)}, x @ x.t()),
+        save("d", "torch.rand", (8,), {}, drawn, rng=rng),
+        save("e", "torch.exp", (x,), {}, x.exp() * 1.01),
+        save("f", "torch.no_such_operator", (x,)),
+        save("g", "torch.sort", (x,), {}, torch.sort(x)),
+        save("h", "torch.Tensor.t", (x,), {}, x.t()),
+    ]
+
+
+def test_judging_beside_the_next_run_changes_nothing() -> None:
+    folders = varied_captures() * 6
+    before = torch.get_rng_state()
+    apart = [replay(folder, CPU).as_dict() for folder in folders]
+    together = [outcome.as_dict() for outcome in replay_pool.replay_all(folders, CPU)]
+    for outcome in apart + together:
+        outcome.pop("seconds")
+    assert repr(together) == repr(apart)
+    assert {o["status"] for o in apart} == {IDENTICAL, RIGHT, ERROR}
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_large_captures_are_alone_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_pool, "_LARGE", 0)
+    unfinished: list[Check] = []
+    real_run, real_conclude = Check.run, Check.conclude
+
+    def run(check: Check) -> None:
+        assert not unfinished
+        unfinished.append(check)
+        real_run(check)
+
+    def conclude(check: Check) -> Any:
+        outcome = real_conclude(check)
+        unfinished.remove(check)
+        return outcome
+
+    monkeypatch.setattr(Check, "run", run)
+    monkeypatch.setattr(Check, "conclude", conclude)
+    assert len(list(replay_pool.replay_all(varied_captures(), CPU))) == 8
 
 
 # -- processes ----------------------------------------------------------------------------------------
