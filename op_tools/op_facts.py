@@ -14,6 +14,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from . import optimizers
+
 Tensor = torch.Tensor
 
 
@@ -76,7 +78,27 @@ def on_cpu(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function to call on the CPU: a transfer to another device is a copy."""
     if name.startswith("torch.Tensor.") and last_name(name) in _TRANSFERS:
         return lambda tensor, *args, **kwargs: tensor.clone()
+    if is_optimizer(name):
+        return functools.partial(_with_narrow_numbers, function)
     return function
+
+
+def is_optimizer(name: str) -> bool:
+    """Whether a function is a fused optimizer (`is_optimizer("torch._fused_adam_")`)."""
+    return optimizers.steps_of(last_name(name).strip("_")) is not None
+
+
+def _with_narrow_numbers(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Fused optimizers take numbers of steps and scales in float32 alone, whatever they optimize."""
+
+    def narrow(value: Any) -> Any:
+        if isinstance(value, list) and value and all(isinstance(t, Tensor) and t.dim() == 0 for t in value):
+            return [t.to(torch.float32) for t in value]
+        return value
+
+    tensors = {k: v.to(torch.float32) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+    state_steps = len(args) - 1
+    return function(*(narrow(a) if i == state_steps else a for i, a in enumerate(args)), **tensors)
 
 
 def adapt(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -287,7 +309,7 @@ def rounds_once(func: Any, kwargs: Mapping[str, Any]) -> bool:
 def least_error(func: Any) -> float:
     """Error that a correct kernel may add to its result at least, in units of its arithmetic (0 for a copy)."""
     facts = facts_of(func)
-    if facts.kind in (Kind.VIEW, Kind.EXACT, Kind.SELECT):
+    if facts.kind in (Kind.VIEW, Kind.EXACT, Kind.SELECT) or optimizers.steps_of(base_name(func)) is not None:
         return 0.0
     return 0.5 if base_name(func) in _ROUNDED_ONCE else facts.accuracy
 
@@ -331,6 +353,7 @@ def facts_of(func: Any) -> Facts:
     if name.startswith(_MATRIX_PREFIXES) and name not in _NOT_MATRIX:
         return Facts(Kind.MATRIX, 2 * accuracy)
     foreach = func._schema.name.startswith("aten::_foreach_") and name != "norm"
+    foreach = foreach or optimizers.steps_of(name) is not None
     if torch.Tag.pointwise in func.tags or foreach or name in _UNTAGGED:
         return Facts(Kind.POINTWISE, accuracy)
     return Facts(Kind.REDUCE, accuracy)

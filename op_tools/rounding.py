@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from . import op_facts, unseen
+from . import op_facts, optimizers, unseen
 from .op_facts import Facts, Kind
 from .opcall import map_tensors
 from .watching import Watcher, address, mutated, redispatched, tensors_of
@@ -30,6 +30,7 @@ PROBES: Final = 16  # a power of two
 _LANES: Final = 256
 _LOOP: Final = 4096  # steps of the longest loop that is not done in parallel
 _NEARBY: Final = 2.0**-12
+_OPTIMIZERS: Final = 3  # units: their quotients and roots are good to an ulp or so, in any order
 _OTHER_KERNELS: Final = 2  # may round more often than the CPU's, in another order
 _OF_UNSEEN: Final = Facts(Kind.REDUCE)
 _DATA_DEPENDENT: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -310,7 +311,18 @@ class Noise(Watcher):
                 return func(*args, **kwargs)
             args = self._changed_inputs(func, args, self._without_ties)
             return func(*args, **kwargs)
+        steps = optimizers.steps_of(op_facts.base_name(func))
+        if steps is not None:
+            return self._optimized(steps, args, kwargs)
         return self._rounded(func, facts, args, kwargs)
+
+    def _optimized(self, steps: Callable[..., list[optimizers.Update]], args: Any, kwargs: Any) -> None:
+        """A fused optimizer: in float32 inside, whatever it stores, as long as that is no wider."""
+        precision = self._precision if self._precision.inner != _SINGLE else precision_of(torch.float32)
+        with Noise(precision, frozenset(), self._signs, _OPTIMIZERS * self._precision.inner):
+            updates = steps(*args, **kwargs)
+        for parameter, value, update in updates:
+            parameter.copy_(value - update)
 
     def _rounded(self, func: Any, facts: Facts, args: Any, kwargs: Any) -> Any:
         unit_in, unit_out = self._units(func, facts, args, kwargs)

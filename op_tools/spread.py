@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from . import op_facts
 from .golden import GoldenResult, Run
 from .measures import wide
 from .opcall import Tensor, map_tensors, tensors_in
@@ -224,7 +225,12 @@ class Spread:
     def at(self, number: int, shape: tuple[int, ...], places: Tensor) -> Narrow | None:
         """The same call on some elements alone, where each depends on its own inputs; None where that is not so."""
         copies = PROBES if PROBES * places.numel() <= _AT_ONCE else 1
-        fewer = self.result.at(shape, places.repeat(copies), self.backward)
+        result = self.result
+        if self.on_lists:
+            result, number = self._one_of_each_list(number)
+        elif self.part == "input":
+            return None
+        fewer = result.at(shape, places.repeat(copies), self.backward)
         if fewer is None or fewer.run is None:
             return None
         part = Spread(fewer, self.part, self._leaves_of, self.precision, self.max_seconds, self.structure)
@@ -234,12 +240,31 @@ class Spread:
             return None
         return Narrow(part, number, copies, wide(leaf).view(copies, -1))
 
+    @functools.cached_property
+    def on_lists(self) -> bool:
+        """Whether the call changes lists of tensors, side by side, as optimizers do."""
+        name, args = self.result.source.name, self.result.source.args
+        if self.part != "input" or not (
+            op_facts.is_optimizer(name) or op_facts.last_name(name).startswith("_foreach_")
+        ):
+            return False
+        lists = [a for a in args if isinstance(a, (list, tuple)) and a]
+        plain = all(isinstance(a, (list, tuple, float, int)) for a in args)
+        return plain and len({len(a) for a in lists}) == 1 and all(isinstance(t, Tensor) for a in lists for t in a)
+
+    def _one_of_each_list(self, number: int) -> tuple[GoldenResult, int]:
+        """The call on the tensors beside one of them alone, and which one it is there."""
+        source = self.result.source
+        which, place = divmod(number, next(len(a) for a in source.args if isinstance(a, (list, tuple)) and a))
+        alone = tuple([a[place]] if isinstance(a, (list, tuple)) and a else a for a in source.args)
+        return dataclasses.replace(self.result, source=dataclasses.replace(source, args=alone)), which
+
 
 class Narrow:
     """A call on the elements in doubt, all probes at once if they are few."""
 
     def __init__(self, spread: Spread, number: int, copies: int, exact: Tensor) -> None:
-        self.spread, self._number, self._copies = spread, number, copies
+        self.spread, self.number, self._copies = spread, number, copies
         self._exact = exact
 
     @property
@@ -251,7 +276,7 @@ class Narrow:
         """Sigma after all probes, and where nothing is settled; None where they must be done one by one."""
         if self._copies == 1:
             return None
-        moved = self.spread._moved(AllSigns())[self._number]
+        moved = self.spread._moved(AllSigns())[self.number]
         self.spread.probes = PROBES
         square, unsettled = _movement(self._exact, moved.view(self._copies, -1))
         sigma = square.mean(0).sqrt_().div_(_scale(self.exact)).div_(self.spread._probing.magnified)

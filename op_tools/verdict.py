@@ -576,7 +576,7 @@ def _by_all_products(pair: _Pair, spread: Spread, bound: Bound) -> float | None:
 
 def _by_elements_in_doubt(pair: _Pair, spread: Spread, bound: Bound, precision: Precision) -> float:
     """Of an elementwise call, by probes of the few elements in doubt."""
-    if not spread.structure.elementwise or spread.part == "input":
+    if not spread.structure.elementwise:
         return math.inf
     found = beyond(pair.sides, bound, most=max(1, int(pair.device.numel() * _MANY)))
     if found is None or found.exceeding > found.places.numel():
@@ -607,7 +607,7 @@ def _movement(pair: _Pair, spread: Spread, check: _Check, stored: float) -> _Dou
         suspects = check.doubtful(stored, sigma.to(torch.float64))
         if dtype == torch.float64 or (suspects is None and bool(sigma.sum().isfinite())):
             return sigma.to(torch.float64), suspects
-    if spread.structure.elementwise and spread.part != "input":
+    if spread.structure.elementwise:
         found = _narrowed(pair, spread, check, stored)
         if found is not None:
             return found
@@ -633,11 +633,12 @@ def _narrowed(pair: _Pair, spread: Spread, check: _Check, stored: float) -> _Dou
     """The same for an elementwise call, on the elements in doubt alone; None where that cannot be done."""
     sigma: Tensor | None = None
     suspects = check.doubtful(stored)
-    if suspects is not None and _share(suspects) > _MANY:  # one probe of all clears most of them
+    whole = not spread.on_lists  # of a list, one tensor is much less than all of them
+    if whole and suspects is not None and _share(suspects) > _MANY:  # one probe of all clears most of them
         sigma, suspects = _probed(pair.number, spread, check, stored, most=1)
     if suspects is None:
         return sigma, None
-    if _share(suspects) > _MANY:
+    if whole and _share(suspects) > _MANY:
         return None
     places = suspects.reshape(-1).nonzero().reshape(-1)
     golden = check.golden.reshape(-1)[places]
@@ -666,7 +667,7 @@ def _probed_at(
         return None
     at_once = narrow.probed_at_once()
     if at_once is None:
-        found = _probed(pair.number, narrow.spread, check, stored)
+        found = _probed(narrow.number, narrow.spread, check, stored)
     else:
         found = at_once[0], check.doubtful(stored, *at_once)
     spread.narrow_probes += narrow.spread.probes

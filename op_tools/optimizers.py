@@ -1,0 +1,149 @@
+"""The arithmetic inside PyTorch's fused optimizers, step by step: each step rounds, and the update is what they leave.
+
+The numbers of a step (learning rate, bias corrections) are computed in double precision, as PyTorch's kernels do.
+Each function does all but the last step, which rounds like any result: the parameters are to become `value - update`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class Update(NamedTuple):
+    """The last step of an optimizer for one of the parameters."""
+
+    parameter: Tensor
+    value: Tensor
+    update: Tensor
+
+
+def steps_of(name: str) -> Callable[..., list[Update]] | None:
+    """What a fused optimizer does to its lists of tensors, in plain operators (`steps_of("fused_adam")`)."""
+    return _STEPS.get(name)
+
+
+def _adam(
+    parameters: list[Tensor],
+    grads: list[Tensor],
+    averages: list[Tensor],
+    squares: list[Tensor],
+    largest: list[Tensor],
+    state_steps: list[Tensor],
+    *,
+    lr: Any,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    amsgrad: bool,
+    maximize: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    decoupled: bool = False,
+) -> list[Update]:
+    if _skipped(found_inf):
+        return []
+    updates = []
+    lr = float(lr)
+    for i, parameter in enumerate(parameters):
+        value, grad, step = parameter, _gradient(grads[i], grad_scale, maximize), float(state_steps[i])
+        if weight_decay and decoupled:
+            value = value - value * (lr * weight_decay)
+        elif weight_decay:
+            grad = grad + value * weight_decay
+        average = averages[i] * beta1 + grad * (1 - beta1)
+        square = squares[i] * beta2 + grad * grad * (1 - beta2)
+        averages[i].copy_(average)
+        squares[i].copy_(square)
+        if amsgrad:
+            square = torch.maximum(largest[i], square)
+            largest[i].copy_(square)
+        divisor = square.sqrt() / math.sqrt(1 - beta2**step) + eps
+        updates.append(Update(parameter, value, average * (lr / (1 - beta1**step)) / divisor))
+    return updates
+
+
+def _adamw(*args: Any, **kwargs: Any) -> list[Update]:
+    return _adam(*args, **kwargs, decoupled=True)
+
+
+def _sgd(
+    parameters: list[Tensor],
+    grads: list[Tensor],
+    buffers: list[Tensor],
+    *,
+    weight_decay: float,
+    momentum: float,
+    lr: Any,
+    dampening: float,
+    nesterov: bool,
+    maximize: bool,
+    is_first_step: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> list[Update]:
+    if _skipped(found_inf):
+        return []
+    updates = []
+    for i, parameter in enumerate(parameters):
+        grad = _gradient(grads[i], grad_scale, maximize)
+        if weight_decay:
+            grad = grad + parameter * weight_decay
+        if momentum:
+            buffer = grad if is_first_step else buffers[i] * momentum + grad * (1 - dampening)
+            buffers[i].copy_(buffer)
+            grad = grad + buffer * momentum if nesterov else buffer
+        updates.append(Update(parameter, parameter, grad * float(lr)))
+    return updates
+
+
+def _adagrad(
+    parameters: list[Tensor],
+    grads: list[Tensor],
+    sums: list[Tensor],
+    state_steps: list[Tensor],
+    *,
+    lr: Any,
+    lr_decay: float,
+    weight_decay: float,
+    eps: float,
+    maximize: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> list[Update]:
+    if _skipped(found_inf):
+        return []
+    updates = []
+    for i, parameter in enumerate(parameters):
+        grad = _gradient(grads[i], grad_scale, maximize)
+        if weight_decay:
+            grad = grad + parameter * weight_decay
+        total = sums[i] + grad * grad
+        sums[i].copy_(total)
+        rate = float(lr) / (1 + (float(state_steps[i]) - 1) * lr_decay)
+        updates.append(Update(parameter, parameter, grad * rate / (total.sqrt() + eps)))
+    return updates
+
+
+def _skipped(found_inf: Tensor | None) -> bool:
+    return found_inf is not None and float(found_inf) == 1
+
+
+def _gradient(grad: Tensor, scale: Tensor | None, maximize: bool) -> Tensor:
+    if scale is not None:
+        grad.copy_(grad / float(scale))  # stored, too
+    return -grad if maximize else grad
+
+
+_STEPS: Final[dict[str, Callable[..., list[Update]]]] = {
+    "fused_adam": _adam,
+    "fused_adamw": _adamw,
+    "fused_sgd": _sgd,
+    "fused_adagrad": _adagrad,
+}
