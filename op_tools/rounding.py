@@ -28,6 +28,7 @@ _SINGLE: Final = 2.0**-24
 _FINEST: Final = 2.0**-40  # unit of probes: well above that of float64, and small enough for its effects to be linear
 PROBES: Final = 16  # a power of two
 _LANES: Final = 256
+_LANES_OF_SCANS: Final = 32  # few enough for a loop without any
 _LOOP: Final = 4096  # steps of the longest loop that is not done in parallel
 _NEARBY: Final = 2.0**-12
 _OPTIMIZERS: Final = 3  # units: their quotients and roots are good to an ulp or so, in any order
@@ -426,8 +427,9 @@ class Noise(Watcher):
         if facts.kind == Kind.SCATTER:
             grown = stored * math.sqrt(length) if length > 1 else inner
             return grown * facts.accuracy, grown * facts.accuracy
-        if facts.kind == Kind.SCAN:  # trees of stored sums, or one wide sum
-            grown = max(grown, stored * math.sqrt(1 + math.log2(length)))
+        if facts.kind == Kind.SCAN:  # trees of stored sums, or one wide sum, maybe in a loop
+            walk = self._precision.inner * math.sqrt(min(length, 1 + math.log2(length) + length / _LANES_OF_SCANS))
+            grown = max(grown, walk * facts.accuracy, stored * math.sqrt(1 + math.log2(length)))
             return grown, grown
         if facts.kind == Kind.RESAMPLE:  # coordinates, and weights in each direction
             return 4 * inner * length, 4 * inner * length

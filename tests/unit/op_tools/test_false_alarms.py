@@ -92,3 +92,16 @@ def test_overflow_on_the_way_beside_a_nan() -> None:
 
     stored = torch.tensor([float("inf"), float("nan")], dtype=torch.float16)  # 300 ** 2.5 is beyond float16
     assert judged("call", call, (base, exponent), outputs=stored) == verdict.RIGHT
+
+
+@pytest.mark.parametrize("length", [40, 700, 5000])
+def test_running_sums_in_a_loop(length: int) -> None:
+    for seed in range(8):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(6, length, generator=generator) * torch.exp(4 * torch.randn(6, length, generator=generator))
+        sums = torch.zeros(6, length)
+        for i in range(length):
+            sums[:, i] = (sums[:, i - 1] if i else 0) + x[:, i]
+        assert judged("torch.cumsum", torch.cumsum, (x, -1), outputs=sums) == verdict.RIGHT
+        sums[3, length // 2 :] += 1e-4 * sums[3].abs().max()
+        assert judged("torch.cumsum", torch.cumsum, (x, -1), outputs=sums) == verdict.WRONG
