@@ -136,6 +136,18 @@ def _added_to(asked: Asked) -> Terms | None:
     return Terms(squares, unit**2, unit**2)
 
 
+def _summed(asked: Asked) -> Terms | None:
+    """What was repeated to fit gets the sum of its gradients."""
+    if not asked.backward or "alpha" in asked.source.kwargs or len(asked.source.args) != 2:
+        return None
+    sent, shape = _sent(asked), asked.golden.shape
+    length = sent.numel() // max(1, asked.golden.numel())
+    if length <= 1:
+        return None
+    variance = asked.precision.inner**2 * roundings(Kind.REDUCE, length)
+    return Terms(sent.square().sum_to_size(shape), variance, variance)
+
+
 _SLOPE: Final = 1 / math.sqrt(2 * math.pi)
 
 
@@ -209,7 +221,8 @@ def _embedding_backward(asked: Asked) -> Terms | None:
     if longest is not None or by_frequency or sparse or _which(asked, index, weight) != 1:
         return None
     sent, index = _sent(asked), index.detach().reshape(-1).long()
-    squares = torch.zeros(weight.shape).index_add_(0, index, sent.reshape(-1, sent.shape[-1]).square())
+    squares = torch.zeros(weight.shape, device=weight.device)
+    squares.index_add_(0, index, sent.reshape(-1, sent.shape[-1]).square())
     if padding is not None:
         squares[padding] = 0.0
     hits = int(torch.bincount(index).max())
@@ -255,7 +268,7 @@ def _attended(source: Source) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     scores = torch.matmul(query, key.transpose(-2, -1)).mul_(scale)
     if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu_(1)
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
         scores.masked_fill_(later, -math.inf)
     if mask is not None:
         scores = scores.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else scores.add_(_single(mask))
@@ -276,7 +289,8 @@ def _products(asked: Asked) -> Terms | None:
         left, right = factors
         if left.shape[-1] != right.shape[-2] or left.shape[:-2] != right.shape[:-2]:
             return None
-        step = max(1, left.shape[-1] // _FEWEST_TERMS)
+        # a GPU has the time for all of them
+        step = max(1, left.shape[-1] // _FEWEST_TERMS) if left.is_cpu else 1
         squares = torch.matmul(_single(left[..., ::step]).square(), _single(right[..., ::step, :]).square())
     of_squares, of_result = weights_of_products(precision, structure.longest_sum, structure.steps_in_low)
     if asked.source.rounded_to is not None:  # autocast rounds the factors first
@@ -360,6 +374,7 @@ _SUMS: Final = tuple(
 # by the operators that compute something in a call, and by the function that was called: it says what the arguments are
 _FORMULAS: Final[dict[tuple[str, ...], tuple[tuple[str, ...], _Formula]]] = {
     **dict.fromkeys([("add",), ("addcmul",), ("addcdiv",)], (_SUMS, _added_to)),
+    **dict.fromkeys([("sum",), ("add", "sum"), ("sub", "sum")], (_SUMS, _summed)),
     ("embedding_dense_backward",): (("embedding",), _embedding_backward),
     ("gelu",): (("gelu",), _gelu),
     ("gelu", "gelu_backward"): (("gelu",), _gelu_backward),

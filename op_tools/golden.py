@@ -221,7 +221,7 @@ def backward(result: GoldenResult, grad_outputs: Sequence[Tensor | None]) -> Gol
     if graph is None or result.run is None:
         raise ValueError("this golden run has no graph: run it with keep_graph=True, and go back through it once")
     source = dataclasses.replace(result.source, grad_outputs=grad_outputs)
-    with _neutral(grad=True):
+    with neutral(grad=True):
         grads = _gradients(source, graph.outputs, graph.prepared)
     return dataclasses.replace(result, source=source, run=dataclasses.replace(result.run, grad_inputs=grads))
 
@@ -244,7 +244,7 @@ def as_is(
     >>> as_is(torch.t, "torch.t", (torch.ones(2, 1),), {})[0].shape
     torch.Size([1, 2])
     """
-    with _neutral(grad=grad_outputs is not None):
+    with neutral(grad=grad_outputs is not None):
         args, kwargs = op_facts.adapt(name, args, kwargs)
         args, kwargs = _map_settings(args, AS_IS), _map_settings(kwargs, AS_IS)
         outputs = op_facts.on_cpu(name, function)(*args, **kwargs)
@@ -330,7 +330,7 @@ def _one_line(error: BaseException) -> str:
 def _execute(
     source: Source, cast: Cast, backward: bool, mode: TorchDispatchMode | None, keep_graph: bool = False
 ) -> tuple[Run, Graph | None]:
-    with _neutral(grad=backward or keep_graph):
+    with neutral(grad=backward or keep_graph):
         enter = backward and op_facts.may_mutate(source.name, source.kwargs)
         prepared = _Copies(cast, enter, whole="as_strided" in source.name, rounded_to=source.rounded_to)
         args, kwargs = op_facts.adapt(source.name, source.args, source.kwargs)
@@ -348,7 +348,7 @@ def _execute(
     return Run(_detached(outputs), args, kwargs, grads), graph
 
 
-class _neutral:
+class neutral:
     """Whatever modes the calling thread is in, the golden run is in none of them."""
 
     __slots__ = ("_functions", "_grad", "_more", "_wanted")

@@ -1,20 +1,20 @@
 """How far a result is from its reference: the columns of a comparison, and the elements that a bound leaves in doubt.
 
-The quick way is one pass in machine code (`native.py`), or where there is none a few in float32, on differences that
-were taken in float64: enough for what is shown, and for saying "within so many units of rounding". Whatever is not
-finite, tiny, huge or complex is measured in float64 throughout.
+The quick way is one pass in machine code (`native.py`, on a GPU `device_measures.py`), or where there is none a few in
+float32, on differences that were taken in float64: enough for what is shown, and for saying "within so many units of
+rounding". Whatever is not finite, tiny, huge or complex is measured in float64 throughout.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import torch
 
-from . import native
+from . import device_measures, native
 
 Tensor = torch.Tensor
 
@@ -41,6 +41,11 @@ class Sides:
 
     def __init__(self, device: Tensor, golden: Tensor) -> None:
         self.device, self.golden = device.detach(), golden.detach()
+
+    @property
+    def both(self) -> tuple[Tensor, Tensor]:
+        """As they are."""
+        return self.device, self.golden
 
     @functools.cached_property
     def left(self) -> Tensor:
@@ -101,8 +106,9 @@ def _quickly(sides: Sides, atol: float, rtol: float) -> Columns | None:
 def pieces_of(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Tensors of one shape cut into pieces whose temporaries stay in the cache (`pieces_of(x, y)`)."""
     flat = [t.resolve_neg().reshape(-1) for t in tensors]
-    for start in range(0, flat[0].numel(), _PIECE):
-        yield tuple([t[start : start + _PIECE] for t in flat])
+    size = _PIECE if flat[0].is_cpu else max(1, flat[0].numel())  # a device would be asked again for each piece
+    for start in range(0, flat[0].numel(), size):
+        yield tuple([t[start : start + size] for t in flat])
 
 
 class _SoFar:
@@ -246,6 +252,36 @@ def _beyond(device: Tensor, golden: Tensor, bound: Bound, squares: Tensor | None
         start += exact.numel()
     found = torch.cat(places)[:most] if places else torch.empty(0, dtype=torch.int64)
     return Beyond(worst, count, found)
+
+
+# --- on a device ----------------------------------------------------------------------------------------------
+
+
+class Look(NamedTuple):
+    """A pair on a device: which columns it has, and how far it is beyond a bound."""
+
+    sides: Sides
+    atol: float
+    rtol: float
+    bound: Bound
+    squares: Tensor | None
+
+
+def looks(asked: Sequence[Look]) -> list[tuple[Columns | None, float]]:
+    """Columns (None where they take another way) and the largest error beside its bound, of several pairs at once."""
+    found = device_measures.looks([(*look.sides.both, *look[1:]) for look in asked]) if asked else []
+    if found is not None:
+        return [
+            (_SoFar(look.sides.device.dtype, look.atol, look.rtol).taken_from(columns).columns(), worst)
+            if columns.regular
+            else (None, math.inf)
+            for look, (columns, worst) in zip(asked, found)
+        ]
+    answers = []
+    for look in asked:
+        over = beyond(look.sides, look.bound, look.squares)
+        answers.append((_quickly(look.sides, look.atol, look.rtol), math.inf if over is None else over.worst))
+    return answers
 
 
 # --- the full way -------------------------------------------------------------------------------------------

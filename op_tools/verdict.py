@@ -17,7 +17,7 @@ import torch
 
 from . import chance, formulas, op_facts, settings
 from .golden import GoldenResult
-from .measures import Bound, Columns, Sides, beyond, measure
+from .measures import Bound, Columns, Look, Sides, beyond, looks, measure
 from .opcall import Tensor, children, tensors_in
 from .rounding import PROBES, Precision, precision_of, unit
 from .spread import Spread, Structure
@@ -56,7 +56,7 @@ _TORCH_TOLERANCE: Final[dict[torch.dtype, tuple[float, float]]] = {  # atol, rto
 
 
 class InDoubt(Exception):
-    """Tensors on a device, where they are not settled at a glance: the question is one for their copies on the CPU."""
+    """Tensors on a device that are not settled at a glance: the question is one for their copies on the CPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,9 +145,6 @@ def judge(
 ) -> Judgement:
     """Compare trees of CPU tensors: what the device returned, and the same part of the golden run.
 
-    Tensors may also still be on the device, both sides of them; then `InDoubt` is raised for what is not settled at
-    a glance, right or wrong.
-
     `part` is `output`, `input` (arguments after the call) or `grad_input`. With `result`, elements that simple
     rounding does not explain are examined by repeating the golden run with random roundings. `labels` are the names of
     the rows, if they are to have others.
@@ -179,13 +176,21 @@ def judge(
 class _Doubts:
     """What is asked about a call only where its results are not settled at once."""
 
-    def __init__(self, result: GoldenResult, part: str, device: list[Any], max_seconds: float | None) -> None:
+    def __init__(
+        self,
+        result: GoldenResult,
+        part: str,
+        device: list[Any],
+        max_seconds: float | None,
+        structure: Structure | None = None,
+    ) -> None:
         self.result, self.part, self._device, self._max_seconds = result, part, device, max_seconds
+        self._structure = structure
         self._of_dtype: dict[torch.dtype, Spread] = {}
 
     @functools.cached_property
     def spread(self) -> Spread:
-        return self._spread(_coarsest(self.result, self.part, self._device))
+        return self._spread(_coarsest(self.result, self.part, self._device), self._structure)
 
     def spread_of(self, row: Any) -> Spread:
         """That of one of the results. A kernel that shows no steps is as precise as what it returns."""
@@ -257,6 +262,91 @@ def _judge_random(name: str, result: GoldenResult, outputs: Any) -> Judgement:
     right, reason = found
     row = Row(f"{name} output", right, 0.0, 0.0, 0.0, 0.0, "random", verdict=RIGHT if right else WRONG, reason=reason)
     return Judgement(row.verdict, reason, (row,))
+
+
+def glance(
+    name: str,
+    device: Any,
+    golden: Any,
+    result: GoldenResult,
+    part: str,
+    rules: Rules,
+    structure: Structure,
+    needs: set[int],
+    labels: Sequence[str] | None = None,
+) -> Judgement:
+    """`judge` for tensors that are still on the device, both sides; raises `InDoubt` unless all is right at once.
+
+    `structure` is that of the call; `needs` are the rows of such calls that took a formula, and grows.
+    """
+    pairs, mismatch = _pairs(device, golden)
+    if mismatch:
+        raise InDoubt
+    if part == "output":
+        pairs = [(d, op_facts.turned(name, number, d, g)) for number, (d, g) in enumerate(pairs)]
+    spread = _Doubts(result, part, [d for d, _ in pairs], None, structure).spread
+    rows: list[Row] = []
+    open_rows: list[tuple[int, Precision]] = []
+    for number, (left, right) in enumerate(pairs):
+        if labels is not None:
+            label = labels[number]
+        else:
+            label = f"{name} {part}" if len(pairs) == 1 else f"{name} {part}[{number}]"
+        if not isinstance(left, Tensor) or not isinstance(right, Tensor):
+            rows.append(_judge_plain(_Pair(name, label, number, left, right, rules, None)))
+            continue
+        problem, info = _difference_of_kind(left, right)
+        if problem:
+            raise InDoubt
+        atol, rtol, _ = rules.tolerance(name, left.dtype)
+        rows.append(Row(label, True, 0.0, 0.0, atol, rtol, info, 1.0))
+        if left.is_floating_point() and left.numel():
+            open_rows.append((number, _precision_of_row(left.dtype, result, part)))
+        elif not torch.equal(left, right):
+            raise InDoubt
+    if any(row.verdict != RIGHT for row in rows):
+        raise InDoubt
+    _settle(rows, open_rows, pairs, spread, needs)
+    return Judgement(RIGHT, "", tuple(rows))
+
+
+def _settle(
+    rows: list[Row], open_rows: list[tuple[int, Precision]], pairs: list[Any], spread: Spread, needs: set[int]
+) -> None:
+    """Fill in the rows of numbers; twice at most, the second time with what takes a formula."""
+    while open_rows:
+        asked = [_asked_of_device(rows[n], pairs[n], n, precision, spread, n in needs) for n, precision in open_rows]
+        again = []
+        for (number, precision), (columns, worst) in zip(open_rows, looks(asked)):
+            if columns is None or columns.units is None:
+                raise InDoubt
+            units = columns.units * precision_of(pairs[number][0].dtype).stored / precision.stored
+            if units <= 1 or (worst <= 1 and not spread.structure.exact):
+                row = rows[number]
+                rows[number] = Row(row.name, *columns[:3], row.atol, row.rtol, row.error_info, *columns[3:5])
+            elif number in needs or spread.structure.exact:
+                raise InDoubt
+            else:
+                again.append((number, precision))
+        needs.update([number for number, _ in again])
+        open_rows = again
+
+
+def _asked_of_device(
+    row: Row, pair: tuple[Tensor, Tensor], number: int, precision: Precision, spread: Spread, by_formula: bool
+) -> Look:
+    device, golden = pair
+    bound, squares = _bound(precision, spread, number), None
+    if by_formula:
+        source = spread.result.source
+        terms = formulas.terms(
+            formulas.Asked(source, number, spread.backward, golden, spread.precision, spread.structure)
+        )
+        if terms is None:
+            raise InDoubt
+        bound = bound._replace(of_squares=terms.of_squares, of_result=terms.of_result)
+        squares = terms.squares
+    return Look(Sides(device, golden), row.atol, row.rtol, bound, squares)
 
 
 # --- pairs of leaves --------------------------------------------------------------------------------------
@@ -445,8 +535,6 @@ def _judge_whole_numbers(row: Row, pair: _Pair) -> Row:
     different = pair.device != pair.golden
     if not bool(different.any()):
         return row
-    if not pair.device.is_cpu:
-        raise InDoubt
     if pair.spread is not None:
         chosen = op_facts.chosen_values(pair.name, pair.spread.result.source, pair.device, pair.golden, pair.number)
         if chosen is not None and not bool(chosen.any()):
@@ -491,10 +579,7 @@ def _coarsest(result: GoldenResult, part: str, device: Sequence[Any]) -> torch.d
 
 def _judge_rounding(row: Row, pair: _Pair) -> Row:
     dtype, doubts = pair.device.dtype, pair.doubts
-    if doubts is not None and doubts.part == "grad_input" and doubts.result.source.rounded_to is not None:
-        # gradients of arguments that autocast rounded: computed in the lower precision, handed out in float32
-        dtype = max(dtype, doubts.result.source.rounded_to, key=unit)
-    precision = precision_of(dtype)
+    precision = precision_of(dtype) if doubts is None else _precision_of_row(dtype, doubts.result, doubts.part)
     units = None if pair.units is None else pair.units * precision_of(pair.device.dtype).stored / precision.stored
     if units is not None and units <= 1:  # as good as rounding the reference
         return dataclasses.replace(row, excess=units) if units else row
@@ -506,8 +591,6 @@ def _judge_rounding(row: Row, pair: _Pair) -> Row:
         worst = _worst_by_formula(pair, spread, precision)
         if worst <= 1:
             return dataclasses.replace(row, excess=worst)
-    if not pair.device.is_cpu:
-        raise InDoubt
     check = _Check(pair.sides.left, pair.sides.right, precision, pair.golden.dtype)
     if units is None and check.doubtful(1.0) is None:
         return dataclasses.replace(row, excess=check.excess(1.0))
@@ -528,27 +611,36 @@ def _judge_rounding(row: Row, pair: _Pair) -> Row:
     return _concluded(row, check, suspects, stored, sigma, hint)
 
 
+def _precision_of_row(dtype: torch.dtype, result: GoldenResult, part: str) -> Precision:
+    if part == "grad_input" and result.source.rounded_to is not None:
+        # gradients of arguments that autocast rounded: computed in the lower precision, handed out in float32
+        dtype = max(dtype, result.source.rounded_to, key=unit)
+    return precision_of(dtype)
+
+
 def _floor(precision: Precision, spread: Spread) -> float:
     """Below the normal numbers, each term of a sum may be off by a whole step."""
     return precision.smallest * SIGMAS * math.sqrt(spread.structure.longest_sum)
 
 
-def _worst_by_formula(pair: _Pair, spread: Spread, precision: Precision) -> float:
-    """Largest error beside its bound, without a probe; more than 1 if that does not explain it."""
-    bound = Bound(
+def _bound(precision: Precision, spread: Spread, number: int) -> Bound:
+    return Bound(
         STORED * precision.stored,
         max(precision.smallest * (0.5 * STORED), _floor(precision, spread)),
         SIGMAS,
-        spread.least_error(pair.number),
+        spread.least_error(number),
     )
+
+
+def _worst_by_formula(pair: _Pair, spread: Spread, precision: Precision) -> float:
+    """Largest error beside its bound, without a probe; more than 1 if that does not explain it."""
+    bound = _bound(precision, spread, pair.number)
     worst = math.inf
     for find in (_by_some_roundings, _by_all_products):
         found = find(pair, spread, bound)
         worst = math.inf if found is None else found
         if worst <= 1:
             return worst
-        if not pair.device.is_cpu:
-            raise InDoubt
     return _by_elements_in_doubt(pair, spread, bound, precision)
 
 

@@ -14,8 +14,9 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -25,11 +26,13 @@ from .. import archive, attribution, console, golden, native, op_facts, reproduc
 from ..attribution import Blame, Lineage
 from ..budget import MODES, Chooser, kind_of, parse_budget
 from ..devices import quiet
+from ..first_look import FirstLook, Question, compared, gradient_labels
+from ..first_look import Kept as Looked
 from ..golden import GoldenResult
 from ..intercept import Call
 from ..module_path import module_path
 from ..opcall import Tensor, TensorMeta, describe, labelled, tensors_in
-from ..snapshot import MOST_BORROWED, Layouts, Ref, Staged, Unpacker, Whole, map_leaves, stage
+from ..snapshot import MOST_BORROWED, Layouts, Ref, Staged, Unpacker, Whole, map_leaves, rebuild, stage
 from ..verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
 from ..writer import Writer
 from .base import Tool
@@ -40,6 +43,8 @@ _MOST_SAVED: Final = 200  # wrong calls that are saved to disk
 _MOST_BLAMES: Final = 10_000
 _MOST_WAITING: Final = 2_000  # comparisons
 _MOST_SHOWN: Final = 5_000  # rows of the table at the end
+_UNSTAGED: Final = Staged(None, (), None, 0)
+LOOKS: Final = ("cpu", "device")  # where a call that is like an earlier one is looked at first
 
 
 @dataclasses.dataclass
@@ -63,6 +68,9 @@ class _Job:
     twin: _Job | None = None  # what waits for the backward of the same call
     origin: _Job | None = None  # of a backward: that twin
     kept: _Kept | None = None  # of a twin: the golden forward pass
+    question: Question | None = None  # to be looked at on the device first
+    looked: Looked | None = None  # of a twin that was: for its backward
+    looks: Hashable = None  # of a backward: of its gradients
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
     # what came out
     judgement: Judgement | None = None
@@ -78,6 +86,28 @@ class _Job:
         """Let go of all tensors."""
         self.after = self.grads = self.result = self.twin = self.origin = None
         self.host = {}
+
+
+class _Settled:
+    """A comparison that was done at once."""
+
+    error = None
+
+    def __init__(self, job: _Job, phase: str, event: int, judgement: Judgement, call: Call | None = None) -> None:
+        self.call, self.site, self.module = call or job.call, job.site, job.module
+        self.phase, self.event, self.judgement = phase, event, judgement
+        self.done = _ALREADY
+
+    def forget(self) -> None:
+        """Nothing is held."""
+
+
+class _Done:
+    def set(self) -> None:
+        """Nobody waits."""
+
+
+_ALREADY: Final = _Done()
 
 
 class _Room:
@@ -114,7 +144,9 @@ class OpAutoCompare(Tool):
     """Compare each operator's results and gradients with the CPU while the training runs.
 
     `mode` is `every` (call) or `once` (per operator, shape, dtype and layout); `budget="2x"` compares as much as
-    keeps the run within that factor. Both can also be set by `OP_AUTOCOMPARE_MODE` and `OP_AUTOCOMPARE_BUDGET`.
+    keeps the run within that factor. `look="device"` has the device itself settle calls like earlier ones, in float64;
+    what is in doubt goes to the CPU. All three can also be set by `OP_AUTOCOMPARE_MODE`, `OP_AUTOCOMPARE_BUDGET` and
+    `OP_AUTOCOMPARE_FIRST_LOOK`.
 
     >>> with op_tools.OpAutoCompare() as comparison:  # doctest: +SKIP
     ...     train_step()
@@ -144,9 +176,16 @@ class OpAutoCompare(Tool):
         "step": "INTEGER",
     }
 
-    def __init__(self, *args: Any, mode: str | None = None, budget: str | float | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        mode: str | None = None,
+        budget: str | float | None = None,
+        look: str | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._mode, self._budget = mode, budget
+        self._mode, self._budget, self._where_first = mode, budget, look
         self._chooser = Chooser()
 
     def prepare(self) -> None:
@@ -165,12 +204,13 @@ class OpAutoCompare(Tool):
         self._casts: dict[str, dict[torch.dtype, torch.dtype] | None] = {}
         self._moves: dict[Hashable, Judgement | None] = {}  # kinds of calls: what is found where they only move values
         self._unchanged_rows: dict[Hashable, tuple[Row, ...]] = {}
+        self._look = self._first_look()
         native.prepare()
         # how much of a worker's time the run itself loses: all of it where there is no core to spare
         self._share = 1.0 if _cores() <= threads + 1 else 0.5
         self._workers = threading.local()
         self._order_lock = threading.RLock()
-        self._ready: dict[int, _Job] = {}
+        self._ready: dict[int, _Job | _Settled] = {}
         self._submitted = self._told = 0
         self._abandoned = False
         self._lineage = Lineage()
@@ -181,6 +221,17 @@ class OpAutoCompare(Tool):
         self._saved = 0
         self._folder = settings.results_dir() / "op_capture_results"
         self.csv_path: Path | None = None
+
+    def _first_look(self) -> FirstLook | None:
+        where = self._where_first
+        if where is None:
+            where = settings.choice("OP_AUTOCOMPARE_FIRST_LOOK", LOOKS)
+        elif where not in LOOKS:
+            raise settings.SettingsError(f"OpAutoCompare(look={where!r}): choose one of {', '.join(LOOKS)}")
+        # tables of both sides, tolerances and other standards are for results on the CPU
+        if where == "cpu" or self.view.full or self._rules.standard != "ulp" or self._rules.tolerances:
+            return None
+        return FirstLook(self._rules)
 
     # -- which calls ----------------------------------------------------------------------------------
 
@@ -214,17 +265,27 @@ class OpAutoCompare(Tool):
         kind = call.notes.get((self, "kind"))  # only where calls are chosen
         grad_enabled = torch.is_grad_enabled()
         module = module_path(2)
+        function = getattr(call.function, "op_tools_function", call.function)
+        job = _Job(
+            -1, "forward", call, device, 0, module, kind, function, _UNSTAGED, autocast=low, grad_enabled=grad_enabled
+        )
+        if self._look is not None and self._cast(call.op) is None:
+            job.question = self._look.question(call, low, grad_enabled)
+        unwritten = job.question is not None and not job.question.kind.writes
+        if unwritten or self._stage_arguments(job):
+            call.notes[self] = job
+        self._chooser.spend(kind, time.perf_counter() - started)
+
+    def _stage_arguments(self, job: _Job) -> bool:
+        call = job.call
         with quiet():
             staged = self._layouts.stage(call.inputs.number, call.tensors, (call.args, call.kwargs))
         if staged.opaque:
-            self._chooser.settle(kind)
+            self._chooser.settle(job.kind)
             self._skip(call, f"arguments of type {', '.join(staged.opaque)} cannot be copied")
-            return
-        function = getattr(call.function, "op_tools_function", call.function)
-        call.notes[self] = _Job(
-            -1, "forward", call, device, 0, module, kind, function, staged, autocast=low, grad_enabled=grad_enabled
-        )
-        self._chooser.spend(kind, time.perf_counter() - started)
+            return False
+        job.before = staged
+        return True
 
     def after(self, call: Call) -> None:
         job: _Job | None = call.notes.get(self)
@@ -232,34 +293,95 @@ class OpAutoCompare(Tool):
             return
         started = time.perf_counter()
         self.announce(call)
+        if job.autocast is not None:
+            job.rounded_to = golden.autocast_rounds_to(call.op, job.autocast, call.result)
+        job.site = self.site(call)
+        job.event = self._lineage.made_from(call.inputs.data_ptrs, call.outputs.data_ptrs)
+        if job.question is not None and self._looked_at(job):
+            self._chooser.settle(job.kind)
+            self._chooser.spend(job.kind, time.perf_counter() - started)
+            return
+        if job.before is _UNSTAGED and not self._stage_arguments(job):  # which the call left alone
+            call.notes.pop(self, None)
+            return
         inputs, outputs = call.inputs.number, call.outputs.number
         number = inputs << 32 | outputs if inputs and outputs else 0  # never that of arguments alone
         with quiet():
             job.after = self._layouts.stage(
                 number, [*call.tensors, *call.results], (call.args, call.kwargs, call.result)
             )
-        if job.autocast is not None:
-            job.rounded_to = golden.autocast_rounds_to(call.op, job.autocast, call.result)
-        job.site = self.site(call)
-        job.event = self._lineage.made_from(call.inputs.data_ptrs, call.outputs.data_ptrs)
         # the arguments stay with the call for a backward to come; the rest goes with the job
-        job.twin = call.notes[self] = dataclasses.replace(job, after=None, done=threading.Event(), host={})
+        twin = dataclasses.replace(job, call=weakref.proxy(call), after=None, done=threading.Event(), host={})
+        job.twin = call.notes[self] = twin
         self._submit(job)
         self._chooser.spend(job.kind, time.perf_counter() - started)
+
+    def _looked_at(self, job: _Job) -> bool:
+        """Whether the device itself settles the call."""
+        look, question = self._look, job.question
+        assert look is not None
+        assert question is not None
+        question.rounded_to = job.rounded_to
+        found: tuple[Judgement, Looked | None] | None
+        if question.kind.writes:
+            with quiet():
+                arguments = rebuild(job.before.tree, job.before.storages)
+            written = look.written(question, job.call, job.function, arguments)
+            found = None if written is None else (written, None)
+        else:
+            found = look.forward(question, job.call, job.function)
+        if found is None:
+            job.question = None
+            return False
+        judgement, job.looked = found
+        self._tell_now(_Settled(job, "forward", job.event, judgement))
+        job.call = weakref.proxy(job.call)  # which holds the job, and what is kept on the device, while it lives
+        return True
+
+    def _looked_back(self, call: Call, forward: _Job, event: int, sent: Any, found: Any) -> bool:
+        """The same for its gradients; if not, the arguments as they were are staged."""
+        looked = forward.looked
+        assert looked is not None
+        assert self._look is not None
+        judgement = self._look.backward(looked, sent, found, _looks_of(sent, found))
+        if judgement is not None:
+            self._tell_now(_Settled(forward, "backward", event, judgement, call))
+            return True
+        arguments = looked.arguments()
+        if arguments is None:
+            self._skip(call, "its arguments were changed before its backward")
+            return True
+        with quiet():
+            forward.before = stage(arguments)
+        forward.looked = None
+        return False
+
+    def _tell_now(self, settled: _Settled) -> None:
+        with self._order_lock:
+            number = self._submitted
+            self._submitted += 1
+        self._tell_in_order(number, settled)
 
     def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
         forward: _Job | None = call.notes.get(self)
         if forward is None:
             return
+        if forward.question is not None and forward.before is _UNSTAGED and forward.looked is None:
+            return  # nothing was kept of a call without gradients
         started = time.perf_counter()
-        staged = self._stage_gradients(grad_outputs, grad_inputs)
         pointers = [[g.data_ptr() for g in grads if g is not None] for grads in (grad_outputs, grad_inputs)]
         event = self._lineage.made_from(pointers[0], pointers[1], also=(forward.event,))
+        if forward.looked is not None and self._looked_back(call, forward, event, grad_outputs, grad_inputs):
+            self._chooser.spend(forward.kind, time.perf_counter() - started)
+            return
+        staged = self._stage_gradients(grad_outputs, grad_inputs)
         job = dataclasses.replace(
             forward,
+            call=call,
             event=event,
             phase="backward",
             grads=staged,
+            looks=_looks_of(grad_outputs, grad_inputs) if self._look is not None else None,
             twin=None,
             origin=forward,
             kept=None,
@@ -274,7 +396,7 @@ class OpAutoCompare(Tool):
         grads = [*sent, *found]
         if any(g is not None and g.layout != torch.strided for g in grads):
             return stage((sent, found))
-        looks = (len(sent), *[None if g is None else (g.shape, g.stride(), g.dtype, g.requires_grad) for g in grads])
+        looks = _looks_of(sent, found)
         number = self._looks.get(looks)
         if number is None:
             if len(self._looks) >= _MOST_KINDS:
@@ -333,6 +455,9 @@ class OpAutoCompare(Tool):
             job.judgement = self._judge_forward(job, result)
         if kind is not None and kind not in self._moves and len(self._moves) < _MOST_KINDS:
             self._moves[kind] = job.judgement if self._only_moves(job, result, job.judgement) else None
+        if self._look is not None:
+            moves = kind is not None and self._moves.get(kind) is not None
+            self._look.learn(job.call, result, job.judgement, job.grad_enabled, moves, job.looks)
         if job.judgement.verdict == WRONG or self.view.full:
             with quiet():  # what was borrowed is shown and saved later
                 self._unpack(job, self._workers.unpacker.fetch)
@@ -434,7 +559,7 @@ class OpAutoCompare(Tool):
             return False
         if backward:
             return _same(host["grad_inputs"], grads)
-        unchanged = _same(_compared(host["args"], host["kwargs"]), _compared(args, kwargs))
+        unchanged = _same(compared(host["args"], host["kwargs"]), compared(args, kwargs))
         return unchanged and _same(host["result"], outputs)
 
     def _judge_forward(self, job: _Job, result: GoldenResult) -> Judgement:
@@ -448,8 +573,8 @@ class OpAutoCompare(Tool):
     def _judge_inputs(self, job: _Job, result: GoldenResult, options: dict[str, Any]) -> Judgement:
         """Arguments after the call: unchanged ones need no more than a look at their bits."""
         name, source = job.call.op, result.source
-        ours, earlier = _compared(job.host["args"], job.host["kwargs"]), _compared(source.args, source.kwargs)
-        theirs = _compared(*result.inputs_after)
+        ours, earlier = compared(job.host["args"], job.host["kwargs"]), compared(source.args, source.kwargs)
+        theirs = compared(*result.inputs_after)
         if len(ours) != len(theirs) or not _unchanged(ours, earlier) or _wrote(result):
             return verdict.judge(name, ours, theirs, part="input", **options)
         key = self._kind(job)
@@ -484,9 +609,7 @@ class OpAutoCompare(Tool):
             return Judgement(NOT_COMPARABLE, result.reason)
         expected = result.grad_inputs or []
         found = job.host["grad_inputs"]
-        present = [g is not None or e is not None for g, e in zip(found, expected)]
-        single, numbers = sum(present) == 1, itertools.count()
-        labels = [f"{name} grad" if single or not there else f"{name} grad[{next(numbers)}]" for there in present]
+        labels, present = gradient_labels(name, found, expected)
         judged = verdict.judge(
             name,
             found,
@@ -502,7 +625,7 @@ class OpAutoCompare(Tool):
 
     # -- telling, in the order of the calls -----------------------------------------------------------
 
-    def _tell_in_order(self, number: int, job: _Job) -> None:
+    def _tell_in_order(self, number: int, job: _Job | _Settled) -> None:
         with self._order_lock:
             self._ready[number] = job
             while self._told in self._ready:
@@ -517,7 +640,7 @@ class OpAutoCompare(Tool):
                     ready.forget()
                     ready.done.set()
 
-    def _tell(self, job: _Job) -> None:
+    def _tell(self, job: _Job | _Settled) -> None:
         call, judgement = job.call, job.judgement
         if job.error is not None:
             self.failed(call, job.error)
@@ -548,6 +671,8 @@ class OpAutoCompare(Tool):
                 job.module,
                 call.step,
             )
+        if isinstance(job, _Settled):
+            return
         if self.view.full:
             self._show(job, judgement)
         if judgement.verdict == WRONG:
@@ -683,6 +808,11 @@ class OpAutoCompare(Tool):
             names = ", ".join(f"{op} {n}" for op, n in self._not_comparable.most_common(5))
             text += f"; not comparable: {names}"
         facts = [text]
+        if self._look is not None and self._look.settled:
+            facts.append(
+                f"{self._look.settled} settled on the device in float64, as calls like them were right on the CPU; "
+                f"{self._look.passed_on} more were passed on to the CPU"
+            )
         left_out = self._chooser.describe()
         if left_out:
             facts.append(left_out)
@@ -764,6 +894,13 @@ def _chooser(mode: str | None, budget: str | float | None) -> Chooser:
     return Chooser(mode, None if budget is None else parse_budget(str(budget), variable))
 
 
+def _looks_of(sent: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> Hashable:
+    return (
+        len(sent),
+        *[None if g is None else (g.shape, g.stride(), g.dtype, g.requires_grad) for g in (*sent, *found)],
+    )
+
+
 def _cells(row: Row) -> list[str]:
     return [
         f"{row.name:<30}",
@@ -795,11 +932,6 @@ def _row(row: dict[str, Any]) -> Row:
         row["verdict"],
         row["reason"],
     )
-
-
-def _compared(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """What is compared of the arguments: all positional ones, and tensors given by keyword."""
-    return [*args, *tensors_in(kwargs)]
 
 
 def _unchanged(after: Any, before: Any) -> bool:
