@@ -344,8 +344,7 @@ class _Twins:
 
     def on_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A device tensor with these values; it remembers where they came from."""
-        twin = tensor.detach()
-        moved = _to_device(twin, device)
+        moved, twin = _to_device(tensor.detach(), device)
         self.copied_bytes += twin.numel() * twin.element_size()
         self.put(moved, twin)
         return moved
@@ -651,16 +650,18 @@ def _to_host(tensor: Tensor) -> Tensor:
     return torch._neg_view(copy) if negated else copy
 
 
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+def _to_device(tensor: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A device tensor with these values, and a CPU tensor that may be kept as its copy."""
     if tensor.layout != torch.strided or not can_pin(device.type):
-        return tensor.to(device)
+        return tensor.to(device), tensor
     if tensor.nbytes <= _SMALL:
-        return tensor.to(device, non_blocking=device.type in _STAGING)
+        return tensor.to(device, non_blocking=device.type in _STAGING), tensor
     pinned = torch.empty_like(tensor, pin_memory=True)
     if pinned.stride() != tensor.stride():
-        return _bytes_to_device(tensor, device)
+        return _bytes_to_device(tensor, device), tensor
+    # The pinned copy is the one to keep: the memory of the result is free at once for the next one, and warm.
     pinned.copy_(tensor)
-    return pinned.to(device, non_blocking=True)
+    return pinned.to(device, non_blocking=True), pinned
 
 
 def _bytes_to_device(tensor: Tensor, device: torch.device) -> Tensor:
