@@ -374,7 +374,7 @@ _SUMS: Final = tuple(
 # by the operators that compute something in a call, and by the function that was called: it says what the arguments are
 _FORMULAS: Final[dict[tuple[str, ...], tuple[tuple[str, ...], _Formula]]] = {
     **dict.fromkeys([("add",), ("addcmul",), ("addcdiv",)], (_SUMS, _added_to)),
-    **dict.fromkeys([("sum",), ("add", "sum"), ("sub", "sum")], (_SUMS, _summed)),
+    ("add", "sum"): (_SUMS, _summed),
     ("embedding_dense_backward",): (("embedding",), _embedding_backward),
     ("gelu",): (("gelu",), _gelu),
     ("gelu", "gelu_backward"): (("gelu",), _gelu_backward),

@@ -162,6 +162,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = {
     "linear without bias": (F.linear, (normal(16, 128), normal(48, 128)), {}),
     "matmul": (torch.matmul, (normal(3, 16, 128), normal(3, 128, 17)), {}),
     "mm": (torch.mm, (normal(16, 128), normal(128, 17)), {}),
+    "add repeated": (torch.add, (normal(19, 12, 40), normal(12, 40)), {}),
     "embedding": (F.embedding, (torch.arange(300) % 11, normal(32, 24)), {}),
     "attention": attention(),
     "attention causal": attention(is_causal=True),
