@@ -417,7 +417,7 @@ _LOW_ON_CPU: Final = _words("""
     linalg_cross logit logit_backward addr special_i0e binary_cross_entropy binary_cross_entropy_backward
     polygamma prod glu_backward prelu_kernel_backward nll_loss_forward nll_loss2d_forward huber_loss smooth_l1_loss
     linspace logspace histc adaptive_avg_pool2d convolution convolution_backward sigmoid_backward logsumexp xlogy
-    mse_loss_backward huber_loss_backward
+    mse_loss_backward huber_loss_backward fused_adagrad
     """)
 _LOW_ON_CUDA: Final = _words("mse_loss smooth_l1_loss huber_loss addr linalg_cross logsumexp")
 _LOW: Final = {"cuda": _LOW_ON_CUDA, "cpu": _LOW_ON_CPU, "soft": _LOW_ON_CPU, "privateuseone": _LOW_ON_CPU}

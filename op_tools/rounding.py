@@ -314,13 +314,15 @@ class Noise(Watcher):
             return func(*args, **kwargs)
         steps = optimizers.steps_of(op_facts.base_name(func))
         if steps is not None:
-            return self._optimized(steps, args, kwargs)
+            return self._optimized(func, steps, args, kwargs)
         return self._rounded(func, facts, args, kwargs)
 
-    def _optimized(self, steps: Callable[..., list[optimizers.Update]], args: Any, kwargs: Any) -> None:
-        """A fused optimizer: in float32 inside, whatever it stores, as long as that is no wider."""
-        precision = self._precision if self._precision.inner != _SINGLE else precision_of(torch.float32)
-        with Noise(precision, frozenset(), self._signs, _OPTIMIZERS * self._precision.inner):
+    def _optimized(self, func: Any, steps: Callable[..., list[optimizers.Update]], args: Any, kwargs: Any) -> None:
+        """A fused optimizer: in float32 inside, unless it stores wider numbers, or this device's does it otherwise."""
+        precision, inside = self._precision, self._unit_inside(func, kwargs)
+        if inside == _SINGLE:
+            precision = precision_of(torch.float32)
+        with Noise(precision, frozenset(), self._signs, _OPTIMIZERS * inside):
             updates = steps(*args, **kwargs)
         for parameter, value, update in updates:
             parameter.copy_(value - update)

@@ -222,9 +222,9 @@ def test_elements_in_doubt_are_probed_without_the_other_tensors(monkeypatch: pyt
     monkeypatch.setattr(
         rounding.Noise,
         "_optimized",
-        lambda self, steps, args, kwargs: (
+        lambda self, func, steps, args, kwargs: (
             sizes.append([t.numel() for t in args[0]]),
-            original(self, steps, args, kwargs),
+            original(self, func, steps, args, kwargs),
         )[1],
     )
     settings = options("adam")
