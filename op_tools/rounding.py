@@ -307,6 +307,8 @@ class Noise(Watcher):
         if facts.kind == Kind.EXACT:
             args = tuple(self._scalar(a) if type(a) is float else a for a in args)
             return func(*args, **kwargs)
+        if not func._schema.is_mutable:
+            args = _resolved(args)
         if facts.kind == Kind.SELECT:
             if not self.breaks_ties:
                 return func(*args, **kwargs)
@@ -507,6 +509,8 @@ class Noise(Watcher):
 
     def _round_in_place(self, tensor: Tensor, by: float, facts: Facts, last: bool) -> None:
         precision = self._precision
+        tensor = torch._conj(tensor) if tensor.is_conj() else tensor  # what is in memory
+        tensor = torch._neg_view(tensor) if tensor.is_neg() else tensor
         if facts.kind in (Kind.MATRIX, Kind.FACTORY, Kind.RESAMPLE):
             tensor.copy_(self._shifted(tensor, by))
         elif by:
@@ -544,6 +548,13 @@ def roundings(kind: str, length: int, straight: bool = False) -> float:
     if kind == Kind.CONTRACT or straight:
         return length
     return min(length, 1 + math.log2(length) + length / _LANES)
+
+
+def _resolved(args: Any) -> Any:
+    """Without the bits for conjugate and negative numbers: arithmetic inside a dispatch mode does not look at them."""
+    if not any(t.is_conj() or t.is_neg() for t in tensors_of(args)):
+        return args
+    return map_tensors(args, lambda t: t.resolve_conj().resolve_neg())
 
 
 def _is_low(tensor: Tensor, dtype: torch.dtype) -> bool:

@@ -105,3 +105,34 @@ def test_running_sums_in_a_loop(length: int) -> None:
         assert judged("torch.cumsum", torch.cumsum, (x, -1), outputs=sums) == verdict.RIGHT
         sums[3, length // 2 :] += 1e-4 * sums[3].abs().max()
         assert judged("torch.cumsum", torch.cumsum, (x, -1), outputs=sums) == verdict.WRONG
+
+
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("adjoint", [True, False])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_results_that_are_conjugate_views(dtype: torch.dtype, left: bool, adjoint: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    factors, pivots = torch.linalg.lu_factor(torch.randn(5, 5, dtype=dtype, generator=generator))
+    b = torch.randn(5, 5, dtype=dtype, generator=generator)
+
+    def solve(*args: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.lu_solve(*args, left=left, adjoint=adjoint)
+
+    found = solve(factors, pivots, b).resolve_conj()
+    assert judged("torch.linalg.lu_solve", solve, (factors, pivots, b), outputs=found) == verdict.RIGHT
+    found[2, 3] *= 1 + 1e-3
+    assert judged("torch.linalg.lu_solve", solve, (factors, pivots, b), outputs=found) == verdict.WRONG
+
+
+def test_arguments_that_are_conjugate_or_negative_views() -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b, sent = (torch.randn(*s, dtype=torch.complex64, generator=generator) for s in ((6, 7), (7, 5), (6, 5)))
+    a, b = a.requires_grad_(), b.requires_grad_()
+
+    def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a.conj() @ b + (a.conj().imag @ b.conj().imag)
+
+    found = [g.resolve_conj() for g in torch.autograd.grad(multiply(a, b), (a, b), sent)]
+    assert judged("torch.matmul", multiply, (a, b), sent, grad_inputs=found) == verdict.RIGHT
+    found[0][2, 3] *= 1 + 1e-3
+    assert judged("torch.matmul", multiply, (a, b), sent, grad_inputs=found) == verdict.WRONG
