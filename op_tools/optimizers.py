@@ -1,6 +1,7 @@
 """The arithmetic inside PyTorch's fused optimizers, step by step: each step rounds, and the update is what they leave.
 
-The numbers of a step (learning rate, bias corrections) are computed in double precision, as PyTorch's kernels do.
+The numbers of a step (learning rate, bias corrections) are computed in double precision, as PyTorch's kernels do; but
+some take the decay rates in float32, and 1 - 0.999 is then off by a hundred-thousandth. `number` is how they are taken.
 Each function does all but the last step, which rounds like any result: the parameters are to become `value - update`.
 """
 
@@ -13,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 Tensor = torch.Tensor
+Number = Callable[[float], float]
 
 
 class Update(NamedTuple):
@@ -46,26 +48,29 @@ def _adam(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
     decoupled: bool = False,
+    number: Number = float,
 ) -> list[Update]:
     if _skipped(found_inf):
         return []
     updates = []
     lr = float(lr)
+    of_average, of_square = number(beta1), number(beta2)
+    in_lr, in_divisor = number(beta1), number(beta2)
     for i, parameter in enumerate(parameters):
         value, grad, step = parameter, _gradient(grads[i], grad_scale, maximize), float(state_steps[i])
         if weight_decay and decoupled:
             value = value - value * (lr * weight_decay)
         elif weight_decay:
             grad = grad + value * weight_decay
-        average = averages[i] * beta1 + grad * (1 - beta1)
-        square = squares[i] * beta2 + grad * grad * (1 - beta2)
+        average = averages[i] * of_average + grad * (1 - of_average)
+        square = squares[i] * of_square + grad * grad * (1 - of_square)
         averages[i].copy_(average)
         squares[i].copy_(square)
         if amsgrad:
             square = torch.maximum(largest[i], square)
             largest[i].copy_(square)
-        divisor = square.sqrt() / math.sqrt(1 - beta2**step) + eps
-        updates.append(Update(parameter, value, average * (lr / (1 - beta1**step)) / divisor))
+        divisor = square.sqrt() / math.sqrt(1 - in_divisor**step) + eps
+        updates.append(Update(parameter, value, average * (lr / (1 - in_lr**step)) / divisor))
     return updates
 
 
@@ -87,10 +92,12 @@ def _sgd(
     is_first_step: bool,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    number: Number = float,
 ) -> list[Update]:
     if _skipped(found_inf):
         return []
     updates = []
+    momentum, dampening = number(momentum), number(dampening)
     for i, parameter in enumerate(parameters):
         grad = _gradient(grads[i], grad_scale, maximize)
         if weight_decay:
@@ -116,6 +123,7 @@ def _adagrad(
     maximize: bool,
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
+    number: Number = float,
 ) -> list[Update]:
     if _skipped(found_inf):
         return []
@@ -126,7 +134,7 @@ def _adagrad(
             grad = grad + parameter * weight_decay
         total = sums[i] + grad * grad
         sums[i].copy_(total)
-        rate = float(lr) / (1 + (float(state_steps[i]) - 1) * lr_decay)
+        rate = float(lr) / (1 + (float(state_steps[i]) - 1) * number(lr_decay))
         updates.append(Update(parameter, parameter, grad * rate / (total.sqrt() + eps)))
     return updates
 

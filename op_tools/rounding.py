@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from . import op_facts, optimizers, unseen
@@ -193,6 +194,10 @@ class Signs:
         self._drawn += 1
         return _POOL.signs(numel, _PROBE_STEP * self._probe + _SIZE_STEP * numel), self._turn(self._probe)
 
+    def coin(self) -> bool:
+        """True in half of the probes, for one more choice."""
+        return self.next(1)[1] > 0
+
     def factors(self, numel: int, by: float) -> Tensor:
         """One plus or minus `by`, for one more rounding; not to be written to."""
         signs, turn = self.next(numel)
@@ -324,10 +329,16 @@ class Noise(Watcher):
         precision, inside = self._precision, self._unit_inside(func, kwargs)
         if inside == _SINGLE:
             precision = precision_of(torch.float32)
+        number = self._narrowed if inside == _SINGLE else float
         with Noise(precision, frozenset(), self._signs, _OPTIMIZERS * inside):
-            updates = steps(*args, **kwargs)
+            updates = steps(*args, **kwargs, number=number)
         for parameter, value, update in updates:
             parameter.copy_(value - update)
+
+    def _narrowed(self, value: float) -> float:
+        """A number as a kernel may take it: in half of the probes in float32."""
+        # not in PyTorch, where it would be moved as well
+        return float(np.float32(value)) if self._signs.coin() else value
 
     def _rounded(self, func: Any, facts: Facts, args: Any, kwargs: Any) -> Any:
         unit_in, unit_out = self._units(func, facts, args, kwargs)

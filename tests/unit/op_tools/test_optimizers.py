@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -154,6 +155,24 @@ def test_any_rounding_of_the_steps_is_right_even_where_value_and_update_cancel(k
             for noise in (None, 2 * seed, 2 * seed + 1):
                 found = judged(kind, lists, settings, in_float32(kind, lists, settings, noise))
                 assert found.verdict == verdict.RIGHT, (seed, decay, noise, found.reason)
+
+
+@pytest.mark.parametrize("step", [1.0, 3.0, 1000.0])
+@pytest.mark.parametrize("beta2", [0.99, 0.999])
+def test_decay_rates_may_be_taken_in_float32(beta2: float, step: float) -> None:
+    def narrow(value: float) -> float:
+        return float(np.float32(value))
+
+    for everywhere in (True, False):
+        numbers = iter([True, True, everywhere, everywhere])
+        settings = options("adam", beta2=beta2)
+        lists = state("adam", [(60, 50)], step=step)
+        cancelling("adam", lists, settings)
+        taken = settings | {"number": lambda v, n=numbers: narrow(v) if next(n) else v}
+        found = judged("adam", lists, settings, in_float32("adam", lists, taken, None))
+        assert found.verdict == verdict.RIGHT, (everywhere, found.reason)
+        wrong = settings | {"beta2": beta2 * (1 + (1 - beta2) * 1e-3)}
+        assert judged("adam", lists, settings, in_float32("adam", lists, wrong, None)).verdict == verdict.WRONG
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
