@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from . import native
-from .devices import quiet
+from .devices import accelerator_type, quiet
 from .tensor_statistics import is_dense
 
 Tensor = torch.Tensor
@@ -28,6 +28,12 @@ _WIDTH: Final = 11
 _SUMS: Final = 6  # the first columns of a row are added up, of the others the largest counts
 _bits: Final = struct.Struct("9d").pack
 _read: Final = struct.Struct("9q").unpack
+
+
+def prepare() -> None:
+    """Have the kernels ready before the first look: a machine compiles them once, for some seconds (`prepare()`)."""
+    if accelerator_type() == "cuda" and torch.cuda.is_initialized():
+        kernels_of(torch.cuda.current_device())
 
 
 def looks(pairs: Sequence[Pair]) -> list[tuple[native.Columns, float]] | None:

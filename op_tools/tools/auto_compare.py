@@ -22,7 +22,19 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from .. import archive, attribution, console, golden, native, op_facts, reproducer, settings, store, verdict
+from .. import (
+    archive,
+    attribution,
+    console,
+    device_measures,
+    golden,
+    native,
+    op_facts,
+    reproducer,
+    settings,
+    store,
+    verdict,
+)
 from ..attribution import Blame, Lineage
 from ..budget import MODES, Chooser, kind_of, parse_budget
 from ..devices import quiet
@@ -231,6 +243,7 @@ class OpAutoCompare(Tool):
         # tables of both sides, tolerances and other standards are for results on the CPU
         if where == "cpu" or self.view.full or self._rules.standard != "ulp" or self._rules.tolerances:
             return None
+        device_measures.prepare()
         return FirstLook(self._rules)
 
     # -- which calls ----------------------------------------------------------------------------------

@@ -45,7 +45,9 @@ def variants(device: str) -> tuple[list[Variant], dict[str, str]]:
         found = [Variant("C++ SIMD", native.forward, native.backward)] if device == "cpu" else [operator]
         return [*found, Variant("torch scan", scan.forward, scan.backward)], {}
     found, missing = [v for v in gpu.VARIANTS.values() if v.name != "scan"] + list(gpu.candidates().values()), {}
-    compiled = Variant("torch.compile scan", torch.compile(scan.forward), torch.compile(scan.backward))
+    # for each shape on its own: what is compiled for all shapes is slower
+    forward = torch.compile(scan.forward, dynamic=False)
+    compiled = Variant("torch.compile scan", forward, torch.compile(scan.backward, dynamic=False))
     for name, make in (("plain CUDA", plain_cuda.build), ("torch.compile scan", lambda: compiled), ("fla", _fla)):
         try:
             found.append(make())
@@ -154,6 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="cuda (whatever that means here) or cpu")
     parser.add_argument("--shape", type=int, nargs=3, default=(8, 1024, 1024), metavar=("B", "T", "C"))
     parser.add_argument("--dtype", default=None, help="of k and v: bfloat16 (GPU) or float32 (elsewhere)")
+    parser.add_argument("--only", help="names of variants, separated by commas (default: all)")
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
     args = parser.parse_args(arguments)
     gpu_here = args.device == "cuda" and ditorch.backend.name == "cuda"
@@ -163,6 +166,13 @@ def main(arguments: list[str] | None = None) -> int:
     bandwidth = copy_bandwidth(args.device)
     print(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s (read + written)", flush=True)
     found, missing = variants(args.device)
+    if args.only:
+        names = [name.strip() for name in args.only.split(",")]
+        unknown = set(names) - {variant.name for variant in found}
+        if unknown:
+            known = ", ".join(variant.name for variant in found)
+            parser.error(f"--only: no variant {', '.join(sorted(unknown))} here; there are {known}")
+        found = [variant for variant in found if variant.name in names]
     for alternative, why in missing.items():
         print(f"not here: {alternative}: {why}")
     batch, steps, channels = args.shape
