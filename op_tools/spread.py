@@ -63,6 +63,7 @@ class Spread:
         self._exact: list[Any] | None = None
         self._squares: list[Tensor | None] = []
         self._unsettled: list[Tensor | None] = []
+        self._scales: dict[int, Tensor] = {}
 
     @functools.cached_property
     def usable(self) -> bool:
@@ -186,7 +187,7 @@ class Spread:
         return self._exact
 
     def _add(self, number: int, here: Tensor, there: Tensor) -> None:
-        square, unsettled = _movement(here, there)
+        square, unsettled = _movement(here, there, self._scale_of(number))
         total, before = self._squares[number], self._unsettled[number]
         self._squares[number] = square if total is None else total.add_(square)
         if unsettled is not None:
@@ -209,7 +210,12 @@ class Spread:
         if self._few and mean.dim():
             # too few probes to trust each element's own: lean on its neighbours in the row
             mean = mean + mean.mean(-1, keepdim=True) / self.probes
-        return mean.sqrt_().div_(_scale(self.exact()[number])).div_(self._probing.magnified)
+        return mean.sqrt_().div_(self._scale_of(number)).div_(self._probing.magnified)
+
+    def _scale_of(self, number: int) -> Tensor:
+        if number not in self._scales:
+            self._scales[number] = _scale(self.exact()[number])
+        return self._scales[number]
 
     def not_settled(self, number: int) -> Tensor | None:
         """Where a probe gave another whole number, or infinity or NaN instead of a number; None for nowhere."""
@@ -224,7 +230,9 @@ class Spread:
 
     def at(self, number: int, shape: tuple[int, ...], places: Tensor) -> Narrow | None:
         """The same call on some elements alone, where each depends on its own inputs; None where that is not so."""
-        copies = PROBES if PROBES * places.numel() <= _AT_ONCE else 1
+        # the numbers of an optimizer are shared by all elements, and go another way in each probe
+        at_once = PROBES * places.numel() <= _AT_ONCE and not op_facts.is_optimizer(self.result.source.name)
+        copies = PROBES if at_once else 1
         result = self.result
         if self.on_lists:
             result, number = self._one_of_each_list(number)
@@ -278,8 +286,9 @@ class Narrow:
             return None
         moved = self.spread._moved(AllSigns())[self.number]
         self.spread.probes = PROBES
-        square, unsettled = _movement(self._exact, moved.view(self._copies, -1))
-        sigma = square.mean(0).sqrt_().div_(_scale(self.exact)).div_(self.spread._probing.magnified)
+        scale = _scale(self.exact)
+        square, unsettled = _movement(self._exact, moved.view(self._copies, -1), scale)
+        sigma = square.mean(0).sqrt_().div_(scale).div_(self.spread._probing.magnified)
         return sigma, None if unsettled is None else unsettled.any(0)
 
 
@@ -289,12 +298,12 @@ def _scale(exact: Tensor) -> Tensor:
     return torch.ones_like(size).masked_fill_(size < 1e-100, 2.0**700)
 
 
-def _movement(here: Tensor, there: Tensor) -> tuple[Tensor, Tensor | None]:
+def _movement(here: Tensor, there: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
     """Squared movement of each element, and where it is not a number but something else that changed."""
     exact, moved = wide(here), wide(there)
     if not here.is_floating_point() and not here.is_complex():
         return torch.zeros(exact.shape, dtype=torch.float64), exact != moved
-    change = (moved - exact).mul_(_scale(here))
+    change = (moved - exact).mul_(scale)
     square = (change.abs() if change.is_complex() else change).square_()
     if bool(square.sum().isfinite()):
         return square, None

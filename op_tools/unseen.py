@@ -121,5 +121,7 @@ def has_a_single_precision(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 def _error(rounded: Tensor, exact: Tensor) -> Tensor:
     if not (exact.is_floating_point() or exact.is_complex()) or rounded.shape != exact.shape:
         return torch.zeros(())
-    rounded = rounded.to(exact.dtype)
-    return torch.where(rounded.isfinite() | exact.isfinite(), rounded - exact, 0)
+    error = rounded.to(exact.dtype).sub_(exact)
+    if bool(error.sum().isfinite()):
+        return error
+    return error.masked_fill_(~(rounded.isfinite() | exact.isfinite()), 0)
