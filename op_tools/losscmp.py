@@ -3,10 +3,14 @@
 A run is a ``metrics.json`` (one JSON object per line, or one list), a folder that holds one, or a training log with
 lines like ``iteration: 19/10000 ... total_loss: 9.68``.
 
-Two healthy runs differ too: by rounding when they saw the same data, by the data when they did not. The difference of
-the losses, averaged over a window, is held against its own scatter in that window. Runs with the same data share the
-ups and downs from batch to batch, which leaves little scatter and makes small drifts visible; runs with different data
-do not, and may also be a little ahead of or behind each other, which is allowed for by looking a few steps around.
+Two healthy runs differ too: by rounding when they saw the same data, by the data when they did not. Runs with the same
+data share the ups and downs from batch to batch, which leaves little scatter and makes small drifts visible; runs with
+different data do not, and may also be a tenth of the way ahead of or behind each other, which is allowed for. Asked is
+
+- drift: is the difference of the losses, averaged over stretches of the window's length, twice, four times ... as long,
+  further from zero than averages of its scatter come? Losses that stay high or low for a while scatter more.
+- scatter: do the losses of one run jump more from step to step?
+- rounding, of runs with the same data and a known precision: do they differ from the start by more than rounding can?
 """
 
 from __future__ import annotations
@@ -17,9 +21,9 @@ import math
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -40,13 +44,14 @@ class Curve:
     steps: np.ndarray
     losses: np.ndarray
     every_step: bool
+    dtype: str = ""  # the lowest precision that the run computed in, if it says so
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run is to the reference: the same, within noise, or apart from a step on."""
+    """What a run is to the reference: the same, within noise, or apart, from a step on or altogether."""
 
-    kind: str  # "identical", "rounding", "noise", "diverges"
+    kind: str  # "identical", "rounding", "noise", "diverges", "scatters", "coarse"
     step: int | None
     paired: bool
     largest: float
@@ -82,8 +87,17 @@ def read_run(path: Path) -> Curve:
         for i, x in enumerate(r.get("losses") or [])
     ]
     if raw:
-        return _curve(name, raw, every_step=True)
+        return replace(_curve(name, raw, every_step=True), dtype=_precision_of(path.parent))
     return _curve(name, [(int(r["iteration"]), float(r["total_loss"])) for r in with_loss], every_step=False)
+
+
+def _precision_of(folder: Path) -> str:
+    """The lowest precision that the configuration beside a run's metrics names, empty without a configuration."""
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in folder.glob("config.y*ml")]
+    if not texts:
+        return ""
+    named = {name for text in texts for name in re.findall(r"(?<![a-z0-9])[a-z]+[0-9]+", text.lower())}
+    return next((dtype for dtype, names in _NAMES.items() if named & names), "float32")
 
 
 def _json_records(text: str) -> list[dict[str, Any]] | None:
@@ -122,8 +136,15 @@ def printed(path: Path) -> Curve:
     return _curve(read_run(path).name, pairs, every_step=False)
 
 
-def compare(a: Curve, b: Curve, window: int | None = None, sigmas: float = 5.0, tolerance: float = 1e-3) -> Verdict:
-    """Where run b parts from run a, the reference.
+def compare(
+    a: Curve,
+    b: Curve,
+    window: int | None = None,
+    sigmas: float = 5.0,
+    tolerance: float = 1e-3,
+    dtype: str | None = None,
+) -> Verdict:
+    """Where run b parts from run a, the reference; `dtype` is what both computed in, if the curves do not say it.
 
     >>> steps = np.arange(100); flat = Curve("a", steps, np.ones(100), True)
     >>> compare(flat, Curve("b", steps, np.ones(100), True)).kind
@@ -143,16 +164,177 @@ def compare(a: Curve, b: Curve, window: int | None = None, sigmas: float = 5.0, 
     if not gap.any():
         return Verdict("identical", None, True, 0.0, len(common), "every loss is the same, bit for bit")
     width = window or max(3, min(20, len(common) // 5))
-    width = min(width, len(common))
-    paired = _share_noise(x, y, width)
+    pair = _Pair(common, x, y, min(width, len(common)), sigmas)
     largest = float(np.abs(gap / np.maximum(np.abs(x), 1e-12)).max())
-    apart = _parting(common, x, y, width, sigmas, tolerance, paired)
-    if apart is not None:
-        step, size = apart
-        return Verdict("diverges", step, paired, largest, len(common), f"{size:+.2%} on average from there on")
-    if paired:
-        return Verdict("rounding", None, True, largest, len(common), "same data, differences without a direction")
-    return Verdict("noise", None, False, largest, len(common), "different data, the averages agree")
+    facts = (pair.paired, largest, len(common))
+    dtype = dtype or (_coarser(a.dtype, b.dtype) if a.dtype and b.dtype else "")
+    level, bound = pair.level(), _ROUNDINGS * _UNITS[dtype] if dtype else math.inf
+    coarse = pair.paired and level > max(bound, _resolution(x), _resolution(y))
+    rounding = f"differences of {level:.1g} in the first {pair.width} iterations, "
+    rounding += (
+        f"rounding in {dtype} makes up to {bound:.1g}" if dtype else "whether rounding makes that, --dtype tells"
+    )
+    found = pair.drift(tolerance)
+    if found is not None:
+        means = f"{found.mean:+.2%} on average up to iteration {found.last}, {found.mean_to_the_end:+.2%} up to the end"
+        data = "same data" if pair.paired else "different data, and more than a tenth of the way ahead or behind"
+        why = f"{found.distance:.0f} times what an average over {found.length} iterations scatters"
+        more = f"; {rounding}" if coarse else ""
+        return Verdict("diverges", found.step, *facts, f"{means}; {data}, {why}{more}")
+    if coarse:
+        return Verdict("coarse", int(common[0]), *facts, f"same data, {rounding}")
+    found = pair.scatter()
+    if found is not None:
+        wilder, ratio = b.name if found.mean > 0 else a.name, _ratio(abs(found.mean_to_the_end))
+        jumps = f"from there on the losses of {wilder} jump {ratio:.1f} times as far from iteration to iteration"
+        return Verdict("scatters", found.step, *facts, jumps)
+    if pair.paired:
+        return Verdict("rounding", None, *facts, f"same data, differences without a direction; {rounding}")
+    return Verdict("noise", None, *facts, "different data, the averages agree")
+
+
+APART: Final = frozenset({"diverges", "scatters", "coarse"})
+_UNITS: Final = {"float32": 2.0**-24, "tf32": 2.0**-11, "float16": 2.0**-11, "bfloat16": 2.0**-8, "float8": 2.0**-3}
+_NAMES: Final = {  # the coarsest first
+    "float8": {"float8", "fp8"},
+    "bfloat16": {"bfloat16", "bf16"},
+    "float16": {"float16", "fp16"},
+    "tf32": {"tf32"},
+}
+_ROUNDINGS: Final = 16  # a loss is an average: where each operator rounds once, the losses differ by far less than one
+
+
+def _coarser(left: str, right: str) -> str:
+    return max(left, right, key=lambda name: _UNITS[name])
+
+
+def _resolution(losses: np.ndarray) -> float:
+    """How much of a loss got lost in printing, relative to it."""
+    for digits in range(2, 7):
+        if all(float(f"{loss:.{digits}g}") == loss for loss in losses.tolist()):
+            return 10.0 ** (1 - digits)
+    return 0.0
+
+
+def _ratio(share: float) -> float:
+    """Ratio of two scatters whose squares differ by this share of their mean."""
+    share = min(share, 1.99)
+    return math.sqrt((2 + share) / (2 - share))
+
+
+@dataclass(frozen=True)
+class _Shift:
+    """A stretch in which a series stays away from zero."""
+
+    step: int
+    last: int
+    mean: float
+    mean_to_the_end: float
+    length: int
+    distance: float
+
+
+class _Pair:
+    """Two series of losses at the same steps, and what noise looks like in their difference."""
+
+    def __init__(self, steps: np.ndarray, x: np.ndarray, y: np.ndarray, width: int, sigmas: float) -> None:
+        self._steps, self._x, self._y, self.width = steps, x, y, width
+        # the scatter itself is known from a few points only, in short runs
+        self._sigmas = sigmas * (1 + 10 / len(steps))
+        self._smooth_x, self._smooth_y = _smooth(x, width), _smooth(y, width)
+        self._size = np.maximum(np.abs(self._smooth_x), 1e-12)
+        self.paired = _share_noise(x, y, width)
+
+    def level(self) -> float:
+        """How far the runs are from each other at the start, before training makes more of it."""
+        gap = ((self._y - self._x) / self._size)[: self.width]
+        return float(np.sqrt(np.mean(np.square(gap))))
+
+    def drift(self, tolerance: float) -> _Shift | None:
+        """Where the relative difference of the losses leaves zero."""
+        if self.paired:
+            gap = (self._y - self._x) / self._size
+            return self._first(gap, self._local(gap - _smooth(gap, self.width)), tolerance)
+        # A run with other data may be ahead or behind: nearest value of the reference within a tenth of the way.
+        # 1.25: a median scatters that much more than a mean.
+        noise = ((self._y - self._smooth_y) - (self._x - self._smooth_x)) / self._size
+        expected = np.clip(self._smooth_y, *self._band())
+        return self._first((self._y - expected) / self._size, 1.25 * self._local(noise), tolerance)
+
+    def _band(self) -> tuple[np.ndarray, np.ndarray]:
+        reach = [self.width // 2 + i // 10 for i in range(len(self._x))]
+        near = [self._smooth_x[max(0, i - r) : i + r + 1] for i, r in enumerate(reach)]
+        return np.array([n.min() for n in near]), np.array([n.max() for n in near])
+
+    def scatter(self) -> _Shift | None:
+        """Where the squares of the jumps around the running median begin to differ."""
+        jumps_x, jumps_y = np.square(self._x - self._smooth_x), np.square(self._y - self._smooth_y)
+        both = np.maximum(_running_mean(jumps_x + jumps_y, 3 * self.width) / 2, 1e-30)
+        share = (jumps_y - jumps_x) / both
+        return self._first(share, self._local(share), 0.25)
+
+    def _local(self, noise: np.ndarray) -> np.ndarray:
+        """How far a series scatters, along the way; a running median has followed it a little."""
+        followed = 1 - 0.43 / self.width
+        return np.sqrt(_running_mean(np.square(noise), max(3 * self.width, 15)) / followed) + 1e-30
+
+    def _first(self, series: np.ndarray, scatter: np.ndarray, tolerance: float) -> _Shift | None:
+        """The stretch that shows first that a series is not around zero; jumps of single steps count little."""
+        units = np.clip(series / scatter, -_MOST, _MOST)
+        memory = self._memory(units, np.clip(np.diff(series) / scatter[1:], -2 * _MOST, 2 * _MOST))
+        total = np.concatenate([[0.0], np.cumsum(units)])
+        found: list[tuple[int, int, float]] = []
+        length = self.width
+        while length <= len(series):
+            firsts = np.arange(0, len(series) - length + 1, max(1, self.width // 4))
+            distances = (total[firsts + length] - total[firsts]) / (memory * math.sqrt(length))
+            for first in np.flatnonzero(np.abs(distances) > self._sigmas):
+                start, distance = int(firsts[first]), float(distances[first])
+                if float(np.median(series[start : start + length])) * np.sign(distance) > tolerance:
+                    found.append((start + length, length, distance))
+                    break
+            length *= 2
+        if not found:
+            return None
+        end, length, distance = min(found)
+        at = self._begin(units[end - length : end] * np.sign(distance)) + end - length
+        means = float(np.mean(series[at:end])), float(np.mean(series[at:]))
+        return _Shift(int(self._steps[at]), int(self._steps[end - 1]), *means, length, abs(distance))
+
+    def _memory(self, units: np.ndarray, jumps: np.ndarray) -> float:
+        """How much further averages scatter than if each step were independent of the last; a drift does not count."""
+        jumps = jumps - jumps.mean()  # nor does a steady rise
+        size = float(np.mean(np.square(jumps)))
+        if len(jumps) < 24 or size == 0:  # too few to tell; points so far apart are medians, which remember little
+            return 1.0
+        # steps that remember a share of the last one: neighbouring jumps cancel each other to (1 - share) / 2
+        share = 1 + 2 * float(np.mean(jumps[1:] * jumps[:-1])) / size
+        share = min(max(share, 0.0), 0.97)
+        remembered = math.sqrt((1 + share) / (1 - share))
+        count = len(units) // self.width
+        if count < 4:
+            return remembered
+        # and, whatever else it remembers, from one window to the next; the largest change may be where a drift begins
+        means = units[: count * self.width].reshape(count, self.width).mean(axis=1)
+        changes = np.sort(np.square(np.diff(means)))[:-1]
+        return max(remembered, math.sqrt(self.width * float(changes.mean()) / 2))
+
+    @staticmethod
+    def _begin(units: np.ndarray) -> int:
+        """The step after which the sum of what is above half the mean only grows."""
+        return int(np.argmin(np.concatenate([[0.0], np.cumsum(units - units.mean() / 2)])[:-1]))
+
+
+_MOST: Final = 3.0
+
+
+def _running_mean(x: np.ndarray, width: int) -> np.ndarray:
+    """Mean of the neighbours, as long as x."""
+    half = min(width, len(x)) // 2
+    total = np.concatenate([[0.0], np.cumsum(x)])
+    low = np.maximum(np.arange(len(x)) - half, 0)
+    high = np.minimum(np.arange(len(x)) + half + 1, len(x))
+    return (total[high] - total[low]) / (high - low)
 
 
 def _share_noise(x: np.ndarray, y: np.ndarray, width: int) -> bool:
@@ -161,9 +343,18 @@ def _share_noise(x: np.ndarray, y: np.ndarray, width: int) -> bool:
         return False
     dx, dy = np.diff(x), np.diff(y)  # differences of neighbours: the common trend must not count as agreement
     trend = np.diff(_smooth(x, width)), np.diff(_smooth(y, width))
-    dx, dy = dx - trend[0], dy - trend[1]
+    dx, dy = (_without_spikes(d - t) for d, t in zip((dx, dy), trend))
     size = float(dx.std() * dy.std())
-    return size > 0 and float((dx * dy).mean() - dx.mean() * dy.mean()) / size > 0.5
+    if size <= 0:
+        return False
+    together = min(float((dx * dy).mean() - dx.mean() * dy.mean()) / size, 1 - 1e-12)
+    # more than half, and more than chance makes of so few steps
+    return together > 0.5 and math.atanh(together) * math.sqrt(len(dx) - 3) > 4
+
+
+def _without_spikes(x: np.ndarray) -> np.ndarray:
+    most = 8 * float(np.median(np.abs(x)))
+    return np.clip(x, -most, most) if most else x
 
 
 def _smooth(x: np.ndarray, width: int) -> np.ndarray:
@@ -171,36 +362,6 @@ def _smooth(x: np.ndarray, width: int) -> np.ndarray:
     half = width // 2
     padded = np.pad(x, (half, width - 1 - half), mode="edge")
     return np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=-1)
-
-
-def _parting(
-    steps: np.ndarray, x: np.ndarray, y: np.ndarray, width: int, sigmas: float, tolerance: float, paired: bool
-) -> tuple[int, float] | None:
-    """First step of a stretch in which the averages differ by more than the scatter explains, and by how much."""
-    gap = y - x
-    smooth_x, smooth_y = _smooth(x, width), _smooth(y, width)
-    noise = gap - (smooth_y - smooth_x)
-    count = len(gap)
-    beyond = np.zeros(count, dtype=bool)
-    for i in range(count):
-        low, high = max(0, i - width // 2), min(count, i + (width + 1) // 2)
-        # 1.25: a median scatters that much more than a mean. The floor keeps a flat stretch from promising too much.
-        scatter = 1.25 * float(np.sqrt(np.mean(np.square(noise[low:high])))) / math.sqrt(high - low)
-        if paired:
-            distance = abs(smooth_y[i] - smooth_x[i])
-        else:
-            # A run with other data may be ahead or behind: nearest value of the reference within a tenth of the way.
-            reach = width // 2 + i // 10
-            near = smooth_x[max(0, i - reach) : i + reach + 1]
-            distance = max(near.min() - smooth_y[i], smooth_y[i] - near.max(), 0.0)
-        beyond[i] = distance > sigmas * scatter + tolerance * abs(smooth_x[i])
-    lasting = 0
-    for i in range(count):
-        lasting = lasting + 1 if beyond[i] else 0
-        if lasting == width:
-            first = i - width + 1
-            return int(steps[first]), float(np.mean(gap[first:]) / max(abs(float(np.mean(x[first:]))), 1e-12))
-    return None
 
 
 def draw(curves: Sequence[Curve], image: Path) -> None:
@@ -241,12 +402,15 @@ def side_by_side(curves: Sequence[Curve], rows: int = 20) -> list[list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of `op_tools losscmp A B ...`; the exit status is 1 if a run diverges from the first."""
+    """Entry point of `op_tools losscmp A B ...`; the exit status is 1 if a run is not like the first."""
     parser = argparse.ArgumentParser(prog="op_tools losscmp", description="Compare the losses of several runs.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="metrics.json, its folder, or a training log")
     parser.add_argument("--window", type=int, help="iterations to average over (20, fewer for short runs)")
     parser.add_argument("--sigmas", type=float, default=5.0, help="how far beyond the scatter is beyond noise (5)")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="relative difference that never counts (0.001)")
+    parser.add_argument(
+        "--dtype", choices=list(_UNITS), help="precision of the runs (by default: as their config says)"
+    )
     parser.add_argument("--rows", type=int, default=20, help="rows of the table (20)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves (.png, .svg, .pdf)")
     options = parser.parse_args(arguments)
@@ -264,7 +428,7 @@ def _report(options: argparse.Namespace) -> int:
     if any(not curve.every_step for curve in curves):
         curves = [printed(path) for path in options.runs]  # a printed loss is a median: compare like with like
     names = _distinct([curve.name for curve in curves], options.runs)
-    curves = [Curve(name, c.steps, c.losses, c.every_step) for name, c in zip(names, curves)]
+    curves = [replace(curve, name=name) for name, curve in zip(names, curves)]
     table = side_by_side(curves, options.rows)
     widths = [max(len(row[i]) for row in [["iteration", *names], *table]) for i in range(len(names) + 1)]
     for row in [["iteration", *names], *table]:
@@ -272,19 +436,21 @@ def _report(options: argparse.Namespace) -> int:
     console.emit("")
     status = 0
     for curve in curves[1:]:
-        verdict = compare(curves[0], curve, options.window, options.sigmas, options.tolerance)
+        verdict = compare(curves[0], curve, options.window, options.sigmas, options.tolerance, options.dtype)
         where = f" at iteration {verdict.step}" if verdict.step is not None else ""
         words = {
             "identical": "is identical to",
             "rounding": "agrees to rounding with",
             "noise": "agrees within noise with",
             "diverges": "DIVERGES from",
+            "scatters": "SCATTERS unlike",
+            "coarse": "DIFFERS BEYOND ROUNDING from",
         }
         console.emit(
             f"{curve.name} {words[verdict.kind]} {curves[0].name}{where}: {verdict.detail} "
             f"({verdict.points} iterations, largest difference {verdict.largest:.2%})"
         )
-        status |= verdict.kind == "diverges"
+        status |= verdict.kind in APART
     if options.plot:
         draw(curves, options.plot)
         console.emit(f"drawn in {options.plot}")

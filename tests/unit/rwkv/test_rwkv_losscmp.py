@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.losscmp_rates import rate, two_devices, two_seeds
 from op_tools import losscmp
 from op_tools.losscmp import Curve, LosscmpError, compare, main, read_run
 
@@ -67,6 +68,52 @@ def test_a_large_drift_is_found_in_other_data_too(seed: int) -> None:
     assert abs(verdict.step - 200) <= 30
 
 
+@pytest.mark.parametrize(("count", "share"), [(60, 0.0), (60, 0.5), (300, 0.0), (300, 0.5), (300, 0.8)])
+def test_healthy_pairs_are_hardly_ever_said_to_be_apart(count: int, share: float) -> None:
+    assert rate(two_seeds, 50, count, share) == 0
+    assert rate(two_devices, 50, count, share, 3e-3) <= 0.06
+
+
+@pytest.mark.parametrize("more", [{"shift": 3e-3}, {"rise": 5e-3}])
+def test_small_faults_are_found_in_noise_that_remembers(more: dict[str, float]) -> None:
+    assert rate(two_devices, 50, 300, 0.5, 1e-3, **more) >= 0.95
+
+
+def test_more_noise_than_the_other_run_has_is_found() -> None:
+    assert rate(two_seeds, 30, 1000, 0.0, wilder=2.0) >= 0.9
+    verdict = compare(*two_seeds(np.random.default_rng(0), 1000, 0.0, wilder=3.0))
+    assert verdict.kind == "scatters"
+    assert "jump 2." in verdict.detail or "jump 3." in verdict.detail
+
+
+def test_noise_beyond_rounding_needs_to_know_the_precision() -> None:
+    a, b = curve("a", 0), curve("b", 0, extra=3e-4 * np.random.default_rng(1).standard_normal(400))
+    assert compare(a, b).kind == "rounding"
+    assert "--dtype tells" in compare(a, b).detail
+    verdict = compare(a, b, dtype="float32")
+    assert (verdict.kind, verdict.step) == ("coarse", 0)
+    assert "rounding in float32 makes up to 1e-06" in verdict.detail
+    assert compare(a, b, dtype="bfloat16").kind == "rounding"
+    # what was lost in printing is nobody's fault
+    c, d = (Curve(x.name, x.steps, np.array([float(f"{loss:.4g}") for loss in x.losses]), True) for x in (a, b))
+    assert compare(c, d, dtype="float32").kind == "rounding"
+
+
+def test_a_single_bad_step_is_no_divergence() -> None:
+    bad = np.where(STEPS == 200, 3.0, 0.0)
+    assert compare(curve("a", 0), curve("b", 0, extra=rounding(1) + bad)).kind == "rounding"
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"), [("amp: null", "float32"), ("amp: bfloat16", "bfloat16"), ("dtype: torch.float16", "float16")]
+)
+def test_the_configuration_beside_a_run_names_its_precision(tmp_path: Path, config: str, dtype: str) -> None:
+    folder = write_run(tmp_path / "n1e5", curve("a", 0).losses)
+    assert read_run(folder).dtype == ""
+    (folder / "config.yaml").write_text(f"train:\n  output_dir: runs/n1e5\n  {config}\n")
+    assert read_run(folder).dtype == dtype
+
+
 def test_identical_and_not_finite() -> None:
     a = curve("a", 0)
     assert compare(a, a).kind == "identical"
@@ -113,6 +160,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "b agrees to rounding with a" in capsys.readouterr().out
     assert main(runs) == 1
     assert "c DIVERGES from a at iteration " in capsys.readouterr().out
+    runs[1] = str(write_run(tmp_path / "d", a.losses + 3e-4 * np.random.default_rng(1).standard_normal(400)))
+    assert main(runs[:2]) == 0
+    assert main([*runs[:2], "--dtype", "float32"]) == 1
+    assert "d DIFFERS BEYOND ROUNDING from a at iteration 0: same data" in capsys.readouterr().out
     assert main(runs[:1]) == 2
     assert "give at least two" in capsys.readouterr().err
     assert main([*runs, "gone"]) == 2
