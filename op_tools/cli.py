@@ -1,4 +1,4 @@
-"""The op_tools command: replay captured operators, look at the records of a run."""
+"""The op_tools command: run a script under a tool, replay captured operators, look at runs and their records."""
 
 from __future__ import annotations
 
@@ -95,13 +95,19 @@ def _plain_switches(arguments: Sequence[str]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of `op_tools` (`main(["replay", "op_tools_results"])`)."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["run"]:  # what follows the script is the script's, whatever it looks like
+        from .launch import main as run
+
+        return run(given[1:], prog="op_tools run")
     parser = argparse.ArgumentParser(prog="op_tools", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("run", help="run a script, as it is, under one or several tools", add_help=False)
     _replay_parser(commands.add_parser("replay", help="run captured operators again"))
     records = commands.add_parser("records", help="show what a records file holds")
     records.add_argument("file", type=Path)
     commands.add_parser("losscmp", help="compare the losses of several runs", add_help=False)
-    options, rest = parser.parse_known_args(_plain_switches(sys.argv[1:] if arguments is None else arguments))
+    options, rest = parser.parse_known_args(_plain_switches(given))
     if options.command == "losscmp":
         from .losscmp import main as losscmp
 

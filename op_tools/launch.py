@@ -1,4 +1,4 @@
-"""Runs an unmodified script under a tool: `python -m op_tools.launch OpAutoCompare train.py --epochs 1`."""
+"""Runs an unmodified script under a tool: `op_tools run OpAutoCompare train.py --epochs 1`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .settings import SettingsError
 TOOLS = ("OpAutoCompare", "OpCapture", "OpDtypeCast", "OpFallback", "OpObserve", "OpOverflowCheck", "OpTimeMeasure")
 
 
-def parser(prog: str = "python -m op_tools.launch") -> argparse.ArgumentParser:
+def parser(prog: str = "op_tools run") -> argparse.ArgumentParser:
     """The options of the command (`parser().parse_args(["OpObserve", "x.py"])`)."""
     made = argparse.ArgumentParser(
         prog=prog,
@@ -35,9 +35,9 @@ def parser(prog: str = "python -m op_tools.launch") -> argparse.ArgumentParser:
     return made
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str = "python -m op_tools.launch") -> int:
     """Run the command; the exit code is the script's (`main(["OpObserve", "train.py"])`)."""
-    options = parser().parse_args(arguments)
+    options = parser(prog).parse_args(arguments)
     try:
         tools = [_tool(name.strip(), options) for name in options.tool.split(",")]
     except (SettingsError, ValueError) as error:
