@@ -203,6 +203,19 @@ def test_fallback_moves_each_version_of_a_tensor_once_views_included(device: str
         torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("rows", [4, 700], ids=["small", "large"])
+def test_fallback_keeps_gaps_in_the_memory_of_results(device: str, rows: int) -> None:
+    a, b = (torch.randn(rows, rows - 1, generator=torch.Generator().manual_seed(n)) for n in range(2))
+    expected = torch.linalg.lstsq(a, b, driver="gels").solution
+    assert expected.stride() == (1, rows), "the last row of the kernel's result is not shown"
+    with op_tools.OpFallback():
+        found = torch.linalg.lstsq(a.to(device), b.to(device), driver="gels").solution
+        again = found + 1
+    assert found.stride() == expected.stride()
+    assert torch.equal(found.cpu(), expected)
+    assert torch.equal(again.cpu(), expected + 1)
+
+
 def test_fallback_counts_versions_as_pytorch_does(device: str) -> None:
     def versions() -> list[int]:
         parameters = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in range(2)]
