@@ -52,8 +52,8 @@ def load(path: Path) -> Any:
         content, size = _content(path)
         records = _records(content, size)
         first, last = records[b"data.pkl"]
-        order = records[b"byteorder"]
-        if last - first > _MOST_PICKLED or content[slice(*order)] != sys.byteorder.encode():
+        facts = [bytes(content[slice(*records[name])]) for name in (b"byteorder", b"version")]
+        if last - first > _MOST_PICKLED or facts != [sys.byteorder.encode(), b"3\n"]:
             return None
         return _Reader(bytes(content[first:last]), content, records).value()
     except (
@@ -97,10 +97,10 @@ def _records(content: memoryview, size: int) -> dict[bytes, tuple[int, int]]:
     place, free = directory, 0
     for _ in range(count):
         entry = _CENTRAL.unpack_from(content, place)
-        mark, _, _, flags, method, _, _, _, packed, nbytes, of_name, extra, remark, _, _, _, local = entry
+        mark, _, _, flags, method, _, _, _, packed, nbytes, of_name, extra, remark, *more, local = entry
         name = bytes(content[place + _CENTRAL.size : place + _CENTRAL.size + of_name])
         place += _CENTRAL.size + of_name
-        if mark != b"PK\1\2" or flags or method or packed != nbytes or extra or remark or local < free:
+        if mark != b"PK\1\2" or flags or method or packed != nbytes or extra or remark or any(more) or local < free:
             raise _NotPlain
         mark, *_, of_local_name, padding = _LOCAL.unpack_from(content, local)
         first = local + _LOCAL.size

@@ -326,7 +326,13 @@ def test_values_survive_another_dtype_and_layout(x: torch.Tensor, dtype: torch.d
 @settings(deadline=None, max_examples=60)
 def test_same_bits_is_about_values_alone(x: torch.Tensor, y: torch.Tensor) -> None:
     assert same_bits(x, x.detach().clone())
-    assert same_bits(x, y) == (x.dtype == y.dtype and x.shape == y.shape and torch.equal(x.detach(), y.detach()))
+    alike = x.dtype == y.dtype and x.shape == y.shape
+    assert same_bits(x, y) == (alike and torch.equal(x, y) and torch.equal(_signs(x), _signs(y)))
+
+
+def _signs(x: torch.Tensor) -> torch.Tensor:
+    """Of zeros, too: the conjugate of 0 is -0j."""
+    return torch.signbit(torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach())
 
 
 def test_same_bits_tells_zeros_and_nans_apart() -> None:
