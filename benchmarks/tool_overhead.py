@@ -146,7 +146,10 @@ def measure(bench: Bench, only: list[str]) -> tuple[list[dict[str, Any]], int, l
     NoOp.calls = 0
     floor = min(bench.timed(NoOp, 20)[0] for _ in range(3))
     calls = NoOp.calls // 63
-    rows = [{"mode": "bare", "seconds": base, "printed": 0}, {"mode": "no-op mode", "seconds": floor, "printed": 0}]
+    rows: list[dict[str, Any]] = [
+        {"mode": "bare", "seconds": base, "printed": 0},
+        {"mode": "no-op mode", "seconds": floor, "printed": 0},
+    ]
     remarks = []
     if not only or "idle" in only:
         idle = min(bench.timed(lambda: op_tools.OpObserve(ops=["no.such.operator"]), 20)[0] for _ in range(3))

@@ -381,6 +381,8 @@ def _may_be_looked_at(call: Call, result: GoldenResult, grad_enabled: bool) -> b
         return False
     if "as_strided" in source.name:  # looks at what lies between the elements
         return False
+    if op_facts.has_free_vectors(source.name):
+        return False
     if op_facts.on_cpu(source.name, source.function) is not source.function or _names_a_dtype(source):
         return False
     return all(_may_be_copied(t) for t in source.tensors)

@@ -68,6 +68,7 @@ class Source:
     device: str = ""  # the type of the device: what is known of its kernels is taken into account
     rounded_to: torch.dtype | None = None  # autocast rounded the float32 arguments to this dtype first
     autocast: torch.dtype | None = None  # the lower precision of the autocast region around the call
+    outputs: Any = None  # what the device returned, for gradients of results whose signs are free
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -180,6 +181,7 @@ def run(
     autocast: torch.dtype | None = None,
     max_bytes: int | None = None,
     keep_graph: bool = False,
+    outputs: Any = None,
 ) -> GoldenResult:
     """Do a call again on the CPU, float64 in place of every float; never raises for what the call does.
 
@@ -187,7 +189,8 @@ def run(
     `grad_outputs`, one per tensor of the result, adds the backward pass. `dtype_cast` overrides the casts.
     `device` is the type of the device whose result will be judged (`"cuda"`); `rounded_to` is the dtype to which
     autocast rounded the float32 arguments there (see `autocast_rounds_to`), `autocast` that of the region.
-    With `keep_graph` the backward pass can be added later, by `backward`.
+    With `keep_graph` the backward pass can be added later, by `backward`. `outputs` are CPU copies of what the device
+    returned: vectors whose signs are free decide about the gradients that come back to them.
 
     >>> run(torch.mul, (torch.ones(2, requires_grad=True), 3), grad_outputs=[torch.ones(2)]).grad_inputs
     [tensor([3., 3.], dtype=torch.float64)]
@@ -204,6 +207,7 @@ def run(
         device,
         rounded_to,
         autocast,
+        outputs,
     )
     reason = _why_not(source, max_bytes)
     if reason:
@@ -215,12 +219,12 @@ def run(
     return result
 
 
-def backward(result: GoldenResult, grad_outputs: Sequence[Tensor | None]) -> GoldenResult:
+def backward(result: GoldenResult, grad_outputs: Sequence[Tensor | None], outputs: Any = None) -> GoldenResult:
     """The backward pass of a run that kept its graph, which is used up (`backward(result, [torch.ones(2)])`)."""
     graph, result.graph = result.graph, None
     if graph is None or result.run is None:
         raise ValueError("this golden run has no graph: run it with keep_graph=True, and go back through it once")
-    source = dataclasses.replace(result.source, grad_outputs=grad_outputs)
+    source = dataclasses.replace(result.source, grad_outputs=grad_outputs, outputs=outputs)
     with neutral(grad=True):
         grads = _gradients(source, graph.outputs, graph.prepared)
     return dataclasses.replace(result, source=source, run=dataclasses.replace(result.run, grad_inputs=grads))
@@ -392,9 +396,13 @@ def _as_is(tensor: Tensor) -> Tensor:
 
 def _gradients(source: Source, outputs: Any, prepared: _Copies) -> list[Tensor | None]:
     pairs = []
-    for output, grad in zip(tensors_in(outputs), source.grad_outputs or ()):
+    theirs = list(tensors_in(source.outputs)) if op_facts.has_free_vectors(source.name) else []
+    for number, (output, grad) in enumerate(zip(tensors_in(outputs), source.grad_outputs or ())):
         if output.requires_grad and grad is not None:
-            pairs.append((output, grad.detach().to(device="cpu", dtype=output.dtype)))
+            sent = grad.detach().to(device="cpu", dtype=output.dtype)
+            if number < len(theirs):
+                sent = op_facts.gradient_turned(source.name, number, theirs[number], output, sent)
+            pairs.append((output, sent))
     leaves = prepared.leaves()
     wanted = [leaf for leaf in leaves if leaf is not None]
     if not pairs or not wanted:

@@ -658,13 +658,29 @@ _FREE_VECTORS: Final[dict[tuple[str, int], int]] = {  # (function, number of the
 
 def turned(name: str, number: int, device: Any, golden: Any) -> Any:
     """The golden vectors with the signs that the device chose, where signs are free (`torch.linalg.eigh`)."""
+    phase = _phase(name, number, device, golden)
+    return golden if phase is None else golden * phase
+
+
+def gradient_turned(name: str, number: int, device: Any, golden: Any, grad: Tensor) -> Tensor:
+    """What came back to a result of the device, for the golden result, whose vectors may have other signs."""
+    phase = _phase(name, number, device, golden)
+    return grad if phase is None else grad * phase.conj()
+
+
+def has_free_vectors(name: str) -> bool:
+    """Whether a function returns vectors whose signs are free (`has_free_vectors("torch.linalg.svd")`)."""
+    return any(last == last_name(name) for last, _ in _FREE_VECTORS)
+
+
+def _phase(name: str, number: int, device: Any, golden: Any) -> Tensor | None:
+    """What the golden vectors are multiplied with to be those of the device; None where nothing is free."""
     last = last_name(name)
     along = _FREE_VECTORS.get((last, number))
     if along is None or not isinstance(device, Tensor) or device.shape != golden.shape or device.dim() < 2:
-        return golden
+        return None
     if last == "svd" and number == 2 and ".linalg." not in name:
         along = -2  # torch.svd returns V, torch.linalg.svd its conjugate transpose
-    wide = device.detach().to(golden.dtype)
-    product = (golden.conj() * wide).sum(along, keepdim=True)
-    phase = torch.where(product.abs() > 0, product.sgn(), torch.ones_like(product))
-    return golden * phase
+    exact = golden.detach()
+    product = (exact.conj() * device.detach().to(exact.dtype)).sum(along, keepdim=True)
+    return torch.where(product.abs() > 0, product.sgn(), torch.ones_like(product))

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from . import golden, verdict
+from . import golden, op_facts, verdict
 from .archive import ArchiveError, unknown_in
 from .captures import CannotReplay, one_line
 from .devices import event_class, quiet, synchronize
@@ -377,6 +377,9 @@ class Check:
             device=op.device.type,
             max_bytes=_memory_for_one(8 * sum(t.numel() for t in tensors_in((args, kwargs)))),
             rounded_to=self._autocast_dtype(),
+            outputs=map_tensors(self.outputs, lambda t: t.detach().cpu())
+            if op_facts.has_free_vectors(op.name)
+            else None,
         )
 
     def _autocast_dtype(self) -> torch.dtype | None:

@@ -43,7 +43,7 @@ from ..first_look import Kept as Looked
 from ..golden import GoldenResult
 from ..intercept import Call
 from ..module_path import module_path
-from ..opcall import Tensor, TensorMeta, describe, labelled, tensors_in
+from ..opcall import Tensor, TensorMeta, describe, labelled, map_tensors, tensors_in
 from ..snapshot import MOST_BORROWED, Layouts, Ref, Staged, Unpacker, Whole, map_leaves, rebuild, stage
 from ..verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
 from ..writer import Writer
@@ -83,6 +83,7 @@ class _Job:
     question: Question | None = None  # to be looked at on the device first
     looked: Looked | None = None  # of a twin that was: for its backward
     looks: Hashable = None  # of a backward: of its gradients
+    returned: Any = None  # of a twin: what the device returned, where signs are free
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
     # what came out
     judgement: Judgement | None = None
@@ -465,6 +466,8 @@ class OpAutoCompare(Tool):
         if job.phase == "backward":
             job.judgement = self._judge_backward(job, result)
         else:
+            if job.twin is not None and op_facts.has_free_vectors(job.call.op):
+                job.twin.returned = map_tensors(host["result"], lambda t: t.clone())
             job.judgement = self._judge_forward(job, result)
         if kind is not None and kind not in self._moves and len(self._moves) < _MOST_KINDS:
             self._moves[kind] = job.judgement if self._only_moves(job, result, job.judgement) else None
@@ -508,7 +511,7 @@ class OpAutoCompare(Tool):
         if origin is not None:
             kept, origin.kept = origin.kept, None
         if kept is not None:
-            return golden.backward(kept.result, sent)
+            return golden.backward(kept.result, sent, None if origin is None else origin.returned)
         nbytes = 4 * job.nbytes  # arguments and results in double precision
         keep = job.twin is not None and job.grad_enabled and self._room.take(nbytes)
         result = None
@@ -526,6 +529,7 @@ class OpAutoCompare(Tool):
                 autocast=job.autocast,
                 max_bytes=self._max_bytes,
                 keep_graph=keep,
+                outputs=None if origin is None else origin.returned,
             )
         finally:
             if keep and (result is None or result.graph is None):
@@ -620,6 +624,8 @@ class OpAutoCompare(Tool):
         name = job.call.op
         if not result.comparable:
             return Judgement(NOT_COMPARABLE, result.reason)
+        if op_facts.has_free_vectors(name) and (job.origin is None or job.origin.returned is None):
+            return Judgement(NOT_COMPARABLE, "which signs the vectors had on the device is not known")
         expected = result.grad_inputs or []
         found = job.host["grad_inputs"]
         labels, present = gradient_labels(name, found, expected)

@@ -257,6 +257,34 @@ def test_forward_passes_that_wait_for_a_backward_do_not_pile_up(device: str, mon
     assert sum(row["phase"] == "backward" and "gelu" in row["name"] for row in compared.records()) == 20
 
 
+@pytest.mark.parametrize("broken", [False, True], ids=["healthy", "broken"])
+def test_gradients_of_vectors_whose_signs_are_free(device: str, broken: bool, request: pytest.FixtureRequest) -> None:
+    faults = request.getfixturevalue("faults") if broken else None
+    drawn = [torch.randn(5, 5, generator=torch.Generator().manual_seed(seed)) for seed in range(12)]
+    other = [x for x in drawn if bool(((x.to(device).svd().U.cpu() * x.double().svd().U).sum(0) < 0).any())]
+    chosen = other or drawn[:3]
+    if ditorch.backend.name == "soft":
+        assert other, "the CPU has the same signs in both precisions: choose other matrices"
+
+    def work() -> None:
+        for matrix in chosen:
+            x = matrix.to(device).requires_grad_()
+            u, _, v = torch.linalg.svd(x)
+            (u * u.detach().roll(1, 0)).sum().add((v * matrix.to(device)).sum()).backward()
+            y = (matrix + matrix.T).to(device).requires_grad_()
+            (torch.linalg.eigh(y).eigenvectors * matrix.to(device)).sum().backward()
+
+    with op_tools.OpAutoCompare(ops=["torch.linalg.svd", "torch.linalg.eigh"]) as compared:
+        if faults is None:
+            work()
+        else:
+            with faults.plant("mm: noise=1e-2, phase=backward"):
+                work()
+    assert {row["phase"] for row in compared.records()} == {"forward", "backward"}
+    found = [f for f in compared.findings() if f.kind == "difference"]
+    assert bool(found) == broken, found
+
+
 def test_in_place_and_out_calls_are_compared_by_what_they_wrote(device: str, faults: Any) -> None:
     x, out = torch.randn(64, device=device), torch.empty(64, device=device)
     with faults.plant("add.out: noise=0.1"), op_tools.OpAutoCompare() as compared:
