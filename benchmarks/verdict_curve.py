@@ -326,7 +326,7 @@ def draw(records: list[dict[str, Any]], target: Path) -> None:
             for rule, label in _LABELS.items():
                 alarms = _share(mine, 0.0, rule)
                 shares = [100 * _share(struck, size, rule) for size in sizes]
-                style = {"linewidth": 2.6, "zorder": 5} if rule == "ulp" else {"linewidth": 1.3}
+                style: dict[str, Any] = {"linewidth": 2.6, "zorder": 5} if rule == "ulp" else {"linewidth": 1.3}
                 if alarms:  # what always finds something has found nothing
                     style["linestyle"] = "--"
                 name = f"{label}: {alarms:.0%} false alarms"
