@@ -13,7 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from . import backward, settings, store, writer
-from .console import View
+from .console import View, note
 from .devices import quiet
 from .location import call_site
 from .opcall import Described, Descriptions, Finding, Tensor, TensorMeta, tensors_in
@@ -148,6 +148,8 @@ class Interceptor(TorchFunctionMode):
         self._lock = threading.RLock()
         self._undo: list[Callable[[], None]] = []
         self._passes = _Passes()
+        self._capturing: Callable[[], bool] | None = None
+        self._said_so = False
 
     # -- the hot path ---------------------------------------------------------------------------------
 
@@ -181,6 +183,8 @@ class Interceptor(TorchFunctionMode):
         observers, transforms = plan.observers, plan.transforms
         if not observers and not transforms:
             return func(*args, **kwargs)
+        if self._capturing is not None and self._capturing():
+            return self._in_a_graph(func, args, kwargs)
         call = Call(traits, func, args, kwargs)
         call.location = call_site(3)
         call.step = self.step
@@ -225,6 +229,13 @@ class Interceptor(TorchFunctionMode):
         call.release()
         return result
 
+    def _in_a_graph(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a CUDA graph records must not wait for the device, and what a tool did would be replayed with it."""
+        if not self._said_so:
+            self._said_so = True
+            note("calls that a CUDA graph captures are not watched; run without the graph to see them")
+        return func(*args, **kwargs)
+
     def _make_plan(self, func: Callable[..., Any]) -> Plan | None:
         self._compiler.look()
         plans = self._plans
@@ -260,6 +271,8 @@ class Interceptor(TorchFunctionMode):
         with self._lock:
             if not self.tools:
                 self.include_cpu = settings.flag("OP_TOOLS_INCLUDE_CPU")
+                self._capturing = torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else None
+                self._said_so = False
                 self._install()
             self.tools = sorted([*self.tools, tool], key=lambda t: t.order)
             self._plans = {}

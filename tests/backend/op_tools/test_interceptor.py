@@ -272,6 +272,34 @@ def test_inference_mode(device: str) -> None:
             assert [f for f in tool.findings() if f.kind == "tool-failure"] == [], name
 
 
+TOOLS = ["OpObserve", "OpTimeMeasure", "OpDtypeCast", "OpOverflowCheck", "OpFallback", "OpCapture", "OpAutoCompare"]
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_what_a_graph_captures_is_left_alone(device: str, name: str) -> None:
+    if not hasattr(torch.cuda, "CUDAGraph") or not torch.cuda.is_available():
+        pytest.skip("this device has no graphs")
+    x, w = torch.ones(4, device=device), torch.full((4,), 3.0, device=device)
+
+    def work() -> torch.Tensor:
+        return torch.mul(x, w).exp().add(1)
+
+    work()  # what is set up on first use must not be captured
+    graph = torch.cuda.CUDAGraph()
+    with getattr(op_tools, name)(disable=["torch.Tensor.fill_"]) as tool:
+        with torch.cuda.graph(graph):
+            y = work()
+        x.fill_(0.5)
+        graph.replay()
+        torch.cuda.synchronize()
+        captured = y.cpu()
+        expected = work().cpu()
+    assert torch.equal(captured, expected)
+    assert tool.findings() == []
+    if name == "OpObserve":
+        assert len([r for r in tool.records() if r["op"] == "torch.mul"]) == 1, "the last call, not the captured one"
+
+
 def test_no_tool_leaves_nothing_patched(device: str) -> None:
     engine = torch.autograd.Variable._execution_engine
     with op_tools.OpObserve():
