@@ -235,6 +235,7 @@ class _Twins:
         self._by_storage: dict[int, list[_Known]] = {}
         self._addresses: dict[int, int] = {}
         self._written: list[tuple[Tensor, Tensor, int]] = []
+        self._written_storages: set[int] = set()
         self.copied_bytes = 0
 
     def get(self, tensor: Tensor) -> Tensor | None:
@@ -298,7 +299,8 @@ class _Twins:
         storage = tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
         for known in tuple(self._by_storage.get(storage, ())):
             self._forget(known)
-        if self._written:
+        if storage in self._written_storages:
+            self._written_storages.discard(storage)
             self._written = [w for w in self._written if w[0].untyped_storage()._cdata != storage]
 
     def written(self, tensor: Tensor, copy: Tensor, counts: bool) -> None:
@@ -307,12 +309,14 @@ class _Twins:
             if counts:
                 torch.autograd.graph.increment_version(tensor)
             self._written.append((tensor, copy, tensor._version))
+            self._written_storages.add(tensor.untyped_storage()._cdata)
 
     def settle(self) -> None:
         """The operator is over, and PyTorch has counted its writes."""
         if not self._written:
             return
         written, self._written = self._written, []
+        self._written_storages.clear()
         for tensor, copy, version in written:
             if tensor._version in (version, version + 1) and tensor.stride() == copy.stride():
                 self.put(tensor, copy)
@@ -357,6 +361,7 @@ class _Twins:
         self._by_storage.clear()
         self._addresses.clear()
         self._written = []
+        self._written_storages.clear()
 
 
 def _is_whole(tensor: Tensor, twin: Tensor) -> bool:
