@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -386,12 +386,22 @@ def _less_common_modes(grad: bool) -> contextlib.ExitStack | None:
         stack.enter_context(torch.autocast("cpu", enabled=False))
     if hooks:
         # checkpointing counts what is saved under its hooks: the golden run is not to be counted
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_as_is, _as_is))
+        stack.enter_context(_without_hooks())
     return stack
 
 
-def _as_is(tensor: Tensor) -> Tensor:
-    return tensor
+@contextlib.contextmanager
+def _without_hooks() -> Iterator[None]:
+    """Take the hooks for saved tensors off. Hooks that only pass tensors on would hold whole graphs for ever."""
+    taken = []
+    while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        taken.append(hooks)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def _gradients(source: Source, outputs: Any, prepared: _Copies) -> list[Tensor | None]:
