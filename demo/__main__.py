@@ -49,9 +49,7 @@ def main() -> int:
     )
     console.print("Try them on your own script:")
     console.print("  [bold].venv/bin/ditorch run your_script.py[/]", soft_wrap=True)
-    console.print(
-        "  [bold].venv/bin/python -m op_tools.launch OpAutoCompare --mode once your_script.py[/]", soft_wrap=True
-    )
+    console.print("  [bold].venv/bin/op_tools run OpAutoCompare --mode once your_script.py[/]", soft_wrap=True)
     return 0
 
 
@@ -73,11 +71,9 @@ def act_goes_wrong() -> tuple[list[float], str]:
         f"Now the device gets a fault, as a young chip may have one: [red]{FAULT}[/]\n"
         "The training goes on, only worse. OpAutoCompare looks at each kind of call of the first step:\n"
     )
-    console.print(
-        "[bold]$ python -m op_tools.launch OpAutoCompare --mode once --steps 0:1 demo/train_gpt.py[/]\n", soft_wrap=True
-    )
+    console.print("[bold]$ op_tools run OpAutoCompare --mode once --steps 0:1 demo/train_gpt.py[/]\n", soft_wrap=True)
     said: list[str] = []
-    watched = ["-m", "op_tools.launch", "OpAutoCompare", "--mode", "once", "--steps", "0:1"]
+    watched = ["-m", "op_tools.cli", "run", "OpAutoCompare", "--mode", "once", "--steps", "0:1"]
     losses = train("training", watched, {"DITORCH_SOFT_FAULTS": FAULT, "OP_TOOLS_CONSOLE": "summary"}, said)
     report = _report(said)
     if not report:
@@ -100,10 +96,8 @@ def act_repaired(operator: str) -> list[float]:
     """The same faulty device, with the operator that was named moved to the CPU."""
     console.print(Rule("3. go on meanwhile", style="cyan"))
     console.print(f"The same faulty device; only {operator} runs on the CPU until its kernel is repaired:\n")
-    console.print(
-        f"[bold]$ python -m op_tools.launch OpFallback --ops {operator} demo/train_gpt.py[/]\n", soft_wrap=True
-    )
-    moved = ["-m", "op_tools.launch", "OpFallback", "--ops", operator]
+    console.print(f"[bold]$ op_tools run OpFallback --ops {operator} demo/train_gpt.py[/]\n", soft_wrap=True)
+    moved = ["-m", "op_tools.cli", "run", "OpFallback", "--ops", operator]
     return train("training", moved, {"DITORCH_SOFT_FAULTS": FAULT, "OP_TOOLS_CONSOLE": "off"})
 
 

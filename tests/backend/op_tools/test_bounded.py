@@ -12,6 +12,7 @@ import torch
 import op_tools
 
 TOOLS = ["OpObserve", "OpTimeMeasure", "OpCapture", "OpOverflowCheck", "OpFallback", "OpDtypeCast", "OpAutoCompare"]
+LOOKING = "OpAutoCompare with a look on the device"
 
 
 def resident() -> int:
@@ -28,8 +29,8 @@ def grow(name: str, device: str, steps: int) -> tuple[int, int]:
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.randn(4, 8, device=device)
-    options: dict[str, Any] = {"max_calls": 2 * steps} if name == "OpCapture" else {}
-    tool = getattr(op_tools, name)(**options)
+    more: dict[str, dict[str, Any]] = {"OpCapture": {"max_calls": 2 * steps}, LOOKING: {"look": "device"}}
+    tool = getattr(op_tools, name.split()[0])(**more.get(name, {}))
     marks = []
     with tool:
         for step in range(steps):
@@ -52,7 +53,7 @@ def _remove_files(tool: Any) -> None:
     shutil.rmtree(tool.folder, ignore_errors=True)
 
 
-@pytest.mark.parametrize("name", TOOLS)
+@pytest.mark.parametrize("name", [*TOOLS, LOOKING])
 def test_memory_is_flat(device: str, name: str) -> None:
     host, on_device = grow(name, device, 300)
     assert host < 24 << 20
@@ -61,7 +62,7 @@ def test_memory_is_flat(device: str, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("name", TOOLS)
+@pytest.mark.parametrize("name", [*TOOLS, LOOKING])
 def test_memory_is_flat_over_ten_thousand_steps(device: str, name: str) -> None:
     host, on_device = grow(name, device, 10_000)
     assert host < 48 << 20
