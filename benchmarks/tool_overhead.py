@@ -3,8 +3,8 @@
 The step is that of a small GPT (4 layers, width 256, 4 x 128 tokens) with SGD. Rows: the bare step, a no-op
 TorchFunctionMode (the floor of anything that sees Python-level operators), an active tool that matches no
 operator, and every tool on all operators. OpCapture is timed while its queue has room; how fast it drains is
-compared with writing the same number of bytes to a plain file. The bare step and the tools are the best of three runs each,
-except OpCapture and OpAutoCompare, which run once.
+compared with writing the same number of bytes to a plain file. The bare step and the tools are the best of three
+runs each, except OpCapture and OpAutoCompare, which run once.
 
     python benchmarks/tool_overhead.py --device cuda              # the console is off
     python benchmarks/tool_overhead.py --device cuda --console full
