@@ -20,13 +20,13 @@ import torch
 
 from . import golden, op_facts, spread, verdict
 from .devices import module_of, quiet
-from .golden import DOUBLE, GoldenResult, Run, Source
+from .golden import AS_IS, DOUBLE, GoldenResult, Run, Source
 from .intercept import Call
 from .opcall import Tensor, map_tensors, tensors_in
+from .snapshot import is_plain
 from .verdict import RIGHT, Judgement, Rules
 
 _MOST_KINDS: Final = 20_000
-_PLAIN: Final = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)})
 _SHARE: Final = 8  # of the free memory of a device that is used to keep calls for their backward
 _WHERE_UNKNOWN: Final = 1 << 28
 
@@ -200,7 +200,7 @@ class FirstLook:
     def _forward(self, question: Question, call: Call, function: Any) -> tuple[Judgement, Kept | None]:
         kind = question.kind
         moves = kind.judgement is not None and question.key not in self._moves_only_forward
-        copies = _Copies(AS_THEY_ARE if moves else DOUBLE, question.rounded_to)
+        copies = _Copies(AS_IS if moves else DOUBLE, question.rounded_to)
         source = _source(question, call, function)
         with _plain_region(question, question.grad_enabled):
             args, kwargs = op_facts.adapt(call.op, *map_tensors((source.args, source.kwargs), copies.of))
@@ -279,9 +279,6 @@ class FirstLook:
         if self._room is None:
             self._room = Room(_free_memory(device) // _SHARE)
         return self._room.take(nbytes)
-
-
-AS_THEY_ARE: Final[dict[torch.dtype, torch.dtype]] = {}
 
 
 class _Copies:
@@ -389,10 +386,8 @@ def _may_be_looked_at(call: Call, result: GoldenResult, grad_enabled: bool) -> b
 
 
 def _may_be_copied(tensor: Tensor) -> bool:
-    if type(tensor) not in _PLAIN or tensor.layout != torch.strided or tensor.is_complex() or tensor.is_quantized:
-        return False
     # where indices decide, another dtype takes the same way through the kernel: no second opinion
-    return tensor.dtype in DOUBLE
+    return is_plain(tensor) and not tensor.is_complex() and tensor.dtype in DOUBLE
 
 
 def _names_a_dtype(source: Source) -> bool:

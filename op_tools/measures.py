@@ -42,11 +42,6 @@ class Sides:
     def __init__(self, device: Tensor, golden: Tensor) -> None:
         self.device, self.golden = device.detach(), golden.detach()
 
-    @property
-    def both(self) -> tuple[Tensor, Tensor]:
-        """As they are."""
-        return self.device, self.golden
-
     @functools.cached_property
     def left(self) -> Tensor:
         """The result in float64 (or complex128)."""
@@ -269,7 +264,9 @@ class Look(NamedTuple):
 
 def looks(asked: Sequence[Look]) -> list[tuple[Columns | None, float]]:
     """Columns (None where they take another way) and the largest error beside its bound, of several pairs at once."""
-    found = device_measures.looks([(*look.sides.both, *look[1:]) for look in asked]) if asked else []
+    found = (
+        device_measures.looks([(look.sides.device, look.sides.golden, *look[1:]) for look in asked]) if asked else []
+    )
     if found is not None:
         return [
             (_SoFar(look.sides.device.dtype, look.atol, look.rtol).taken_from(columns).columns(), worst)

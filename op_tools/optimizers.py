@@ -57,11 +57,10 @@ def _adam(
     of_average, of_square = number(beta1), number(beta2)
     in_lr, in_divisor = number(beta1), number(beta2)
     for i, parameter in enumerate(parameters):
-        value, grad, step = parameter, _gradient(grads[i], grad_scale, maximize), float(state_steps[i])
+        value, step = parameter, float(state_steps[i])
+        grad = _gradient(grads[i], grad_scale, maximize, value, 0.0 if decoupled else weight_decay)
         if weight_decay and decoupled:
             value = value - value * (lr * weight_decay)
-        elif weight_decay:
-            grad = grad + value * weight_decay
         average = averages[i] * of_average + grad * (1 - of_average)
         square = squares[i] * of_square + grad * grad * (1 - of_square)
         averages[i].copy_(average)
@@ -99,9 +98,7 @@ def _sgd(
     updates = []
     momentum, dampening = number(momentum), number(dampening)
     for i, parameter in enumerate(parameters):
-        grad = _gradient(grads[i], grad_scale, maximize)
-        if weight_decay:
-            grad = grad + parameter * weight_decay
+        grad = _gradient(grads[i], grad_scale, maximize, parameter, weight_decay)
         if momentum:
             buffer = grad if is_first_step else buffers[i] * momentum + grad * (1 - dampening)
             buffers[i].copy_(buffer)
@@ -129,9 +126,7 @@ def _adagrad(
         return []
     updates = []
     for i, parameter in enumerate(parameters):
-        grad = _gradient(grads[i], grad_scale, maximize)
-        if weight_decay:
-            grad = grad + parameter * weight_decay
+        grad = _gradient(grads[i], grad_scale, maximize, parameter, weight_decay)
         total = sums[i] + grad * grad
         sums[i].copy_(total)
         rate = float(lr) / (1 + (float(state_steps[i]) - 1) * number(lr_decay))
@@ -143,10 +138,11 @@ def _skipped(found_inf: Tensor | None) -> bool:
     return found_inf is not None and float(found_inf) == 1
 
 
-def _gradient(grad: Tensor, scale: Tensor | None, maximize: bool) -> Tensor:
+def _gradient(grad: Tensor, scale: Tensor | None, maximize: bool, parameter: Tensor, weight_decay: float) -> Tensor:
     if scale is not None:
         grad.copy_(grad / float(scale))  # stored, too
-    return -grad if maximize else grad
+    grad = -grad if maximize else grad
+    return grad + parameter * weight_decay if weight_decay else grad
 
 
 _STEPS: Final[dict[str, Callable[..., list[Update]]]] = {

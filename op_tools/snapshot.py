@@ -150,7 +150,7 @@ def _lay_out(value: Any, tensors: list[Tensor], opaque: list[str]) -> Layout:
     groups: dict[int, _Group] = {}
     keys: dict[int, int] = {}
     for number, tensor in enumerate(tensors):
-        if _is_plain(tensor):
+        if is_plain(tensor):
             storage = tensor.untyped_storage()
             key = keys[id(tensor)] = storage._cdata
             if key not in groups:
@@ -197,7 +197,8 @@ def mark_after(copies: tuple[Tensor, ...]) -> Any:
     return None
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is nothing but numbers in strided memory (`is_plain(torch.ones(2))`)."""
     return type(tensor) in _PLAIN_TYPES and tensor.layout == torch.strided and not tensor.is_quantized
 
 

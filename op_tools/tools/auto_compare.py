@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
@@ -38,7 +38,7 @@ from .. import (
 from ..attribution import Blame, Lineage
 from ..budget import MODES, Chooser, kind_of, parse_budget
 from ..devices import quiet
-from ..first_look import FirstLook, Question, compared, gradient_labels
+from ..first_look import FirstLook, Question, Room, Taken, compared, gradient_labels
 from ..first_look import Kept as Looked
 from ..golden import GoldenResult
 from ..intercept import Call
@@ -123,34 +123,11 @@ class _Done:
 _ALREADY: Final = _Done()
 
 
-class _Room:
-    """Bytes for golden forward passes that wait for their backward."""
+class _Kept(NamedTuple):
+    """A golden forward pass that waits for its backward, and the room it takes."""
 
-    def __init__(self, most: int) -> None:
-        self._left, self._lock = most, threading.Lock()
-
-    def take(self, nbytes: int) -> bool:
-        with self._lock:
-            if nbytes > self._left:
-                return False
-            self._left -= nbytes
-            return True
-
-    def give(self, nbytes: int) -> None:
-        with self._lock:
-            self._left += nbytes
-
-
-class _Kept:
-    """A golden forward pass that waits for its backward; the room it takes is free again when it is gone."""
-
-    __slots__ = ("_nbytes", "_room", "result")
-
-    def __init__(self, result: GoldenResult, room: _Room, nbytes: int) -> None:
-        self.result, self._room, self._nbytes = result, room, nbytes
-
-    def __del__(self) -> None:
-        self._room.give(self._nbytes)
+    result: GoldenResult
+    room: Taken
 
 
 class OpAutoCompare(Tool):
@@ -213,7 +190,7 @@ class OpAutoCompare(Tool):
         self._writer = Writer(queued, max(1, threads), most_jobs=_MOST_WAITING)
         self._layouts = Layouts()
         self._looks: dict[Hashable, int] = {}
-        self._room = _Room(queued // 4)
+        self._room = Room(queued // 4)
         self._casts: dict[str, dict[torch.dtype, torch.dtype] | None] = {}
         self._moves: dict[Hashable, Judgement | None] = {}  # kinds of calls: what is found where they only move values
         self._unchanged_rows: dict[Hashable, tuple[Row, ...]] = {}
@@ -512,30 +489,25 @@ class OpAutoCompare(Tool):
             kept, origin.kept = origin.kept, None
         if kept is not None:
             return golden.backward(kept.result, sent, None if origin is None else origin.returned)
-        nbytes = 4 * job.nbytes  # arguments and results in double precision
-        keep = job.twin is not None and job.grad_enabled and self._room.take(nbytes)
-        result = None
-        try:
-            result = golden.run(
-                job.function,
-                args,
-                kwargs,
-                dtype_cast=self._cast(call.op),
-                grad_outputs=sent,
-                name=call.op,
-                traits=call.traits,
-                device=job.device,
-                rounded_to=job.rounded_to,
-                autocast=job.autocast,
-                max_bytes=self._max_bytes,
-                keep_graph=keep,
-                outputs=None if origin is None else origin.returned,
-            )
-        finally:
-            if keep and (result is None or result.graph is None):
-                self._room.give(nbytes)
-        if keep and result.graph is not None and job.twin is not None:
-            job.twin.kept = _Kept(dataclasses.replace(result), self._room, nbytes)
+        # arguments and results in double precision
+        room = self._room.take(4 * job.nbytes) if job.twin is not None and job.grad_enabled else None
+        result = golden.run(
+            job.function,
+            args,
+            kwargs,
+            dtype_cast=self._cast(call.op),
+            grad_outputs=sent,
+            name=call.op,
+            traits=call.traits,
+            device=job.device,
+            rounded_to=job.rounded_to,
+            autocast=job.autocast,
+            max_bytes=self._max_bytes,
+            keep_graph=room is not None,
+            outputs=None if origin is None else origin.returned,
+        )
+        if room is not None and result.graph is not None and job.twin is not None:
+            job.twin.kept = _Kept(dataclasses.replace(result), room)
             result.graph = None
         return result
 
