@@ -187,7 +187,8 @@ class OpAutoCompare(Tool):
         queued = int(settings.number("OP_AUTOCOMPARE_QUEUE_BYTES", 2**30))
         threads = int(settings.number("OP_AUTOCOMPARE_THREADS", max(1, min(4, _cores() - 2))))
         self._at_once = self.only is not None or threads < 1
-        self._writer = Writer(queued, max(1, threads), most_jobs=_MOST_WAITING)
+        self._threads = max(1, threads)
+        self._writer = Writer(queued, self._threads, most_jobs=_MOST_WAITING)
         self._layouts = Layouts()
         self._looks: dict[Hashable, int] = {}
         self._room = Room(queued // 4)
@@ -415,7 +416,7 @@ class OpAutoCompare(Tool):
         started = time.perf_counter()  # not the thread's own time: where cores are short, waiting is what it costs
         try:
             if not self._abandoned:
-                self._prepare_thread()
+                self._prepare_thread(job)
                 self._compare(job)
         except Exception as error:
             job.error = error
@@ -424,10 +425,17 @@ class OpAutoCompare(Tool):
             self._chooser.settle(job.kind)
             self._tell_in_order(number, job)
 
-    def _prepare_thread(self) -> None:
-        if not hasattr(self._workers, "unpacker"):
-            self._workers.unpacker = Unpacker()
-            _one_kernel_thread()
+    def _prepare_thread(self, job: _Job) -> None:
+        workers, limit = self._workers, self._kernel_threads(job.nbytes)
+        if not hasattr(workers, "unpacker"):
+            workers.unpacker, workers.limit = Unpacker(), 0
+        if workers.limit != limit:
+            _limit_kernel_threads(limit)
+            workers.limit = limit
+
+    def _kernel_threads(self, nbytes: int) -> int:
+        """Comparisons go on side by side, each on one core; a large one keeps others waiting, and gets their cores."""
+        return max(1, min(self._threads, self._threads * nbytes // self._writer.most_bytes))
 
     def _compare(self, job: _Job) -> None:
         host = job.host
@@ -1014,8 +1022,8 @@ def _thread_limits() -> list[Any]:
     return found
 
 
-def _one_kernel_thread() -> None:
-    """Golden runs go on side by side: each keeps to one core. Only the calling thread is concerned."""
+def _limit_kernel_threads(most: int) -> None:
+    """How many cores the kernels of the calling thread use."""
     torch.get_num_threads()  # the first question sets this thread up, which would undo what follows
     for limit in _thread_limits():
-        limit(1)
+        limit(most)

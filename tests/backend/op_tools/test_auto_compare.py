@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import ditorch
 import op_tools
 from op_tools import golden, launch
+from op_tools.tools import auto_compare
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -401,3 +402,16 @@ def test_a_script_runs_under_a_tool_as_it_is(tmp_path: Path) -> None:
 def test_a_launch_that_cannot_be_meant(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert launch.main(words) == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_large_comparison_gets_the_cores_of_those_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OP_AUTOCOMPARE_THREADS", "4")
+    monkeypatch.setenv("OP_AUTOCOMPARE_QUEUE_BYTES", str(64 * 1024))
+    given: list[int] = []
+    monkeypatch.setattr(auto_compare, "_limit_kernel_threads", given.append)
+    small, large = torch.rand(256, device="cuda"), torch.rand(128 * 1024, device="cuda")
+    with op_tools.OpAutoCompare() as tool:
+        for x in (small, large, small):
+            torch.exp(x)
+    assert sorted(set(given)) == [1, 4]
+    assert not tool.findings()

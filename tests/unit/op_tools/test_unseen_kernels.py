@@ -57,6 +57,28 @@ def in_parallel(decay: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Te
     return (exponents.softmax(2) * values[:, None]).sum(2), exponents.logsumexp(2)
 
 
+def with_coarse_functions(decay: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """The same in float32 step after step, its quotients and exponentials good to some ulps, as those of GPUs are."""
+    generator = torch.Generator().manual_seed(0)
+
+    def coarse(x: Tensor) -> Tensor:
+        return (x.double() * (1 + 2.0**-22 * (2 * torch.rand(x.shape, generator=generator) - 1))).float()
+
+    def exp(x: Tensor) -> Tensor:
+        return torch.where(x == 0, 1.0, coarse(torch.exp2(x * 1.4426950408889634)))
+
+    top, weighted, weights = keys[:, 0], values[:, 0], torch.ones_like(keys[:, 0])
+    out, totals = [values[:, 0]], [top]
+    for key, value in zip(keys[:, 1:].unbind(1), values[:, 1:].unbind(1)):
+        before = top + decay
+        top = torch.maximum(before, key)
+        past, now = exp(before - top), exp(key - top)
+        weighted, weights = past * weighted + now * value, past * weights + now
+        out.append(coarse(weighted / weights))
+        totals.append(top + torch.log(weights))
+    return torch.stack(out, 1), torch.stack(totals, 1)
+
+
 def data(seed: int, dtype: torch.dtype, size_of_keys: float, size_of_values: float = 1.0) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     decay = -torch.exp(torch.linspace(-5, 3, 24))
@@ -68,6 +90,15 @@ def data(seed: int, dtype: torch.dtype, size_of_keys: float, size_of_values: flo
 def judged(args: tuple[Tensor, ...], outputs: Any, function: Any = None, low: Any = None) -> verdict.Judgement:
     result = golden.run(function or ops.average, args, device="cuda", autocast=low)
     return verdict.judge_call("mine.average", result, outputs=outputs)
+
+
+def test_none_of_many_elements_is_called_wrong() -> None:
+    generator = torch.Generator().manual_seed(0)
+    decay = -torch.exp(torch.linspace(-5, 0, 1024))
+    for _ in range(2):
+        keys, values = (size * torch.randn(2, 256, 1024, generator=generator) for size in (0.02, 1.0))
+        found = judged((decay, keys, values), with_coarse_functions(decay, keys, values))
+        assert found.verdict == verdict.RIGHT, found.reason
 
 
 @pytest.mark.parametrize("size_of_keys", [0.0, 0.02, 1.0, 20.0])
