@@ -63,9 +63,14 @@ def test_times_are_those_of_the_work(device: str, way: str) -> None:
     large = torch.randn(1024, 1024, device=device, requires_grad=True)
     (torch.mm(large, large).sum() + small.exp().sum()).backward()  # kernels are loaded at the first use
     with op_tools.OpTimeMeasure(ops=["torch.mm", "torch.Tensor.exp"]) as timing:
-        (torch.mm(large, large).sum() + small.exp().sum()).backward()
-    times = {r["op"]: r["elapsed_ms"] for r in timing.records() if r["phase"] == "backward"}
-    assert times["torch.mm"] > 2 * times["torch.Tensor.exp"] > 0
+        for _ in range(9):
+            (torch.mm(large, large).sum() + small.exp().sum()).backward()
+    rows = [r for r in timing.records() if r["phase"] == "backward"]
+    # the shortest of some: other processes may be using the device
+    product, small_one = (
+        min(r["elapsed_ms"] for r in rows if r["op"] == op) for op in ("torch.mm", "torch.Tensor.exp")
+    )
+    assert product > 2 * small_one > 0
 
 
 def test_calls_that_were_run_backward_are_forgotten(device: str) -> None:

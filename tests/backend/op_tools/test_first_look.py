@@ -167,16 +167,22 @@ def test_room_is_given_back(device: str) -> None:
     assert len(rooms) == 1
 
 
+def allocated() -> int:
+    """Memory of the device that is held, but for the workspaces of its libraries, one for each thread and stream."""
+    gc.collect()
+    if ditorch.backend.name == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()
+    return torch.cuda.memory_allocated()
+
+
 @pytest.mark.parametrize("save_memory", [False, True], ids=["plain", "checkpointed"])
 def test_no_memory_of_the_device_is_held_afterwards(device: str, save_memory: bool) -> None:
     train(device, steps=2, save_memory=save_memory)
-    gc.collect()
-    before = torch.cuda.memory_allocated()
+    before = allocated()
     with op_tools.OpAutoCompare(look="device") as compared:
         train(device, steps=4, save_memory=save_memory)
     assert looked_at(compared)[0] > 0
-    gc.collect()
-    assert torch.cuda.memory_allocated() <= before + 4096
+    assert allocated() <= before + 4096
 
 
 def test_a_device_without_float64_is_left_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
