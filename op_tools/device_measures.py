@@ -14,6 +14,7 @@ import torch
 
 from . import native
 from .devices import accelerator_type, quiet
+from .kernels import Kernels
 from .tensor_statistics import is_dense
 
 Tensor = torch.Tensor
@@ -42,7 +43,7 @@ def looks(pairs: Sequence[Pair]) -> list[tuple[native.Columns, float]] | None:
     kernels = kernels_of(device.index) if device.type == "cuda" else None
     if kernels is None or not all(_fits(pair, device) for pair in pairs):
         return None
-    return kernels.run(pairs)
+    return _run(kernels, pairs)
 
 
 def _fits(pair: Pair, device: torch.device) -> bool:
@@ -61,47 +62,27 @@ def _in_one_order(data: Tensor, golden: Tensor, squares: Tensor | None) -> list[
     return [t.resolve_neg().contiguous() for t in tensors]
 
 
-class _Kernels:
-    """The compiled kernels on one device, and a short way to launch them and to read their rows."""
-
-    def __init__(self, index: int) -> None:
-        from . import triton_measures
-
-        self._index = index
-        self._source = triton_measures
-        self._compiled: dict[torch.dtype, Any] = {}
-        self._runners: dict[tuple[torch.dtype, int], Any] = {}
-
-    def run(self, pairs: Sequence[Pair]) -> list[tuple[native.Columns, float]]:
-        """Launch one kernel for each pair, and wait for what they find."""
-        shares = [min(-(-pair[0].numel() // _SHARE), _MOST_PROGRAMS) for pair in pairs]
-        rows = torch.empty((sum(shares), _WIDTH), dtype=torch.float64, device=pairs[0][0].device)
-        other = torch._C._cuda_getDevice() != self._index
-        place, held = rows.data_ptr(), []
-        with torch.cuda.device(self._index) if other else contextlib.nullcontext():
-            stream = torch._C._cuda_getCurrentRawStream(self._index)
-            for (data, golden, atol, rtol, bound, squares), programs in zip(pairs, shares):
-                tensors = _in_one_order(data, golden, squares)
-                held.append(tensors)  # until their kernels are done
-                runner = self._runners.get((data.dtype, programs)) or self._runner(data.dtype, programs)
-                given = [t.data_ptr() for t in tensors]
-                numel = data.numel()
-                if squares is None:
-                    bound = (*bound[:4], 0.0, bound[5])
-                numbers = _read(_bits(atol, rtol, _NORMAL[data.dtype], *bound))
-                runner(*given, *[0] * (3 - len(given)), place, numel, -(-numel // programs), *numbers, stream=stream)
-                place += programs * _WIDTH * 8
-            found = rows.cpu().numpy()
-        return list(_put_together(found, shares))
-
-    def _runner(self, dtype: torch.dtype, programs: int) -> Any:
-        with torch.cuda.device(self._index):
-            compiled = self._compiled.get(dtype)
-            if compiled is None:
-                compiled = self._compiled[dtype] = self._source.compiled(dtype, f"cuda:{self._index}")
-            runner = compiled[(programs, 1, 1)]
-        self._runners[(dtype, programs)] = runner
-        return runner
+def _run(kernels: Kernels, pairs: Sequence[Pair]) -> list[tuple[native.Columns, float]]:
+    """Launch one kernel for each pair, and wait for what they find."""
+    shares = [min(-(-pair[0].numel() // _SHARE), _MOST_PROGRAMS) for pair in pairs]
+    rows = torch.empty((sum(shares), _WIDTH), dtype=torch.float64, device=pairs[0][0].device)
+    other = torch._C._cuda_getDevice() != kernels.index
+    place, held = rows.data_ptr(), []
+    with torch.cuda.device(kernels.index) if other else contextlib.nullcontext():
+        stream = kernels.stream()
+        for (data, golden, atol, rtol, bound, squares), programs in zip(pairs, shares):
+            tensors = _in_one_order(data, golden, squares)
+            held.append(tensors)  # until their kernels are done
+            given = [t.data_ptr() for t in tensors]
+            numel = data.numel()
+            if squares is None:
+                given.append(0)
+                bound = (*bound[:4], 0.0, bound[5])
+            numbers = _read(_bits(atol, rtol, _NORMAL[data.dtype], *bound))
+            kernels.launch(data.dtype, programs)(stream, *given, place, numel, -(-numel // programs), *numbers)
+            place += programs * _WIDTH * 8
+        found = rows.cpu().numpy()
+    return list(_put_together(found, shares))
 
 
 def _put_together(rows: Any, shares: list[int]) -> Any:
@@ -118,16 +99,18 @@ def _put_together(rows: Any, shares: list[int]) -> Any:
 
 
 @functools.cache
-def kernels_of(index: int) -> _Kernels | None:
+def kernels_of(index: int) -> Kernels | None:
     """The kernels of a GPU, or None where Triton is missing or its answer is not the right one."""
     with contextlib.suppress(Exception), quiet():
-        kernels = _Kernels(index)
+        from . import triton_measures
+
+        kernels = Kernels(index, triton_measures.compiled, arguments=15)
         if agrees(kernels, index):
             return kernels
     return None
 
 
-def agrees(kernels: _Kernels, index: int) -> bool:
+def agrees(kernels: Kernels, index: int) -> bool:
     """Whether the kernels find in a trial what NumPy finds; another Triton may read its arguments differently."""
     exact = torch.linspace(-3.0, 5.0, 20_001, dtype=torch.float64)
     golden, bound = exact.to(f"cuda:{index}"), (1e-4, 1e-300, 2.0, 0.0, 1e-8, 0.0)
@@ -139,7 +122,7 @@ def agrees(kernels: _Kernels, index: int) -> bool:
         expected = [(error * error).sum(), (error * there).sum(), (there * there).sum(), apart.max()]
         here = data.to(golden.device)
         pairs: list[Pair] = [(here, golden, 1e-3, 1e-3, bound, some) for some in (squares, None)]
-        for (columns, worst), square in zip(kernels.run(pairs), (4.0, 0.0)):
+        for (columns, worst), square in zip(_run(kernels, pairs), (4.0, 0.0)):
             limit = np.maximum(np.abs(there) * 1e-4, 1e-300) + 2.0 * np.sqrt(1e-8 * square)
             close = bool((apart <= 1e-3 + 1e-3 * np.abs(near)).all())
             if not np.allclose([columns.ee, columns.eg, columns.gg, columns.largest], expected, rtol=1e-6):
@@ -149,6 +132,6 @@ def agrees(kernels: _Kernels, index: int) -> bool:
             if not math.isclose(worst, (np.abs(error) / limit).max(), rel_tol=1e-6):
                 return False
         here[5] = math.nan
-        if any(columns.regular for columns, _ in kernels.run(pairs)):
+        if any(columns.regular for columns, _ in _run(kernels, pairs)):
             return False
     return True

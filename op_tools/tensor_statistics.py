@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from .devices import quiet
+from .kernels import Kernels
 
 Tensor = torch.Tensor
 
@@ -117,6 +118,10 @@ class TorchBatch:
         self.measures: list[Measure] = []
 
     def add(self, tensor: Tensor) -> Measure:
+        with quiet():
+            return self._add(tensor)
+
+    def _add(self, tensor: Tensor) -> Measure:
         data = tensor
         if data.is_complex():
             data = torch.view_as_real(data.resolve_conj())
@@ -188,15 +193,14 @@ _KERNEL_DTYPES: Final = frozenset({torch.float16, torch.bfloat16, torch.float32,
 class FusedBatch:
     """One kernel per tensor; it leaves rows of partial results, which the host puts together."""
 
-    __slots__ = ("_address", "_free", "_index", "_kernels", "_starts", "_streams", "measures", "rows")
+    __slots__ = ("_address", "_free", "_kernels", "_starts", "_streams", "measures", "rows")
 
     @classmethod
     def of(cls, tensor: Tensor) -> FusedBatch:
         return cls(tensor.device)
 
     def __init__(self, device: torch.device) -> None:
-        self._index = device.index
-        kernels = fused(self._index)
+        kernels = fused(device.index)
         assert kernels is not None
         self._kernels = kernels
         self.rows = torch.empty((_ROWS, _WIDTH), dtype=torch.float64, device=device)
@@ -210,19 +214,19 @@ class FusedBatch:
         dtype = tensor.dtype
         numel = tensor.numel()
         if dtype not in _KERNEL_DTYPES or not is_dense(tensor):
-            if tensor.is_complex():
-                tensor = tensor.resolve_conj()
-            tensor = tensor.resolve_neg().contiguous()
-            real = _AS_REAL.get(dtype)
-            if real is not None:
-                dtype, numel = real, 2 * numel
-            elif dtype not in _KERNEL_DTYPES:
-                tensor, dtype = tensor.float(), torch.float32
-        programs = min(-(-numel // _SHARE), _MOST_PROGRAMS)
-        place = self._address + self._free * (_WIDTH * 8)
-        self._streams.add(self._kernels.launch(dtype, programs, tensor.data_ptr(), place, numel))
-        self._starts.append(self._free)
-        self._free += programs
+            tensor, dtype, numel = _in_one_piece(tensor)
+        kernels, free = self._kernels, self._free
+        programs = 1 if numel <= _SHARE else min(-(-numel // _SHARE), _MOST_PROGRAMS)
+        launch, stream = kernels.launch(dtype, programs), kernels.stream()
+        numbers = (tensor.data_ptr(), self._address + free * (_WIDTH * 8), numel, -(-numel // programs))
+        if _current_device() == kernels.index:
+            launch(stream, *numbers)
+        else:
+            with torch.cuda.device(kernels.index):
+                launch(stream, *numbers)
+        self._streams.add(stream)
+        self._starts.append(free)
+        self._free = free + programs
         measure = Measure(numel)
         self.measures.append(measure)
         return measure
@@ -232,12 +236,32 @@ class FusedBatch:
         return self._free > _ROWS - _MOST_PROGRAMS
 
     def values(self) -> Tensor:
-        if self._streams != {self._kernels.current_stream()}:  # the copy to the host waits for one stream only
-            torch.cuda.synchronize(self._index)
+        if self._streams != {self._kernels.stream()}:  # the copy to the host waits for one stream only
+            torch.cuda.synchronize(self._kernels.index)
         return self.rows[: self._free]
 
     def land(self, values: Tensor) -> Any:
         return completed(self.measures, *put_together(values.numpy(), self._starts))
+
+
+def _in_one_piece(tensor: Tensor) -> tuple[Tensor, torch.dtype, int]:
+    """The same elements one after the other, in a dtype that the kernel knows, which that is, and how many."""
+    with quiet():
+        dtype, numel = tensor.dtype, tensor.numel()
+        if tensor.is_complex():
+            tensor = tensor.resolve_conj()
+        tensor = tensor.resolve_neg().contiguous()
+        real = _AS_REAL.get(dtype)
+        if real is not None:
+            return tensor, real, 2 * numel
+        if dtype not in _KERNEL_DTYPES:
+            return tensor.float(), torch.float32, numel
+        return tensor, dtype, numel
+
+
+def _current_device() -> int:
+    """The GPU that launches go to."""
+    return int(torch._C._cuda_getDevice())
 
 
 def put_together(rows: Any, starts: list[int]) -> Any:
@@ -263,71 +287,40 @@ def put_together(rows: Any, starts: list[int]) -> Any:
     return np.stack(found)
 
 
-class _Kernels:
-    """The compiled kernel for each dtype on one device, and a short way to launch it."""
-
-    def __init__(self, index: int) -> None:
-        from . import triton_statistics
-
-        self._index = index
-        self._source = triton_statistics
-        self._compiled: dict[torch.dtype, Any] = {}
-        self._runners: dict[tuple[torch.dtype, int], Any] = {}
-        self._stream = torch._C._cuda_getCurrentRawStream
-        self._device = torch._C._cuda_getDevice
-
-    def launch(self, dtype: torch.dtype, programs: int, data: int, place: int, numel: int) -> int:
-        runner = self._runners.get((dtype, programs))
-        if runner is None:
-            runner = self._runner(dtype, programs)
-        share = -(-numel // programs)
-        stream: int = self._stream(self._index)
-        if self._device() == self._index:
-            runner(data, place, numel, share, stream=stream)
-        else:
-            with torch.cuda.device(self._index):
-                runner(data, place, numel, share, stream=stream)
-        return stream
-
-    def current_stream(self) -> int:
-        return int(self._stream(self._index))
-
-    def _runner(self, dtype: torch.dtype, programs: int) -> Any:
-        with torch.cuda.device(self._index):
-            compiled = self._compiled.get(dtype)
-            if compiled is None:
-                compiled = self._compiled[dtype] = self._source.compiled(dtype, f"cuda:{self._index}")
-            runner = compiled[(programs, 1, 1)]
-        self._runners[(dtype, programs)] = runner
-        return runner
-
-
 @functools.cache
-def fused(index: int) -> _Kernels | None:
+def fused(index: int) -> Kernels | None:
     """The kernels of a GPU, or None where Triton is missing or its answer is not the right one."""
     with contextlib.suppress(Exception), quiet():
-        kernels = _Kernels(index)
+        from . import triton_statistics
+
+        kernels = Kernels(index, triton_statistics.compiled, arguments=4)
         if _agrees(kernels, index):
             return kernels
     return None
 
 
-def _agrees(kernels: _Kernels, index: int) -> bool:
+def _agrees(kernels: Kernels, index: int) -> bool:
     """Whether the kernel finds in a trial what PyTorch finds; another Triton may read its arguments differently."""
     whole = torch.linspace(-3.0, 5.0, 20_001, dtype=torch.float64)
+    programs = 3
+
+    def found_in(data: Tensor) -> Any:
+        rows = torch.full((programs, _WIDTH), -1.0, dtype=torch.float64, device=data.device)
+        numel = data.numel()
+        launch = kernels.launch(data.dtype, programs)
+        with torch.cuda.device(index):
+            launch(kernels.stream(), data.data_ptr(), rows.data_ptr(), numel, -(-numel // programs))
+        return put_together(rows.cpu().numpy(), [0])[:, 0]
+
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         data = whole.to(dtype).to(f"cuda:{index}")[1:]  # not aligned
-        programs = 3
-        rows = torch.full((programs, _WIDTH), -1.0, dtype=torch.float64, device=data.device)
-        kernels.launch(dtype, programs, data.data_ptr(), rows.data_ptr(), data.numel())
         exact = data.cpu().double()
-        found = put_together(rows.cpu().numpy(), [0])[:, 0]
+        found = found_in(data)
         expected = (0.0, exact.min().item(), exact.max().item(), exact.mean().item(), exact.var(correction=0).item())
         if not all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-5) for a, b in zip(found, expected)):
             return False
         data[7], data[20] = math.inf, math.nan
-        kernels.launch(dtype, programs, data.data_ptr(), rows.data_ptr(), data.numel())
-        inf, low, high, _, _ = put_together(rows.cpu().numpy(), [0])[:, 0]
+        inf, low, high, _, _ = found_in(data)
         if inf != 1.0 or low == low or high == high:
             return False
     return True

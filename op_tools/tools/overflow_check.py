@@ -120,14 +120,17 @@ class OpOverflowCheck(Tool):
     def _measure(self, tensor: Tensor) -> Measure | None:
         if tensor.layout != torch.strided or tensor.is_meta:
             return None
-        with quiet():
+        key: Any = tensor.device
+        batch = self._batches.get(key)
+        if batch is None:
             key, kind = batch_for(tensor)
             batch = self._batches.get(key)
             if batch is None:
-                batch = self._batches[key] = kind.of(tensor)
-            measure = batch.add(tensor)
-            if batch.full:
-                self._full.append(self._batches.pop(key))
+                with quiet():
+                    batch = self._batches[key] = kind.of(tensor)
+        measure = batch.add(tensor)
+        if batch.full:
+            self._full.append(self._batches.pop(key))
         self.measured += 1
         if not tensor.is_inference():  # those count no versions
             seen = _Seen(tensor, self._forget)
