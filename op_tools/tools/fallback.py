@@ -16,9 +16,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import console
-from ..devices import can_pin, get_rng_state, module_of, set_rng_state
+from ..devices import accelerator_type, can_pin, get_rng_state, module_of, set_rng_state
 from ..intercept import Call
 from ..opcall import Tensor, TensorMeta, labelled, map_tensors, tensors_in
+from ..pinned_results import PinnedResults
 from ..snapshot import span_of
 from ..tensor_statistics import is_dense
 from .base import Tool
@@ -61,6 +62,7 @@ _SMALL: Final = 1 << 14  # bytes that are not worth a pinned buffer
 _HALVES: Final = (torch.float16, torch.bfloat16)
 _MOST_REMEMBERED: Final = 10_000
 _STAGING: Final = frozenset({"cuda"})  # their copies from pageable memory have read it all when they return
+_WITH_PINNED_RESULTS: Final = frozenset({"cuda"})  # elsewhere results are copied to pinned memory, if there is any
 
 
 class _Kernel(NamedTuple):
@@ -126,7 +128,8 @@ class OpFallback(Tool):
     def prepare(self) -> None:
         # Copies may be kept only where every operator passes through here, so that every write is seen.
         keep = self.only is None and not self.filter.include and not self.filter.exclude and not self.gated
-        self._twins = _Twins(keep)
+        here = accelerator_type()
+        self._twins = _Twins(keep, PinnedResults.started(here) if here in _WITH_PINNED_RESULTS else None)
         self._missing: dict[Any, str] = {}  # calls like these have no CPU kernel, and why
         self.copied_bytes = 0
 
@@ -203,7 +206,7 @@ class OpFallback(Tool):
 
     def finish(self) -> None:
         self.copied_bytes = self._twins.copied_bytes
-        self._twins.clear()
+        self._twins.end()
 
     def summary(self) -> list[str]:
         return [f"{self.copied_bytes / 1e6:.1f} MB copied between device and host"]
@@ -229,8 +232,9 @@ class _Known(weakref.ref):  # type: ignore[type-arg]
 class _Twins:
     """CPU copies of device tensors, kept while the tensor lives unchanged."""
 
-    def __init__(self, keep: bool) -> None:
+    def __init__(self, keep: bool, pinned: PinnedResults | None = None) -> None:
         self._keep = keep
+        self.pinned = pinned  # None where results are pageable
         self._kept: dict[int, _Known] = {}
         self._by_storage: dict[int, list[_Known]] = {}
         self._addresses: dict[int, int] = {}
@@ -353,10 +357,18 @@ class _Twins:
         self.put(moved, twin)
         return moved
 
+    def own(self, twin: Tensor) -> Tensor:
+        """A copy to write to."""
+        return twin.clone() if self.pinned is None else self.pinned.run(twin.clone, (), _NO_NAMES)
+
     def address(self, tensor: Tensor) -> int:
         return self._addresses.get(id(tensor), 0)
 
-    def clear(self) -> None:
+    def end(self) -> None:
+        """Let go of everything; backward passes of calls that ran may still come."""
+        if self.pinned is not None:
+            self.pinned.stop()
+            self.pinned = None
         self._kept.clear()
         self._by_storage.clear()
         self._addresses.clear()
@@ -427,9 +439,9 @@ class _OnCpu(TorchDispatchMode):
             with _Random(True, device, kwargs.get("generator")) as random:
                 if random.generator is not None:
                     cpu_kwargs = {**cpu_kwargs, "generator": random.generator}
-                result = _call_on_cpu(func, tuple(cpu_args), cpu_kwargs)
+                result = _call_on_cpu(func, tuple(cpu_args), cpu_kwargs, self._twins.pinned)
         else:
-            result = _call_on_cpu(func, tuple(cpu_args), cpu_kwargs)
+            result = _call_on_cpu(func, tuple(cpu_args), cpu_kwargs, self._twins.pinned)
         for tensor in written:
             copy = copies.get(id(tensor))
             if copy is not None:
@@ -448,7 +460,7 @@ class _OnCpu(TorchDispatchMode):
                 twin = self._twins.fetch(tensor, key not in written)
                 fetched = True
             elif key in written:
-                twin = twin.clone()
+                twin = self._twins.own(twin)
             copies[key] = twin
         if fetched:
             _wait_for_copies(device)
@@ -492,6 +504,7 @@ class _OnCpu(TorchDispatchMode):
 
 
 _NONE: Final[frozenset[int]] = frozenset()
+_NO_NAMES: Final[dict[str, Any]] = {}
 _LISTS: Final = frozenset({list, tuple})
 
 
@@ -543,9 +556,9 @@ def _moves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return False
 
 
-def _call_on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pinned: PinnedResults | None) -> Any:
     try:
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if pinned is None else pinned.run(func, args, kwargs)
     except (NotImplementedError, RuntimeError) as error:
         text = str(error)
         if any(t.dtype in _HALVES for t in tensors_in((args, kwargs))) and "not implemented for" in text:
@@ -661,6 +674,9 @@ def _to_device(tensor: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         return tensor.to(device), tensor
     if not can_pin(device.type) or tensor.nbytes <= _SMALL:
         moved = tensor.to(device, non_blocking=device.type in _STAGING)
+        return (moved if moved.stride() == tensor.stride() else _bytes_to_device(tensor, device)), tensor
+    if tensor.is_pinned():
+        moved = tensor.to(device, non_blocking=True)
         return (moved if moved.stride() == tensor.stride() else _bytes_to_device(tensor, device)), tensor
     pinned = torch.empty_like(tensor, pin_memory=True)
     if pinned.stride() != tensor.stride():
