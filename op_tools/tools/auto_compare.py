@@ -30,6 +30,7 @@ from .. import (
     golden,
     native,
     op_facts,
+    pieces,
     reproducer,
     settings,
     store,
@@ -84,6 +85,7 @@ class _Job:
     looked: Looked | None = None  # of a twin that was: for its backward
     looks: Hashable = None  # of a backward: of its gradients
     returned: Any = None  # of a twin: what the device returned, where signs are free
+    piece: bool = False  # of a larger comparison
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
     # what came out
     judgement: Judgement | None = None
@@ -447,6 +449,9 @@ class OpAutoCompare(Tool):
         if known is not None and self._moved_as_before(job, args, kwargs):
             job.judgement = known
             return
+        job.judgement = self._in_pieces(job, args, kwargs)
+        if job.judgement is not None:
+            return
         job.result = result = self._golden(job, args, kwargs, sent)
         if job.phase == "backward":
             job.judgement = self._judge_backward(job, result)
@@ -462,6 +467,22 @@ class OpAutoCompare(Tool):
         if job.judgement.verdict == WRONG or self.view.full:
             with quiet():  # what was borrowed is shown and saved later
                 self._unpack(job, self._workers.unpacker.fetch)
+
+    def _in_pieces(self, job: _Job, args: Any, kwargs: Any) -> Judgement | None:
+        """What is found in a large call on lists, piece by piece; None where it must be looked at as a whole."""
+        if job.phase != "forward" or job.nbytes < pieces.WORTH_IT or self.view.full or self._look is not None:
+            return None
+        host, op = job.host, job.call.op
+        found = pieces.pieces(op, pieces.Sides(tuple(args), tuple(host["args"]), host["result"]), kwargs)
+        judged = []
+        for piece in found or ():
+            _, after, result = piece.sides
+            part = dataclasses.replace(job, host={**host, "args": after, "result": result}, piece=True)
+            judgement = self._judge_forward(part, self._golden(part, piece.sides.args, kwargs, None))
+            if judgement.verdict != RIGHT:  # it is to be saved and shown with all that belongs to it
+                return None
+            judged.append((piece, judgement))
+        return pieces.together(op, judged) if judged else None
 
     def _fetch(self, job: _Job) -> tuple[Any, Any]:
         """The arguments on the host, to keep; results and gradients in `job.host`, valid until the next comparison."""
@@ -529,7 +550,7 @@ class OpAutoCompare(Tool):
     def _kind(self, job: _Job) -> Hashable:
         """The same for comparisons that look the same; None where that cannot be said."""
         inputs, outputs = job.call.inputs.number, job.call.outputs.number
-        if not inputs or not outputs or self._cast(job.call.op) is not None:
+        if not inputs or not outputs or job.piece or self._cast(job.call.op) is not None:
             return None
         key = (job.call.op, inputs, outputs, job.autocast)
         if job.phase == "forward":

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ditorch
 import op_tools
-from op_tools import golden, launch
+from op_tools import golden, launch, pieces, settings
 from op_tools.tools import auto_compare
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -415,3 +415,42 @@ def test_a_large_comparison_gets_the_cores_of_those_that_wait_for_it(monkeypatch
             torch.exp(x)
     assert sorted(set(given)) == [1, 4]
     assert not tool.findings()
+
+
+def test_a_large_optimizer_is_compared_in_pieces(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "WORTH_IT", 1 << 14)
+    monkeypatch.setattr(pieces, "_AT_ONCE", 1 << 14)
+    counts: list[int] = []
+    together = pieces.together
+
+    def counting(op: str, judged: Any) -> Any:
+        counts.append(len(judged))
+        return together(op, judged)
+
+    parameters = [torch.nn.Parameter(torch.randn(1000 + k, device=device)) for k in range(12)]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=True)
+    optimizer.step()
+    rows = []
+    for monkeypatched in (together, counting):
+        monkeypatch.setattr(pieces, "together", monkeypatched)
+        monkeypatch.setattr(pieces, "WORTH_IT", 1 << 14 if monkeypatched is counting else 1 << 40)
+        with op_tools.OpAutoCompare() as tool:
+            optimizer.step()
+        assert not tool.findings()
+        rows.append([(r["op"], r["name"], r["verdict"]) for r in tool.records()])
+    assert max(counts) > 1
+    assert rows[0] == rows[1]
+
+
+def test_a_fault_in_a_piece_is_found_and_saved(device: str, faults: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "WORTH_IT", 1 << 12)
+    monkeypatch.setattr(pieces, "_AT_ONCE", 1 << 12)
+    tensors = [torch.randn(500 + k, device=device) for k in range(8)]
+    others = [torch.randn_like(t) for t in tensors]
+    with faults.plant("add: noise=1e-2, nth=3"), op_tools.OpAutoCompare() as compared:
+        torch._foreach_add(tensors, others)
+    found = [f for f in compared.findings() if f.kind == "difference"]
+    assert [f.op for f in found] == ["torch._foreach_add"]
+    assert list(settings.results_dir().rglob("reproduce.py"))
