@@ -474,15 +474,18 @@ class OpAutoCompare(Tool):
             return None
         host, op = job.host, job.call.op
         found = pieces.pieces(op, pieces.Sides(tuple(args), tuple(host["args"]), host["result"]), kwargs)
-        judged = []
-        for piece in found or ():
-            _, after, result = piece.sides
+        if not found:
+            return None
+
+        def judge(piece: pieces.Piece) -> Judgement:
+            before, after, result = piece.sides
             part = dataclasses.replace(job, host={**host, "args": after, "result": result}, piece=True)
-            judgement = self._judge_forward(part, self._golden(part, piece.sides.args, kwargs, None))
-            if judgement.verdict != RIGHT:  # it is to be saved and shown with all that belongs to it
-                return None
-            judged.append((piece, judgement))
-        return pieces.together(op, judged) if judged else None
+            return self._judge_forward(part, self._golden(part, before, kwargs, None))
+
+        judged = _side_by_side(judge, found, self._threads)
+        if any(judgement.verdict != RIGHT for judgement in judged):
+            return None  # it is to be saved and shown with all that belongs to it
+        return pieces.together(op, list(zip(found, judged)))
 
     def _fetch(self, job: _Job) -> tuple[Any, Any]:
         """The arguments on the host, to keep; results and gradients in `job.host`, valid until the next comparison."""
@@ -1041,6 +1044,33 @@ def _thread_limits() -> list[Any]:
                 except (OSError, AttributeError):
                     continue
     return found
+
+
+def _side_by_side(function: Callable[[Any], Any], values: Sequence[Any], most: int) -> list[Any]:
+    """What a function makes of each value, in some threads of one core each; raises what it raises."""
+    results: list[Any] = [None] * len(values)
+    errors: list[BaseException] = []
+    waiting = iter(range(len(values)))
+
+    def work() -> None:
+        _limit_kernel_threads(1)
+        for place in waiting:  # the lock of the interpreter makes this safe
+            if errors:
+                return
+            try:
+                results[place] = function(values[place])
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=work, name="op_tools-piece", daemon=True) for _ in range(min(most, len(values)))]
+    for thread in threads:
+        thread.op_tools_internal = True  # type: ignore[attr-defined]
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
 
 
 def _limit_kernel_threads(most: int) -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -454,3 +455,18 @@ def test_a_fault_in_a_piece_is_found_and_saved(device: str, faults: Any, monkeyp
     found = [f for f in compared.findings() if f.kind == "difference"]
     assert [f.op for f in found] == ["torch._foreach_add"]
     assert list(settings.results_dir().rglob("reproduce.py"))
+
+
+def test_pieces_side_by_side_keep_their_order_and_their_errors() -> None:
+    names: set[str] = set()
+
+    def square(value: int) -> int:
+        names.add(threading.current_thread().name)
+        if value == 13:
+            raise ValueError("thirteen")
+        return value * value
+
+    assert auto_compare._side_by_side(square, range(10), 3) == [k * k for k in range(10)]
+    assert names == {"op_tools-piece"}
+    with pytest.raises(ValueError, match="thirteen"):
+        auto_compare._side_by_side(square, range(20), 4)
