@@ -1,14 +1,12 @@
 """When autograd nodes ran, heard in C++ without a hook on any node; OpTimeMeasure asks it for backward times.
 
 A call is known by the numbers that its nodes got in the forward pass: PyTorch counts nodes per thread. Where there is
-no compiler, or another tool listens already, hooks on the nodes do the same, slower.
+no compiler, or it is not through yet, or another tool listens already, hooks on the nodes do the same, slower.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import subprocess
 import threading
 from bisect import bisect_right
 from collections.abc import Callable
@@ -95,7 +93,7 @@ class BackwardClock:
     @classmethod
     def listening(cls, device_type: str) -> BackwardClock | None:
         """A clock that has started, or None where there cannot be one (`BackwardClock.listening("cuda")`)."""
-        libraries = _libraries()
+        libraries = LIBRARIES.get()
         if libraries is None or not libraries[0].op_tools_clock_start(device_type.encode(), _LIGHT):
             return None
         return cls(*libraries)
@@ -166,18 +164,14 @@ def _marks(spans: list[Span]) -> tuple[Any, ...]:
     return tuple([mark for span in spans for mark in (span.first, span.last)])
 
 
-@functools.cache
-def _libraries() -> tuple[Any, Any] | None:
+def _load() -> tuple[Any, Any] | None:
     """The library twice: for calls that return at once, and for those that may wait and let other threads go on."""
-    try:
-        path = compiling.against_torch(
-            _SOURCE, lambda: console.note("compiling the backward clock (once, some seconds)")
-        )
-        if path is None:
-            return None
-        short, waiting = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError):
-        return None  # hooks will do
+    path = compiling.against_torch(
+        _SOURCE, lambda: console.note("compiling the backward clock in the background (once); until then, hooks do")
+    )
+    if path is None:
+        return None
+    short, waiting = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
     short.op_tools_clock_start.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     short.op_tools_clock_thread.restype = short.op_tools_clock_sequence.restype = ctypes.c_uint64
     short.op_tools_clock_take.argtypes = [ctypes.c_void_p, ctypes.c_int64]
@@ -188,3 +182,6 @@ def _libraries() -> tuple[Any, Any] | None:
     waiting.op_tools_clock_elapsed.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     waiting.op_tools_clock_elapsed.restype = ctypes.c_double
     return short, waiting
+
+
+LIBRARIES: Final = compiling.Library("clock", _load)

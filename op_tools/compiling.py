@@ -8,13 +8,15 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 _SECONDS: Final = 120
+_QUICKLY: Final = 0.5  # seconds: long enough to load what was built before
 
 
 def compiled(
@@ -45,12 +47,76 @@ def compiled(
     if first is not None:
         first()
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent) as folder:
-        made = Path(folder) / target.name
-        command = [compiler, *flags, "-fPIC", "-shared", "-w", str(source), "-o", str(made), *libraries]
-        subprocess.run(command, capture_output=True, check=True, timeout=_SECONDS)
-        os.replace(made, target)  # several processes may build it at once: each leaves a whole file
+    folder = tempfile.mkdtemp(prefix="build-", dir=target.parent)
+    made = os.path.join(folder, target.name)
+    command = [compiler, *flags, "-fPIC", "-shared", "-w", str(source), "-o", made, *libraries]
+    subprocess.run(
+        ["/bin/sh", "-c", _BUILD, "sh", folder, made, str(target), *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        check=True,
+        timeout=_SECONDS,
+    )
     return target
+
+
+# Several processes may build at once: each puts a whole file in place. A shell does it, on its own: a run that is
+# shorter than the compiler's leaves the library to the next one.
+_BUILD: Final = """
+folder=$1 made=$2 target=$3; shift 3
+"$@" && mv -f "$made" "$target"; code=$?
+rm -rf "$folder"; exit $code
+"""
+
+
+class Library:
+    """A library that is loaded where it was built before, and built in the background where it was not.
+
+    Nobody waits for a compiler: until it is done, and where there is none, those who ask get None and do without.
+
+    >>> library = Library("clock", lambda: ctypes.CDLL(str(compiled(path))))  # doctest: +SKIP
+    >>> library.get()                                                         # doctest: +SKIP
+    """
+
+    def __init__(self, name: str, load: Callable[[], Any]) -> None:
+        self._load = load
+        self._loaded: Any = None
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._work, name=f"op_tools-{name}", daemon=True)
+        self._thread.op_tools_internal = True  # type: ignore[attr-defined]
+        _libraries.append(self)
+
+    def get(self) -> Any:
+        """What was loaded, or None: not yet, or not here."""
+        if self._loaded is None and not self._thread.ident:
+            with self._lock:
+                if not self._thread.ident:
+                    self._thread.start()
+            self._thread.join(_QUICKLY)
+        return self._loaded
+
+    def wait(self) -> Any:
+        """The same once the compiler is through (`library.wait() is not None`)."""
+        self.get()
+        self._thread.join()
+        return self._loaded
+
+    def _work(self) -> None:
+        try:
+            self._loaded = self._load()
+        except (OSError, AttributeError, subprocess.SubprocessError):
+            self._loaded = None  # no compiler that can do it, or no folder to write to
+
+
+_libraries: Final[list[Library]] = []
+
+
+def wait() -> None:
+    """Have every library of the tools built, and wait for it: before something is measured, say (`wait()`)."""
+    for library in _libraries:
+        library.wait()
 
 
 def against_torch(source: Path, first: Callable[[], None] | None = None) -> Path | None:

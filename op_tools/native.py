@@ -7,8 +7,6 @@ there is no compiler, `measures.py` does the same in PyTorch: slower, with the s
 from __future__ import annotations
 
 import ctypes
-import subprocess
-import threading
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -24,7 +22,6 @@ _FLAGS: Final = (
     *("-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math"),
 )
 _LIBRARIES: Final = ("-nodefaultlibs", "-lc", "-lm", "-lgcc")  # no C++ runtime: some machines have only a static one
-_QUICKLY: Final = 0.5
 _KINDS: Final = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _MOST_DIMS: Final = 64
 
@@ -64,17 +61,12 @@ class Found(NamedTuple):
 
 def available() -> bool:
     """Whether there is machine code to call (`available()`); where it is not built yet, this waits for it."""
-    prepare()
-    _building.join()
-    return _loaded is not None
+    return _built.wait() is not None
 
 
 def prepare() -> None:
     """Have the library built in the background, if it is not yet: until it is there, Python measures (`prepare()`)."""
-    with _lock:
-        if not _building.ident:
-            _building.start()
-    _building.join(_QUICKLY)  # long enough to load what was built before
+    _built.get()
 
 
 def measure(device: Tensor, golden: Tensor, atol: float, rtol: float) -> Columns | None:
@@ -83,7 +75,7 @@ def measure(device: Tensor, golden: Tensor, atol: float, rtol: float) -> Columns
     >>> measure(torch.ones(2), torch.ones(2, dtype=torch.float64), 1e-5, 1e-5).equal  # doctest: +SKIP
     1
     """
-    library = _library()
+    library = _built.get()
     if library is None or not _plain(device) or not _plain(golden) or golden.dtype != torch.float64:
         return None
     dims, shape, (of_device, of_golden) = _laid_out(device, golden)
@@ -109,7 +101,7 @@ def beyond(device: Tensor, golden: Tensor, bound: tuple[float, ...], squares: Te
 
     `bound` are the numbers of `measures.Bound`, in their order (`beyond(device, golden, bound, None, 100)`).
     """
-    library = _library()
+    library = _built.get()
     if library is None or not _plain(device) or not _plain(golden) or golden.dtype != torch.float64:
         return None
     if squares is not None and (not _plain(squares) or squares.shape != golden.shape):
@@ -166,27 +158,12 @@ _ONE: Final = (ctypes.c_int64 * 1)(1)
 # --- building it ----------------------------------------------------------------------------------------------
 
 
-_lock: Final = threading.Lock()
-_loaded: Any = None
+def _load() -> Any:
+    path = compiling.compiled(_SOURCE, _FLAGS, _LIBRARIES)
+    return None if path is None else _declared(ctypes.CDLL(str(path)))
 
 
-def _library() -> Any:
-    if _loaded is None and not _building.ident:
-        prepare()
-    return _loaded
-
-
-def _load() -> None:
-    global _loaded
-    try:
-        path = compiling.compiled(_SOURCE, _FLAGS, _LIBRARIES)
-        _loaded = None if path is None else _declared(ctypes.CDLL(str(path)))
-    except (OSError, AttributeError, subprocess.SubprocessError):
-        _loaded = None  # no compiler that can do it, or no folder to write to: Python does the work
-
-
-_building: Final = threading.Thread(target=_load, name="op_tools-native", daemon=True)
-_building.op_tools_internal = True  # type: ignore[attr-defined]
+_built: Final = compiling.Library("native", _load)
 
 
 def _declared(library: Any) -> Any:

@@ -1,14 +1,12 @@
 """Results of CPU kernels in pinned memory, for threads that ask for it; OpFallback does.
 
 The way back to the device is then one copy, and memory is used again without page faults. Where there is no compiler,
-results are copied to pinned memory first, slower.
+or it is not through yet, results are copied to pinned memory first, slower.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -32,7 +30,7 @@ class PinnedResults:
     @classmethod
     def started(cls, device_type: str) -> PinnedResults | None:
         """None where there is no compiler, or no pinned memory for the device."""
-        library = _library()
+        library = LIBRARY.get()
         if library is None or not library.op_tools_pinned_start(device_type.encode()):
             return None
         return cls(library)
@@ -50,17 +48,17 @@ class PinnedResults:
         self._library.op_tools_pinned_stop()
 
 
-@functools.cache
-def _library() -> Any:
-    try:
-        path = compiling.against_torch(
-            _SOURCE, lambda: console.note("compiling for pinned results (once, some seconds)")
-        )
-        library = None if path is None else ctypes.PyDLL(str(path))
-    except (OSError, subprocess.SubprocessError):
+def _load() -> Any:
+    path = compiling.against_torch(
+        _SOURCE, lambda: console.note("compiling for pinned results in the background (once); until then, a copy more")
+    )
+    if path is None:
         return None
-    if library is not None:
-        library.op_tools_pinned_start.argtypes = [ctypes.c_char_p]
-        library.op_tools_pinned_want.argtypes = [ctypes.c_int]
-        library.op_tools_pinned_stop.restype = library.op_tools_pinned_want.restype = None
+    library = ctypes.PyDLL(str(path))
+    library.op_tools_pinned_start.argtypes = [ctypes.c_char_p]
+    library.op_tools_pinned_want.argtypes = [ctypes.c_int]
+    library.op_tools_pinned_stop.restype = library.op_tools_pinned_want.restype = None
     return library
+
+
+LIBRARY: Final = compiling.Library("pinned", _load)

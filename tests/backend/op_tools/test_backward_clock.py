@@ -13,6 +13,11 @@ from op_tools import backward_clock, compiling
 pytestmark = pytest.mark.skipif(compiling.find_compiler() is None, reason="no C++ compiler")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _compiled() -> None:
+    assert backward_clock.LIBRARIES.wait() is not None
+
+
 @pytest.fixture(params=["clock", "hooks"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "hooks":

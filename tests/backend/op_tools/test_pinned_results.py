@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import op_tools
-from op_tools import compiling
+from op_tools import compiling, pinned_results
 from op_tools.devices import accelerator_type, can_pin
 from op_tools.pinned_results import PinnedResults
 from op_tools.tools import fallback
@@ -22,6 +22,11 @@ pytestmark = pytest.mark.skipif(
     compiling.find_compiler() is None or not can_pin(accelerator_type()), reason="no compiler, or nothing to pin"
 )
 LARGE, SMALL = 10_000, 100
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled() -> None:
+    assert pinned_results.LIBRARY.wait() is not None
 
 
 @pytest.fixture

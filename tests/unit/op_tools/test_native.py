@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from op_tools import formulas, golden, measures, native, verdict
+from op_tools.compiling import Library
 from op_tools.measures import Bound, Sides
 from op_tools.rounding import PROBES, precision_of
 from op_tools.spread import Spread
@@ -58,7 +59,7 @@ def pairs(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def in_python(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(native, "_library", lambda: None)
+    patch.setattr(native, "_built", Library("none", lambda: None))
 
 
 @compiled
@@ -298,12 +299,9 @@ def test_a_broken_compiler_is_no_error(tmp_path: Path, monkeypatch: pytest.Monke
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
     monkeypatch.setenv("DITORCH_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(native, "_loaded", None)
-    native._load()
-    assert native._loaded is None
+    assert Library("broken", native._load).wait() is None
     monkeypatch.delenv("CXX")
-    native._load()
-    assert native._loaded is not None
+    assert Library("good", native._load).wait() is not None
     assert list((tmp_path / "cache").glob("op_tools-*/measure.so"))
 
 
