@@ -1,7 +1,7 @@
 """The page with the curves: ``python -m projects.rwkv_v4.report RUN... --out docs/rwkv.md``.
 
 A RUN is a folder with ``metrics.json``, or one with the files that ``run_gpu.sh`` leaves (``seed_log.metrics.json``,
-``enwik8.metrics.json``, ``wkv.json``, ``step.json``, ``autocompare.txt``). Every number of the page that was measured
+``enwik8.metrics.json``, ``wkv*.json``, ``step.json``, ``autocompare.txt``). Every number of the page that was measured
 comes from these files; the text around them is in ``report_page.md`` beside this module.
 """
 
@@ -59,9 +59,10 @@ def collect(paths: Iterable[Path]) -> tuple[dict[str, Run], dict[str, Any]]:
             runs[folder.name] = Run(folder / "metrics.json")
         for file in folder.glob("*.metrics.json"):
             runs[file.name.removesuffix(".metrics.json")] = Run(file)
-        for name in ("wkv.json", "step.json"):
-            if (folder / name).exists():
-                other[name.removesuffix(".json")] = json.loads((folder / name).read_text())
+        if (folder / "step.json").exists():
+            other["step"] = json.loads((folder / "step.json").read_text())
+        for file in sorted(folder.glob("wkv*.json")):
+            other.setdefault("wkv", []).append(json.loads(file.read_text()))
         if (folder / "autocompare.txt").exists():
             other["autocompare"] = (folder / "autocompare.txt").read_text().splitlines()
     return runs, other
@@ -112,12 +113,18 @@ def speed_lines(runs: dict[str, Run], other: dict[str, Any]) -> list[str]:
     return lines
 
 
+def wkv_tables(runs: list[dict[str, Any]]) -> list[str]:
+    """One table for each run of the kernels' benchmark."""
+    return [line for run in runs for line in (*wkv_lines(run), "")][:-1]
+
+
 def wkv_lines(wkv: dict[str, Any]) -> list[str]:
-    """The variants of wkv by time."""
+    """The variants of wkv by time; a `note` in the file is printed with them."""
     shape = ", ".join(f"{n} = {x}" for n, x in zip("BTC", wkv["shape"]))
     lines = [
         f"On {wkv['device']}, torch {wkv['torch']}, {shape}, k and v in {wkv['dtype'].removeprefix('torch.')}; a copy "
-        f"moves {wkv['copy_bandwidth'] / 1e9:.0f} GB/s there. The operator uses `{wkv['used']}`.",
+        f"moves {wkv['copy_bandwidth'] / 1e9:.0f} GB/s there. "
+        + wkv.get("note", f"The operator uses `{wkv['used']}`."),
         "",
         "| variant | forward ms | backward ms | sum ms | GB/s | of copy | error | at extreme decays |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
@@ -183,8 +190,8 @@ def page(runs: dict[str, Run], other: dict[str, Any], image: str, origin: str) -
         ]
         or ["(not measured yet)"],
         "speed": speed_lines(runs, other) or ["(not measured yet)"],
-        "wkv": wkv_lines(other["wkv"]) if "wkv" in other else ["(not measured yet)"],
-        "autocompare": [f"`{line}`" for line in other.get("autocompare", [])[:3]] or ["(not measured yet)"],
+        "wkv": wkv_tables(other.get("wkv", [])) or ["(not measured yet)"],
+        "autocompare": [f"- `{line}`" for line in other.get("autocompare", [])[:2]] or ["(not measured yet)"],
         "image": [f"![both curves beside the log]({image})"],
     }
     text = TEMPLATE.read_text(encoding="utf-8")
@@ -202,7 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     runs, other = collect(args.runs)
     if args.text or args.out is None:
-        blocks = [loss_table(runs), speed_lines(runs, other), wkv_lines(other["wkv"]) if "wkv" in other else []]
+        blocks = [loss_table(runs), speed_lines(runs, other), wkv_tables(other.get("wkv", []))]
         blocks += [[json.dumps(e) for r in runs.values() for e in r.evaluations], other.get("autocompare", [])[:20]]
         print("\n\n".join("\n".join(block) for block in blocks))
         return 0
