@@ -457,6 +457,19 @@ def test_a_fault_in_a_piece_is_found_and_saved(device: str, faults: Any, monkeyp
     assert list(settings.results_dir().rglob("reproduce.py"))
 
 
+def test_lists_that_take_gradients_are_compared_as_a_whole(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "WORTH_IT", 1 << 12)
+    monkeypatch.setattr(pieces, "_AT_ONCE", 1 << 12)
+    tensors = [torch.randn(500 + k, device=device, requires_grad=True) for k in range(6)]
+    with op_tools.OpAutoCompare() as compared:
+        products = torch._foreach_mul(tensors, tensors)
+        torch.stack([p.sum() for p in products]).sum().backward()
+    rows = [r for r in compared.records() if r["op"] == "torch._foreach_mul"]
+    assert {r["phase"] for r in rows} == {"forward", "backward"}
+    assert {r["verdict"] for r in rows} == {"right"}
+    assert not compared.findings()
+
+
 def test_pieces_side_by_side_keep_their_order_and_their_errors() -> None:
     names: set[str] = set()
 
