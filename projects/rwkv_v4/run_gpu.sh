@@ -47,7 +47,8 @@ PYTHON
       cp "$RUNS/enwik8/metrics.json" "$OUT/enwik8.metrics.json" ;;
     compare)
       # Every operator of three steps against a golden CPU run.
-      OP_TOOLS_CONSOLE=off OP_TOOLS_RESULTS_DIR="$RUNS/op_tools" $PY -m projects.rwkv_v4.watched \
+      OP_AUTOCOMPARE_THREADS=${OP_AUTOCOMPARE_THREADS:-$(($(nproc) > 3 ? $(nproc) - 2 : 1))} \
+        OP_TOOLS_CONSOLE=off OP_TOOLS_RESULTS_DIR="$RUNS/op_tools" $PY -m projects.rwkv_v4.watched \
         --config configs/enwik8.py --steps 3 --out "$OUT/autocompare.txt" train.global_batch_size=2 train.ctx_len=256 ;;
     summary)
       $PY -m projects.rwkv_v4.report "$OUT" --text ;;
