@@ -50,7 +50,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("op", "kwargs"), CALLS, ids=[op for op, _ in CALLS])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(lengths=sizes, seed=st.integers(0, 1000))
 def test_together_they_are_the_whole(op: str, kwargs: dict[str, Any], lengths: list[int], seed: int) -> None:
     function, sides = call(op, lengths, kwargs, seed)
