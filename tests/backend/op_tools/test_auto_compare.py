@@ -194,7 +194,10 @@ def run_script(path: Path, **environment: str) -> subprocess.CompletedProcess[st
     return subprocess.run([sys.executable, str(path)], env=env, capture_output=True, text=True, timeout=200)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "where",
+    [pytest.param("forward", marks=pytest.mark.slow), "backward", pytest.param("bfloat16", marks=pytest.mark.slow)],
+)
 def test_the_script_repeats_the_fault_alone(device: str, faults: Any, where: str) -> None:
     fault = {"forward": "addmm: noise=0.1", "backward": "mm: noise=0.1, phase=backward", "bfloat16": "addmm: noise=0.5"}
     low = torch.bfloat16 if where == "bfloat16" else None

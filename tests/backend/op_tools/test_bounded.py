@@ -53,7 +53,7 @@ def _remove_files(tool: Any) -> None:
     shutil.rmtree(tool.folder, ignore_errors=True)
 
 
-@pytest.mark.parametrize("name", [*TOOLS, LOOKING])
+@pytest.mark.parametrize("name", [*TOOLS, pytest.param(LOOKING, marks=pytest.mark.slow)])
 def test_memory_is_flat(device: str, name: str) -> None:
     host, on_device = grow(name, device, 300)
     assert host < 24 << 20

@@ -58,7 +58,7 @@ def launch(tmp_path: Path, **environment: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("where", ["cpu", "device"])
+@pytest.mark.parametrize("where", [pytest.param("cpu", marks=pytest.mark.slow), "device"])
 def test_two_ranks(tmp_path: Path, where: str) -> None:
     if where == "cpu":
         launch(tmp_path, JOB_BACKEND="gloo", JOB_DEVICE="cpu", JOB_CPU="1")

@@ -49,6 +49,7 @@ def test_what_cannot_be_built_is_done_without(error: Exception) -> None:
     assert library.get() is None
 
 
+@pytest.mark.slow
 @with_compiler
 def test_a_run_that_ends_first_leaves_the_library_to_the_next(tmp_path: Path) -> None:
     slow = tmp_path / "slow"
