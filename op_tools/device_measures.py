@@ -66,9 +66,8 @@ def _run(kernels: Kernels, pairs: Sequence[Pair]) -> list[tuple[native.Columns, 
     """Launch one kernel for each pair, and wait for what they find."""
     shares = [min(-(-pair[0].numel() // _SHARE), _MOST_PROGRAMS) for pair in pairs]
     rows = torch.empty((sum(shares), _WIDTH), dtype=torch.float64, device=pairs[0][0].device)
-    other = torch._C._cuda_getDevice() != kernels.index
     place, held = rows.data_ptr(), []
-    with torch.cuda.device(kernels.index) if other else contextlib.nullcontext():
+    with contextlib.nullcontext() if kernels.current() else torch.cuda.device(kernels.index):
         stream = kernels.stream()
         for (data, golden, atol, rtol, bound, squares), programs in zip(pairs, shares):
             tensors = _in_one_order(data, golden, squares)

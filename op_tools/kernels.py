@@ -32,6 +32,10 @@ class Kernels:
         self._compiled: dict[torch.dtype, Any] = {}
         self._launches: dict[tuple[torch.dtype, int], Launch] = {}
 
+    def current(self) -> bool:
+        """Whether their device is the one that launches go to."""
+        return bool(torch._C._cuda_getDevice() == self.index)
+
     def stream(self) -> int:
         """The current stream of the device, as its driver knows it."""
         return int(torch._C._cuda_getCurrentRawStream(self.index))

@@ -88,6 +88,11 @@ def is_optimizer(name: str) -> bool:
     return optimizers.steps_of(last_name(name).strip("_")) is not None
 
 
+def works_on_lists(name: str) -> bool:
+    """Whether a function does the same to each tensor of its lists (`works_on_lists("torch._foreach_add_")`)."""
+    return is_optimizer(name) or last_name(name).startswith("_foreach_")
+
+
 def _with_narrow_numbers(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Fused optimizers take numbers of steps and scales in float32 alone, whatever they optimize."""
 

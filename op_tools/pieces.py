@@ -79,7 +79,7 @@ def _named(op: str, part: str, rows: dict[int, Row]) -> Iterator[Row]:
 
 def _length(op: str, sides: Sides, kwargs: dict[str, Any]) -> int | None:
     """How long the lists are that lie side by side."""
-    if not (op_facts.is_optimizer(op) or op_facts.last_name(op).startswith("_foreach_")):
+    if not op_facts.works_on_lists(op):
         return None
     if any(True for _ in tensors_in(kwargs)):
         return None  # a scale of the gradients, say, that belongs to all of them

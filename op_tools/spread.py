@@ -254,9 +254,7 @@ class Spread:
     def on_lists(self) -> bool:
         """Whether the call changes lists of tensors, side by side, as optimizers do."""
         name, args = self.result.source.name, self.result.source.args
-        if self.part != "input" or not (
-            op_facts.is_optimizer(name) or op_facts.last_name(name).startswith("_foreach_")
-        ):
+        if self.part != "input" or not op_facts.works_on_lists(name):
             return False
         lists = [a for a in args if isinstance(a, (list, tuple)) and a]
         plain = all(isinstance(a, (list, tuple, float, int)) for a in args)

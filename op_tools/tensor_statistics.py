@@ -219,7 +219,7 @@ class FusedBatch:
         programs = 1 if numel <= _SHARE else min(-(-numel // _SHARE), _MOST_PROGRAMS)
         launch, stream = kernels.launch(dtype, programs), kernels.stream()
         numbers = (tensor.data_ptr(), self._address + free * (_WIDTH * 8), numel, -(-numel // programs))
-        if _current_device() == kernels.index:
+        if kernels.current():
             launch(stream, *numbers)
         else:
             with torch.cuda.device(kernels.index):
@@ -257,11 +257,6 @@ def _in_one_piece(tensor: Tensor) -> tuple[Tensor, torch.dtype, int]:
         if dtype not in _KERNEL_DTYPES:
             return tensor.float(), torch.float32, numel
         return tensor, dtype, numel
-
-
-def _current_device() -> int:
-    """The GPU that launches go to."""
-    return int(torch._C._cuda_getDevice())
 
 
 def put_together(rows: Any, starts: list[int]) -> Any:

@@ -85,7 +85,6 @@ __attribute__((visibility("default"))) int op_tools_pinned_start(const char* dev
       if (allocator.usual != nullptr && allocator.usual != present) return 0;
       if (present->raw_deleter() == nullptr) return 0;
       allocator.usual = present;
-      allocator.pinned = pinned;
       c10::SetCPUAllocator(&allocator);
       if (c10::GetCPUAllocator() != &allocator) return 0;
     }

@@ -672,11 +672,8 @@ def _to_device(tensor: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """A device tensor with these values, and a CPU tensor that may be kept as its copy."""
     if tensor.layout != torch.strided:
         return tensor.to(device), tensor
-    if not can_pin(device.type) or tensor.nbytes <= _SMALL:
+    if not can_pin(device.type) or tensor.nbytes <= _SMALL or tensor.is_pinned():
         moved = tensor.to(device, non_blocking=device.type in _STAGING)
-        return (moved if moved.stride() == tensor.stride() else _bytes_to_device(tensor, device)), tensor
-    if tensor.is_pinned():
-        moved = tensor.to(device, non_blocking=True)
         return (moved if moved.stride() == tensor.stride() else _bytes_to_device(tensor, device)), tensor
     pinned = torch.empty_like(tensor, pin_memory=True)
     if pinned.stride() != tensor.stride():

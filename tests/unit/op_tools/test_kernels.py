@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,6 +74,11 @@ def test_wrong_counts_of_numbers_are_errors(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError):
         direct(driver, monkeypatch)(0, 1, 2)
     assert not driver.launched
+
+
+def test_kernels_know_whether_their_device_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    assert [kernels.Kernels(index, lambda *_: None, 3).current() for index in (0, 1)] == [False, True]
 
 
 def test_without_a_driver_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
