@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterable
@@ -26,6 +27,7 @@ _FINDING_COLUMNS = {
 }
 
 _MOST_SITES = 20_000
+_RUNS = itertools.count(1)  # not the id of the tool: a later one may have the same
 
 
 class Tool:
@@ -61,7 +63,6 @@ class Tool:
         self._lock = threading.RLock()
         self._failures: set[tuple[str, str]] = set()
         self._store: store.Store | None = None
-        self._run = 0
         self.filter = OpFilter()
         self.view = console.View("off")
         self.calls: Counter[str] = Counter()
@@ -130,8 +131,7 @@ class Tool:
                 self._store = store.current()
                 self._add_row = self._store.table(self.table_name, {"run": "INTEGER", **self.columns})
                 self._add_finding = self._store.table("findings", _FINDING_COLUMNS)
-                self._run += 1
-                self._run_key = id(self) * 1000 + self._run % 1000
+                self._run_key = next(_RUNS)
                 self._failures.clear()
                 self.calls = Counter()
                 self.findings_now = []

@@ -514,6 +514,21 @@ def test_console_levels(device: str, monkeypatch: pytest.MonkeyPatch, capsys: py
         op_tools.OpObserve().start()
 
 
+def test_a_tool_does_not_show_the_records_of_an_earlier_one(device: str) -> None:
+    x = torch.ones(2, device=device)
+    taken: set[int] = set()  # by tools that are gone; memory is used again after a few rounds
+    for _ in range(200):
+        tool = op_tools.OpObserve(ops=["torch.add"])
+        with tool:
+            torch.add(x, x)
+        assert len(tool.records()) == 1
+        if id(tool) in taken:
+            return
+        taken.add(id(tool))
+        del tool
+    pytest.skip("no two tools had the same address")
+
+
 def test_notebook_and_rich_views(device: str) -> None:
     with op_tools.OpObserve() as seen:
         torch.randn(3, device=device).add(1)
