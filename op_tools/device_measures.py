@@ -101,9 +101,7 @@ def _put_together(rows: Any, shares: list[int]) -> Any:
 def kernels_of(index: int) -> Kernels | None:
     """The kernels of a GPU, or None where Triton is missing or its answer is not the right one."""
     with contextlib.suppress(Exception), quiet():
-        from . import triton_measures
-
-        kernels = Kernels(index, triton_measures.compiled, arguments=15)
+        kernels = Kernels(index, "triton_measures", arguments=15)
         if agrees(kernels, index):
             return kernels
     return None

@@ -2,33 +2,43 @@
 
 Triton's own way to launch takes longer than most of the kernels that the tools need. All of theirs take nothing but
 64-bit numbers (addresses, counts, bits), so the driver can be called with them as they are; where the driver does not
-confirm that, Triton launches.
+confirm that, Triton launches. What Triton has compiled is kept in the build cache: the next process gives it to the
+driver and need not import Triton, which takes half a second.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import os
 import threading
 from collections.abc import Callable
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import torch
 
+from . import compiling
+
 Launch = Callable[..., Any]  # (stream, *numbers)
 _MOST_HIDDEN: Final = 8  # parameters that Triton adds at the end; they are zero for kernels without scratch memory
+_MOST_SHARED: Final = 48 * 1024  # bytes of shared memory that need no permission
 
 
 class Kernels:
-    """The kernels of one kind on one device.
+    """The kernels of one kind on one device; `source` is the module of this package that has them compiled.
 
-    >>> kernels = Kernels(0, triton_statistics.compiled, arguments=4)    # doctest: +SKIP
+    >>> kernels = Kernels(0, "triton_statistics", arguments=4)           # doctest: +SKIP
     >>> kernels.launch(torch.float32, 16)(kernels.stream(), *numbers)    # doctest: +SKIP
     """
 
-    def __init__(self, index: int, compiled: Callable[[torch.dtype, str], Any], arguments: int) -> None:
+    def __init__(self, index: int, source: str, arguments: int) -> None:
         self.index = index
-        self._source, self._arguments = compiled, arguments
+        self._source, self._arguments = source, arguments
         self._compiled: dict[torch.dtype, Any] = {}
         self._launches: dict[tuple[torch.dtype, int], Launch] = {}
 
@@ -48,11 +58,88 @@ class Kernels:
         with torch.cuda.device(self.index):
             kernel = self._compiled.get(dtype)
             if kernel is None:
-                kernel = self._compiled[dtype] = self._source(dtype, f"cuda:{self.index}")
-            by_triton = kernel[(programs, 1, 1)]
-        launch = _direct(kernel, programs, self._arguments) or _launched_by(by_triton)
+                path = _place(self._source, dtype, self.index)
+                kernel = _kept(path) or self._by_triton(dtype, path)
+            launch = _direct(kernel, programs, self._arguments)
+            if launch is None:
+                if isinstance(kernel, _Kept):
+                    kernel = self._by_triton(dtype, None)
+                launch = _launched_by(kernel[(programs, 1, 1)])
+        self._compiled[dtype] = kernel
         self._launches[(dtype, programs)] = launch
         return launch
+
+    def _by_triton(self, dtype: torch.dtype, path: Path | None) -> Any:
+        source = importlib.import_module(f".{self._source}", __package__)
+        kernel = source.compiled(dtype, f"cuda:{self.index}")
+        if path is not None:
+            _keep(kernel, path)
+        return kernel
+
+
+class _Metadata(NamedTuple):
+    name: str
+    num_warps: int
+    shared: int
+    num_ctas: int = 1
+
+
+class _Kept(NamedTuple):
+    """What an earlier process had compiled, as far as a launch needs it."""
+
+    function: int
+    metadata: _Metadata
+
+
+def _place(source: str, dtype: torch.dtype, index: int) -> Path | None:
+    """Where a kernel is kept: another source, GPU, Triton or CUDA has another place; None where nothing is kept."""
+    try:
+        if os.environ.get("OP_TOOLS_NATIVE", "1") == "0" or _driver() is None:
+            return None
+        code = Path(__file__).with_name(f"{source}.py").read_bytes()
+        gpu = (torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
+        identity = repr((str(dtype), gpu, importlib.metadata.version("triton"), torch.version.cuda))
+        key = hashlib.sha256(b"|".join((code, identity.encode()))).hexdigest()[:16]
+        return compiling.cache_root() / f"op_tools-{key}" / f"{source}.cubin"
+    except Exception:  # no Triton by that name, no home: it is compiled each time
+        return None
+
+
+def _keep(kernel: Any, path: Path) -> None:
+    """Put a compiled kernel in its place, whole or not at all."""
+    try:
+        found = kernel.metadata
+        head = _Metadata(str(found.name), int(found.num_warps), int(found.shared), int(found.num_ctas))
+        code = bytes(kernel.asm["cubin"])
+        if head.num_ctas != 1 or head.shared > _MOST_SHARED:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        whole = json.dumps(head._asdict()).encode() + b"\n" + code
+        partial.write_bytes(hashlib.sha256(whole).digest() + whole)
+        os.replace(partial, path)
+    except Exception:  # another Triton, or no room: the next process compiles, too
+        return
+
+
+def _kept(path: Path | None) -> _Kept | None:
+    """The kernel in a place, as the driver takes it; None where there is none that can be trusted."""
+    try:
+        if path is None:
+            return None
+        found = path.read_bytes()
+        if hashlib.sha256(found[32:]).digest() != found[:32]:
+            return None
+        head, _, code = found[32:].partition(b"\n")
+        metadata = _Metadata(**json.loads(head))
+        driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+        if driver.cuModuleLoadData(ctypes.byref(module), code):
+            return None
+        if driver.cuModuleGetFunction(ctypes.byref(function), module, metadata.name.encode()) or not function.value:
+            return None
+        return _Kept(function.value, metadata)
+    except Exception:
+        return None
 
 
 def _launched_by(runner: Any) -> Launch:
@@ -113,4 +200,6 @@ def _driver() -> Any:
     address, number = ctypes.c_void_p, ctypes.c_uint
     library.cuLaunchKernel.argtypes = [address, *[number] * 7, address, address, address]
     library.cuFuncGetParamInfo.argtypes = [address, ctypes.c_size_t, address, address]
+    library.cuModuleLoadData.argtypes = [address, ctypes.c_char_p]
+    library.cuModuleGetFunction.argtypes = [address, address, ctypes.c_char_p]
     return library

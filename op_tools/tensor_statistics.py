@@ -286,9 +286,7 @@ def put_together(rows: Any, starts: list[int]) -> Any:
 def fused(index: int) -> Kernels | None:
     """The kernels of a GPU, or None where Triton is missing or its answer is not the right one."""
     with contextlib.suppress(Exception), quiet():
-        from . import triton_statistics
-
-        kernels = Kernels(index, triton_statistics.compiled, arguments=4)
+        kernels = Kernels(index, "triton_statistics", arguments=4)
         if _agrees(kernels, index):
             return kernels
     return None

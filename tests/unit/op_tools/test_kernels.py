@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +22,22 @@ class Driver:
     def __init__(self, sizes: list[int], error: int = 0) -> None:
         self.sizes, self.error = sizes, error
         self.launched: list[tuple[Any, ...]] = []
+        self.loaded: list[bytes] = []
 
     def cuFuncGetParamInfo(self, function: int, number: int, offset: Any, size: Any) -> int:
         if number >= len(self.sizes):
             return 1
         offset._obj.value, size._obj.value = sum(self.sizes[:number]), self.sizes[number]
         return 0
+
+    def cuModuleLoadData(self, module: Any, code: bytes) -> int:
+        module._obj.value = 5
+        self.loaded.append(code)
+        return 0 if code.startswith(b"ELF") else 200
+
+    def cuModuleGetFunction(self, function: Any, module: Any, name: bytes) -> int:
+        function._obj.value = 7
+        return 0 if (module.value, name) == (5, b"look") else 500
 
     def cuLaunchKernel(self, function: int, *rest: Any) -> int:
         *grid, stream, pointers, extra = rest
@@ -78,7 +90,7 @@ def test_wrong_counts_of_numbers_are_errors(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_kernels_know_whether_their_device_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
-    assert [kernels.Kernels(index, lambda *_: None, 3).current() for index in (0, 1)] == [False, True]
+    assert [kernels.Kernels(index, "nothing", 3).current() for index in (0, 1)] == [False, True]
 
 
 def test_without_a_driver_triton_launches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,3 +99,101 @@ def test_without_a_driver_triton_launches(monkeypatch: pytest.MonkeyPatch) -> No
     calls: list[Any] = []
     kernels._launched_by(lambda *numbers, stream: calls.append((numbers, stream)))(9, 1, 2)
     assert calls == [((1, 2), 9)]
+
+
+# -- kept from one process to the next ------------------------------------------------------------------
+
+
+class Compiled:
+    """Stands for what Triton compiles."""
+
+    function = 9
+
+    def __init__(self, code: bytes = b"ELF \n\x00 code", name: str = "look", shared: int = 64) -> None:
+        self.asm = {"cubin": code}
+        self.metadata = SimpleNamespace(name=name, num_warps=8, shared=shared, num_ctas=1)
+
+
+def test_a_kernel_is_kept_for_the_next_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver([8, 8, 8])
+    monkeypatch.setattr(kernels, "_driver", lambda: driver)
+    path = tmp_path / "new" / "look.cubin"
+    assert kernels._kept(path) is None
+    kernels._keep(Compiled(), path)
+    kept = kernels._kept(path)
+    assert kept is not None
+    assert driver.loaded == [b"ELF \n\x00 code"]
+    launch = kernels._direct(kept, 5, 3)
+    assert launch is not None
+    launch(11, 1, 2, 3)
+    assert driver.launched == [(7, (5, 1, 1, 256, 1, 1, 64), 11, [1, 2, 3])]
+    assert [file.name for file in path.parent.iterdir()] == ["look.cubin"]
+
+
+@pytest.mark.parametrize("kernel", [Compiled(b"other"), Compiled(name="another")], ids=["not loaded", "not found"])
+def test_what_the_driver_refuses_is_compiled_again(
+    kernel: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "_driver", lambda: Driver([8, 8, 8]))
+    kernels._keep(kernel, tmp_path / "k")
+    assert (tmp_path / "k").exists()
+    assert kernels._kept(tmp_path / "k") is None
+
+
+@given(damage=st.integers(0, 200), flipped=st.integers(1, 255), cut=st.booleans())
+def test_damaged_files_never_reach_the_driver(
+    damage: int, flipped: int, cut: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    driver, path = Driver([8, 8, 8]), tmp_path_factory.mktemp("kept") / "k"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "_driver", lambda: driver)
+        kernels._keep(Compiled(bytes(range(64, 128))), path)
+        whole = path.read_bytes()
+        at = damage % len(whole)
+        path.write_bytes(whole[:at] if cut else whole[:at] + bytes([whole[at] ^ flipped]) + whole[at + 1 :])
+        assert kernels._kept(path) is None
+        assert not driver.loaded
+
+
+@pytest.mark.parametrize("kernel", [Compiled(shared=65_536), SimpleNamespace(metadata=None)], ids=["large", "unknown"])
+def test_what_cannot_be_launched_so_is_not_kept(kernel: Any, tmp_path: Path) -> None:
+    kernels._keep(kernel, tmp_path / "k")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    kernels._keep(Compiled(), tmp_path / "file" / "k")
+
+
+def test_another_gpu_source_or_triton_has_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_driver", lambda: Driver([]))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(kernels.importlib.metadata, "version", lambda name: "3.6")
+    cases = [("triton_measures", torch.float32, 0), ("triton_measures", torch.float16, 0)]
+    cases += [("triton_measures", torch.float32, 1), ("triton_statistics", torch.float32, 0)]
+    places = [kernels._place(*case) for case in cases]
+    monkeypatch.setattr(kernels.importlib.metadata, "version", lambda name: "3.7")
+    places += [kernels._place(*cases[0])]
+    assert None not in places
+    assert len(set(places)) == 5
+    monkeypatch.setenv("OP_TOOLS_NATIVE", "0")
+    assert kernels._place(*cases[0]) is None
+
+
+def test_a_kept_kernel_that_takes_something_else_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_driver", lambda: Driver([8, 4, 8]))
+    monkeypatch.setattr(kernels, "_place", lambda *_: tmp_path / "k")
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    kernels._keep(Compiled(), tmp_path / "k")
+    ran: list[Any] = []
+
+    class ByTriton(Compiled):
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *numbers, stream: ran.append((grid, numbers, stream))
+
+    source = SimpleNamespace(compiled=lambda dtype, device: ByTriton())
+    monkeypatch.setattr(kernels.importlib, "import_module", lambda *_: source)
+    kernels.Kernels(0, "some", 3).launch(torch.float32, 4)(11, 1, 2, 3)
+    assert ran == [((4, 1, 1), (1, 2, 3), 11)]
