@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -577,12 +578,12 @@ class _Compiler:
 def _count_steps(interceptor: Interceptor) -> Callable[[], None]:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    first: list[int] = []
+    first: list[weakref.ref[Any]] = []
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not first:
-            first.append(id(optimizer))
-        if id(optimizer) == first[0]:  # with several optimizers, the first one counts
+        if not first or first[0]() is None:  # none yet, or that one is gone
+            first[:] = [weakref.ref(optimizer)]
+        if first[0]() is optimizer:  # with several optimizers, the first one counts
             interceptor.step += 1
         interceptor._compiler.look()
 

@@ -12,7 +12,9 @@ import torch
 _CALLS: Final = frozenset({torch.nn.Module._call_impl.__code__})
 _DEEPEST: Final = 256
 
-_names: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+# of each outermost module: the ids of those in it; the id of one that is gone may come again
+_Names = dict[int, "tuple[weakref.ref[torch.nn.Module], str]"]
+_names: weakref.WeakKeyDictionary[torch.nn.Module, _Names] = weakref.WeakKeyDictionary()
 
 
 def module_path(depth: int = 1) -> str:
@@ -37,8 +39,8 @@ def module_path(depth: int = 1) -> str:
 
 def _name(root: torch.nn.Module, module: torch.nn.Module) -> str:
     known = _names.get(root)
-    if known is None or id(module) not in known:
-        known = {id(m): name for name, m in root.named_modules()}
-        known.setdefault(id(module), f"({type(module).__name__})")  # made on the fly, no part of the root
-        _names[root] = known
-    return known[id(module)]
+    found = None if known is None else known.get(id(module))
+    if found is None or found[0]() is not module:
+        known = _names[root] = {id(m): (weakref.ref(m), name) for name, m in root.named_modules()}
+        found = known.setdefault(id(module), (weakref.ref(module), f"({type(module).__name__})"))  # made on the fly
+    return found[1]

@@ -6,11 +6,10 @@ and judge. Comparisons may end in any order; they are told in the order of the c
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import itertools
-import os
+import math
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from .. import (
     archive,
     attribution,
     console,
+    cores,
     device_measures,
     golden,
     native,
@@ -55,6 +55,7 @@ _MOST_KINDS: Final = 20_000
 _MOST_SAVED: Final = 200  # wrong calls that are saved to disk
 _MOST_BLAMES: Final = 10_000
 _MOST_WAITING: Final = 2_000  # comparisons
+_MOST_CORES: Final = 4  # for one comparison, unless it is large
 _MOST_SHOWN: Final = 5_000  # rows of the table at the end
 _UNSTAGED: Final = Staged(None, (), None, 0)
 LOOKS: Final = ("cpu", "device")  # where a call that is like an earlier one is looked at first
@@ -187,9 +188,11 @@ class OpAutoCompare(Tool):
         self._max_bytes = int(settings.number("OP_AUTOCOMPARE_MAX_BYTES", 8 * 2**30))
         self._max_seconds = settings.number("OP_AUTOCOMPARE_MAX_SECONDS", 10.0)
         queued = int(settings.number("OP_AUTOCOMPARE_QUEUE_BYTES", 2**30))
-        threads = int(settings.number("OP_AUTOCOMPARE_THREADS", max(1, min(4, _cores() - 2))))
+        threads = int(settings.number("OP_AUTOCOMPARE_THREADS", max(1, min(4, cores.available() - 2))))
         self._at_once = self.only is not None or threads < 1
         self._threads = max(1, threads)
+        # more threads would wait for the interpreter, more cores for each do not
+        self._spare = max(1, min(_MOST_CORES, (cores.available() - 1) // self._threads))
         self._writer = Writer(queued, self._threads, most_jobs=_MOST_WAITING)
         self._layouts = Layouts()
         self._looks: dict[Hashable, int] = {}
@@ -200,7 +203,7 @@ class OpAutoCompare(Tool):
         self._look = self._first_look()
         native.prepare()
         # how much of a worker's time the run itself loses: all of it where there is no core to spare
-        self._share = 1.0 if _cores() <= threads + 1 else 0.5
+        self._share = 1.0 if cores.available() <= threads + 1 else 0.5
         self._workers = threading.local()
         self._order_lock = threading.RLock()
         self._ready: dict[int, _Job | _Settled] = {}
@@ -432,12 +435,12 @@ class OpAutoCompare(Tool):
         if not hasattr(workers, "unpacker"):
             workers.unpacker, workers.limit = Unpacker(), 0
         if workers.limit != limit:
-            _limit_kernel_threads(limit)
+            cores.limit_kernels(limit)
             workers.limit = limit
 
     def _kernel_threads(self, nbytes: int) -> int:
-        """Comparisons go on side by side, each on one core; a large one keeps others waiting, and gets their cores."""
-        return max(1, min(self._threads, self._threads * nbytes // self._writer.most_bytes))
+        """Comparisons go on side by side, on the cores that are there; a large one gets those of others that wait."""
+        return max(self._spare, min(self._threads, self._threads * nbytes // self._writer.most_bytes))
 
     def _compare(self, job: _Job) -> None:
         host = job.host
@@ -484,7 +487,7 @@ class OpAutoCompare(Tool):
             part = dataclasses.replace(job, host={**host, "args": after, "result": result}, piece=True)
             return self._judge_forward(part, self._golden(part, before, kwargs, None))
 
-        judged = _side_by_side(judge, found, self._threads)
+        judged = cores.side_by_side(judge, found, self._threads)
         if any(judgement.verdict != RIGHT for judgement in judged):
             return None  # it is to be saved and shown with all that belongs to it
         return pieces.together(op, list(zip(found, judged)))
@@ -818,12 +821,16 @@ class OpAutoCompare(Tool):
         folder = settings.results_dir() / "op_autocompare_result"
         self.csv_path = folder / f"op_autocompare_info_pid{settings.process_label()}_{store.time_label()}.csv"
         header = ["forward_id", *console.COMPARE_COLUMNS, *console.VERDICT_COLUMNS, "reason", "module", "location"]
-        rows = self.records()
+        rows = self._store.tuples(
+            "SELECT r.call_id, r.module, s.location, r.name, r.allclose, r.max_abs_diff, r.max_relative_diff, r.atol, "
+            "r.rtol, r.error_info, r.cosine, r.max_ulp, r.verdict, r.reason "
+            f"FROM {self.table_name} r LEFT JOIN sites s ON s.site = r.site WHERE r.run = ? ORDER BY r.rowid",
+            (self._run_key,),
+        )
         if self.view.full and rows and self.only is None:
-            body = [[str(row["call_id"]), *_cells(_row(row))] for row in rows[:_MOST_SHOWN]]
+            body = [[str(row[0]), *_cells(_row(row[3:]))] for row in rows[:_MOST_SHOWN]]
             self.view.block(console.table(header[: 1 + len(console.COMPARE_COLUMNS) + 3], body))
-        extra = ("reason", "module", "location")
-        table = ([row["call_id"], *[c.strip() for c in _cells(_row(row))], *[row[k] for k in extra]] for row in rows)
+        table = ([row[0], *[c.strip() for c in _cells(_row(row[3:]))], row[13], row[1], row[2]] for row in rows)
         store.write_csv(self.csv_path, header, table)
 
     def summary(self) -> list[str]:
@@ -941,22 +948,11 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-def _row(row: dict[str, Any]) -> Row:
-    nan = float("nan")
-    numbers = {k: nan if row[k] is None else row[k] for k in ("max_abs_diff", "max_relative_diff", "cosine", "max_ulp")}
-    return Row(
-        row["name"],
-        row["allclose"],
-        numbers["max_abs_diff"],
-        numbers["max_relative_diff"],
-        row["atol"],
-        row["rtol"],
-        row["error_info"],
-        numbers["cosine"],
-        numbers["max_ulp"],
-        row["verdict"],
-        row["reason"],
-    )
+def _row(stored: Sequence[Any]) -> Row:
+    """A row again, from its columns in the records, where NaN is nothing."""
+    name, allclose, apart, relative, atol, rtol, info, cosine, ulp, found, reason = stored
+    apart, relative, cosine, ulp = [math.nan if v is None else v for v in (apart, relative, cosine, ulp)]
+    return Row(name, bool(allclose), apart, relative, atol, rtol, info, cosine, ulp, found, reason)
 
 
 def _unchanged(after: Any, before: Any) -> bool:
@@ -1013,70 +1009,3 @@ def _wrote(result: GoldenResult) -> bool:
     """Whether the golden run changed its arguments."""
     source = result.source
     return bool(source.traits.mutates) or op_facts.may_mutate(source.name, source.kwargs)
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    try:
-        return len(os.sched_getaffinity(0))
-    except AttributeError:  # not on Linux
-        return os.cpu_count() or 1
-
-
-_LIMITS: Final = (
-    *[(library, "omp_set_num_threads") for library in ("libgomp", "libiomp", "libomp")],
-    *[(library, "MKL_Set_Num_Threads_Local") for library in ("libtorch_cpu", "libmkl_rt")],
-)
-
-
-@functools.cache
-def _thread_limits() -> list[Any]:
-    """Functions that set how many threads the calling thread's kernels use."""
-    try:
-        with open("/proc/self/maps") as maps:
-            words = [line.split()[-1] for line in maps if ".so" in line]
-    except OSError:
-        return []
-    found = []
-    for path in sorted({w for w in words if "/" in w}):
-        for library, name in _LIMITS:
-            if os.path.basename(path).startswith(library):
-                try:
-                    found.append(getattr(ctypes.CDLL(path), name))
-                except (OSError, AttributeError):
-                    continue
-    return found
-
-
-def _side_by_side(function: Callable[[Any], Any], values: Sequence[Any], most: int) -> list[Any]:
-    """What a function makes of each value, in some threads of one core each; raises what it raises."""
-    results: list[Any] = [None] * len(values)
-    errors: list[BaseException] = []
-    waiting = iter(range(len(values)))
-
-    def work() -> None:
-        _limit_kernel_threads(1)
-        for place in waiting:  # the lock of the interpreter makes this safe
-            if errors:
-                return
-            try:
-                results[place] = function(values[place])
-            except BaseException as error:
-                errors.append(error)
-
-    threads = [threading.Thread(target=work, name="op_tools-piece", daemon=True) for _ in range(min(most, len(values)))]
-    for thread in threads:
-        thread.op_tools_internal = True  # type: ignore[attr-defined]
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return results
-
-
-def _limit_kernel_threads(most: int) -> None:
-    """How many cores the kernels of the calling thread use."""
-    torch.get_num_threads()  # the first question sets this thread up, which would undo what follows
-    for limit in _thread_limits():
-        limit(most)

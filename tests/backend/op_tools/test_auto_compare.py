@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ditorch
 import op_tools
-from op_tools import golden, launch, pieces, settings
-from op_tools.tools import auto_compare
+from op_tools import cores, golden, launch, pieces, settings
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -408,16 +407,20 @@ def test_a_launch_that_cannot_be_meant(words: list[str], text: str, capsys: pyte
     assert text in capsys.readouterr().err
 
 
-def test_a_large_comparison_gets_the_cores_of_those_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("available", "expected"), [(2, [1, 4]), (8, [1, 4]), (16, [3, 4]), (64, [4])])
+def test_a_comparison_gets_the_cores_that_are_there_and_a_large_one_more(
+    available: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OP_AUTOCOMPARE_THREADS", "4")
     monkeypatch.setenv("OP_AUTOCOMPARE_QUEUE_BYTES", str(64 * 1024))
     given: list[int] = []
-    monkeypatch.setattr(auto_compare, "_limit_kernel_threads", given.append)
+    monkeypatch.setattr(cores, "limit_kernels", given.append)
+    monkeypatch.setattr(cores, "available", lambda: available)
     small, large = torch.rand(256, device="cuda"), torch.rand(128 * 1024, device="cuda")
     with op_tools.OpAutoCompare() as tool:
         for x in (small, large, small):
             torch.exp(x)
-    assert sorted(set(given)) == [1, 4]
+    assert sorted(set(given)) == expected
     assert not tool.findings()
 
 
@@ -482,7 +485,7 @@ def test_pieces_side_by_side_keep_their_order_and_their_errors() -> None:
             raise ValueError("thirteen")
         return value * value
 
-    assert auto_compare._side_by_side(square, range(10), 3) == [k * k for k in range(10)]
+    assert cores.side_by_side(square, range(10), 3) == [k * k for k in range(10)]
     assert names == {"op_tools-piece"}
     with pytest.raises(ValueError, match="thirteen"):
-        auto_compare._side_by_side(square, range(20), 4)
+        cores.side_by_side(square, range(20), 4)

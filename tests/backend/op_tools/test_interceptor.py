@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import threading
 from typing import Any, NamedTuple
 
@@ -245,6 +246,21 @@ def test_steps_ranks_and_calls(device: str) -> None:
     assert [r["step"] - first for r in tool.records()] == [1, 2]
     assert len(limited.records()) == 1
     assert other_rank.records() == []
+
+
+def test_steps_are_counted_on_when_an_optimizer_follows_another(device: str) -> None:
+    weight = torch.randn(3, device=device, requires_grad=True)
+    first = INTERCEPTOR.step
+    with op_tools.OpObserve(ops=["torch.Tensor.mul"]) as tool:
+        for _ in range(2):
+            optimizers = [torch.optim.SGD([weight], lr=0.1), torch.optim.Adam([weight], lr=0.1)]
+            for _ in range(2):
+                (weight * 2).sum().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+            del optimizers, optimizer
+            gc.collect()
+    assert [r["step"] - first for r in tool.records()] == [0, 1, 2, 3]
 
 
 def test_tensor_used_as_an_index(device: str) -> None:

@@ -196,3 +196,26 @@ def test_module_paths() -> None:
     stranger = Probe()
     model.blocks[0].qkv = stranger
     assert model(0) == "blocks.0.qkv"
+
+
+def test_the_path_of_a_module_that_is_gone_is_not_that_of_the_next_one() -> None:
+    class Outer(torch.nn.Module):
+        def forward(self, kind: type[torch.nn.Module]) -> tuple[int, str]:
+            made = kind()  # no part of the model
+            return id(made), made("x")
+
+    class First(Probe):
+        pass
+
+    class Second(Probe):
+        pass
+
+    outer = Outer()
+    ids: dict[int, type[torch.nn.Module]] = {}
+    for number in range(200):
+        kind = (First, Second)[number // 3 % 2]
+        place, path = outer(kind)
+        assert path == f"({kind.__name__})"
+        if ids.setdefault(place, kind) is not kind:
+            return
+    pytest.skip("no two modules had the same address")
