@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import sys
 import threading
@@ -17,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -29,24 +28,22 @@ from .. import (
     device_measures,
     golden,
     native,
-    op_facts,
-    pieces,
     reproducer,
     settings,
     store,
-    verdict,
 )
 from ..attribution import Blame, Lineage
 from ..budget import MODES, Chooser, kind_of, parse_budget
+from ..comparing import Comparer, Comparison, Memory, rebuilt
 from ..devices import quiet
-from ..first_look import FirstLook, Question, Room, Taken, compared, gradient_labels
+from ..first_look import FirstLook, Question, Room
 from ..first_look import Kept as Looked
 from ..golden import GoldenResult
 from ..intercept import Call
 from ..module_path import module_path
-from ..opcall import Tensor, TensorMeta, describe, labelled, map_tensors, tensors_in
-from ..snapshot import MOST_BORROWED, Layouts, Ref, Staged, Unpacker, Whole, map_leaves, rebuild, stage
-from ..verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
+from ..opcall import Tensor, TensorMeta, describe, labelled
+from ..snapshot import MOST_BORROWED, Layouts, Staged, Unpacker, rebuild, stage
+from ..verdict import NOT_COMPARABLE, WRONG, Judgement, Row, Rules
 from ..writer import Writer
 from .base import Tool
 
@@ -80,13 +77,10 @@ class _Job:
     autocast: torch.dtype | None = None
     grad_enabled: bool = True
     twin: _Job | None = None  # what waits for the backward of the same call
-    origin: _Job | None = None  # of a backward: that twin
-    kept: _Kept | None = None  # of a twin: the golden forward pass
+    memory: Memory | None = None  # of that call, for its backward
     question: Question | None = None  # to be looked at on the device first
     looked: Looked | None = None  # of a twin that was: for its backward
     looks: Hashable = None  # of a backward: of its gradients
-    returned: Any = None  # of a twin: what the device returned, where signs are free
-    piece: bool = False  # of a larger comparison
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
     # what came out
     judgement: Judgement | None = None
@@ -100,7 +94,7 @@ class _Job:
 
     def forget(self) -> None:
         """Let go of all tensors."""
-        self.after = self.grads = self.result = self.twin = self.origin = None
+        self.after = self.grads = self.result = self.twin = None
         self.host = {}
 
 
@@ -124,13 +118,6 @@ class _Done:
 
 
 _ALREADY: Final = _Done()
-
-
-class _Kept(NamedTuple):
-    """A golden forward pass that waits for its backward, and the room it takes."""
-
-    result: GoldenResult
-    room: Taken
 
 
 class OpAutoCompare(Tool):
@@ -185,8 +172,6 @@ class OpAutoCompare(Tool):
         self._rules = Rules.from_environment()
         golden.casts_of("torch.add")  # a mistake in the variable is an error now
         self._chooser = _chooser(self._mode, self._budget)
-        self._max_bytes = int(settings.number("OP_AUTOCOMPARE_MAX_BYTES", 8 * 2**30))
-        self._max_seconds = settings.number("OP_AUTOCOMPARE_MAX_SECONDS", 10.0)
         queued = int(settings.number("OP_AUTOCOMPARE_QUEUE_BYTES", 2**30))
         threads = int(settings.number("OP_AUTOCOMPARE_THREADS", max(1, min(4, cores.available() - 2))))
         self._at_once = self.only is not None or threads < 1
@@ -196,11 +181,15 @@ class OpAutoCompare(Tool):
         self._writer = Writer(queued, self._threads, most_jobs=_MOST_WAITING)
         self._layouts = Layouts()
         self._looks: dict[Hashable, int] = {}
-        self._room = Room(queued // 4)
-        self._casts: dict[str, dict[torch.dtype, torch.dtype] | None] = {}
-        self._moves: dict[Hashable, Judgement | None] = {}  # kinds of calls: what is found where they only move values
-        self._unchanged_rows: dict[Hashable, tuple[Row, ...]] = {}
         self._look = self._first_look()
+        self._comparer = Comparer(
+            self._rules,
+            Room(queued // 4),
+            int(settings.number("OP_AUTOCOMPARE_MAX_BYTES", 8 * 2**30)),
+            settings.number("OP_AUTOCOMPARE_MAX_SECONDS", 10.0),
+            self._threads,
+            whole=self._look is not None,
+        )
         native.prepare()
         # how much of a worker's time the run itself loses: all of it where there is no core to spare
         self._share = 1.0 if cores.available() <= threads + 1 else 0.5
@@ -266,7 +255,7 @@ class OpAutoCompare(Tool):
         job = _Job(
             -1, "forward", call, device, 0, module, kind, function, _UNSTAGED, autocast=low, grad_enabled=grad_enabled
         )
-        if self._look is not None and self._cast(call.op) is None:
+        if self._look is not None and self._comparer.cast(call.op) is None:
             job.question = self._look.question(call, low, grad_enabled)
         unwritten = job.question is not None and not job.question.kind.writes
         if unwritten or self._stage_arguments(job):
@@ -308,6 +297,7 @@ class OpAutoCompare(Tool):
                 number, [*call.tensors, *call.results], (call.args, call.kwargs, call.result)
             )
         # the arguments stay with the call for a backward to come; the rest goes with the job
+        job.memory = Memory()
         twin = dataclasses.replace(job, call=weakref.proxy(call), after=None, done=threading.Event(), host={})
         job.twin = call.notes[self] = twin
         self._submit(job)
@@ -380,8 +370,6 @@ class OpAutoCompare(Tool):
             grads=staged,
             looks=_looks_of(grad_outputs, grad_inputs) if self._look is not None else None,
             twin=None,
-            origin=forward,
-            kept=None,
             done=threading.Event(),
             host={},
         )
@@ -443,54 +431,32 @@ class OpAutoCompare(Tool):
         return max(self._spare, min(self._threads, self._threads * nbytes // self._writer.most_bytes))
 
     def _compare(self, job: _Job) -> None:
-        host = job.host
         with quiet():
             args, kwargs = self._fetch(job)
-        sent = host.get("grad_outputs")
-        kind = self._kind(job) if not self.view.full else None
-        known = self._moves.get(kind) if kind is not None else None
-        if known is not None and self._moved_as_before(job, args, kwargs):
-            job.judgement = known
-            return
-        job.judgement = self._in_pieces(job, args, kwargs)
-        if job.judgement is not None:
-            return
-        job.result = result = self._golden(job, args, kwargs, sent)
-        if job.phase == "backward":
-            job.judgement = self._judge_backward(job, result)
-        else:
-            if job.twin is not None and op_facts.has_free_vectors(job.call.op):
-                job.twin.returned = map_tensors(host["result"], lambda t: t.clone())
-            job.judgement = self._judge_forward(job, result)
-        if kind is not None and kind not in self._moves and len(self._moves) < _MOST_KINDS:
-            self._moves[kind] = job.judgement if self._only_moves(job, result, job.judgement) else None
-        if self._look is not None:
-            moves = kind is not None and self._moves.get(kind) is not None
-            self._look.learn(job.call, result, job.judgement, job.grad_enabled, moves, job.looks)
-        if job.judgement.verdict == WRONG or self.view.full:
+        call, shown = job.call, self.view.full
+        done = Comparison(
+            job.phase,
+            call.op,
+            job.function,
+            call.traits,
+            job.device,
+            (call.inputs.number, call.outputs.number),
+            args,
+            kwargs,
+            job.host,
+            job.nbytes,
+            job.rounded_to,
+            job.autocast,
+            job.grad_enabled,
+            job.memory,
+        )
+        job.judgement = found = self._comparer.compare(done, shown)
+        job.result = result = done.result
+        if self._look is not None and result is not None:
+            self._look.learn(call, result, found, job.grad_enabled, done.moves, job.looks)
+        if found.verdict == WRONG or shown:
             with quiet():  # what was borrowed is shown and saved later
                 self._unpack(job, self._workers.unpacker.fetch)
-
-    def _in_pieces(self, job: _Job, args: Any, kwargs: Any) -> Judgement | None:
-        """What is found in a large call on lists, piece by piece; None where it must be looked at as a whole."""
-        if job.phase != "forward" or job.nbytes < pieces.WORTH_IT or self.view.full or self._look is not None:
-            return None
-        if job.twin is not None and job.grad_enabled:  # its backward needs the golden run of the whole
-            return None
-        host, op = job.host, job.call.op
-        found = pieces.pieces(op, pieces.Sides(tuple(args), tuple(host["args"]), host["result"]), kwargs)
-        if not found:
-            return None
-
-        def judge(piece: pieces.Piece) -> Judgement:
-            before, after, result = piece.sides
-            part = dataclasses.replace(job, host={**host, "args": after, "result": result}, piece=True)
-            return self._judge_forward(part, self._golden(part, before, kwargs, None))
-
-        judged = cores.side_by_side(judge, found, self._threads)
-        if any(judgement.verdict != RIGHT for judgement in judged):
-            return None  # it is to be saved and shown with all that belongs to it
-        return pieces.together(op, list(zip(found, judged)))
 
     def _fetch(self, job: _Job) -> tuple[Any, Any]:
         """The arguments on the host, to keep; results and gradients in `job.host`, valid until the next comparison."""
@@ -509,147 +475,14 @@ class OpAutoCompare(Tool):
         before = before._replace(storages=tuple(own), event=None)
         if job.twin is not None:
             job.twin.before = before  # no device memory is held for a backward to come
-        return _rebuilt(before.tree, own)
+        return rebuilt(before.tree, own)
 
     def _unpack(self, job: _Job, fetch: Callable[[Staged], Sequence[Tensor]]) -> None:
         host = job.host
         if job.after is not None:
-            host["args"], host["kwargs"], host["result"] = _rebuilt(job.after.tree, fetch(job.after))
+            host["args"], host["kwargs"], host["result"] = rebuilt(job.after.tree, fetch(job.after))
         if job.grads is not None:
-            host["grad_outputs"], host["grad_inputs"] = _rebuilt(job.grads.tree, fetch(job.grads))
-
-    def _golden(self, job: _Job, args: Any, kwargs: Any, sent: Any) -> GoldenResult:
-        """The golden run, or its backward alone where the forward pass was kept."""
-        call, origin = job.call, job.origin
-        kept = None
-        if origin is not None:
-            kept, origin.kept = origin.kept, None
-        if kept is not None:
-            return golden.backward(kept.result, sent, None if origin is None else origin.returned)
-        # arguments and results in double precision
-        room = self._room.take(4 * job.nbytes) if job.twin is not None and job.grad_enabled else None
-        result = golden.run(
-            job.function,
-            args,
-            kwargs,
-            dtype_cast=self._cast(call.op),
-            grad_outputs=sent,
-            name=call.op,
-            traits=call.traits,
-            device=job.device,
-            rounded_to=job.rounded_to,
-            autocast=job.autocast,
-            max_bytes=self._max_bytes,
-            keep_graph=room is not None,
-            outputs=None if origin is None else origin.returned,
-        )
-        if room is not None and result.graph is not None and job.twin is not None:
-            job.twin.kept = _Kept(dataclasses.replace(result), room)
-            result.graph = None
-        return result
-
-    def _cast(self, op: str) -> dict[torch.dtype, torch.dtype] | None:
-        if op not in self._casts:
-            self._casts[op] = golden.casts_of(op)
-        return self._casts[op]
-
-    # -- calls that only move values ------------------------------------------------------------------
-
-    def _kind(self, job: _Job) -> Hashable:
-        """The same for comparisons that look the same; None where that cannot be said."""
-        inputs, outputs = job.call.inputs.number, job.call.outputs.number
-        if not inputs or not outputs or job.piece or self._cast(job.call.op) is not None:
-            return None
-        key = (job.call.op, inputs, outputs, job.autocast)
-        if job.phase == "forward":
-            return key
-        grads = (*job.host["grad_outputs"], *job.host["grad_inputs"])
-        return (*key, tuple([None if g is None else (g.shape, g.stride(), g.dtype) for g in grads]))
-
-    def _only_moves(self, job: _Job, result: GoldenResult, judgement: Judgement) -> bool:
-        """Whether a call like this one moves values about and nothing else, as its golden run has shown."""
-        if judgement.verdict != RIGHT or not result.comparable or result.note or _wrote(result):
-            return False
-        if any(row.max_abs_diff or row.max_ulp for row in judgement.rows):
-            return False
-        part = "grad_input" if job.phase == "backward" else "output"
-        return verdict.only_moves(result, part)
-
-    def _moved_as_before(self, job: _Job, args: Any, kwargs: Any) -> bool:
-        """Whether the device moved the same values to the same places as the CPU does, in its own dtype."""
-        host, backward = job.host, job.phase == "backward"
-        try:
-            sent = host["grad_outputs"] if backward else None
-            outputs, grads = golden.as_is(job.function, job.call.op, args, kwargs, sent)
-        except Exception:  # then it is looked at closely
-            return False
-        if backward:
-            return _same(host["grad_inputs"], grads)
-        unchanged = _same(compared(host["args"], host["kwargs"]), compared(args, kwargs))
-        return unchanged and _same(host["result"], outputs)
-
-    def _judge_forward(self, job: _Job, result: GoldenResult) -> Judgement:
-        name, host = job.call.op, job.host
-        if not result.comparable:
-            return verdict.judge_call(name, result, outputs=host["result"], rules=self._rules)
-        options: dict[str, Any] = {"result": result, "rules": self._rules, "max_seconds": self._max_seconds}
-        inputs = self._judge_inputs(job, result, options)
-        return inputs + verdict.judge(name, host["result"], result.outputs, part="output", **options)
-
-    def _judge_inputs(self, job: _Job, result: GoldenResult, options: dict[str, Any]) -> Judgement:
-        """Arguments after the call: unchanged ones need no more than a look at their bits."""
-        name, source = job.call.op, result.source
-        ours, earlier = compared(job.host["args"], job.host["kwargs"]), compared(source.args, source.kwargs)
-        theirs = compared(*result.inputs_after)
-        if len(ours) != len(theirs) or not _unchanged(ours, earlier) or _wrote(result):
-            return verdict.judge(name, ours, theirs, part="input", **options)
-        key = self._kind(job)
-        rows = self._unchanged_rows.get(key) if key is not None else None
-        if rows is None:
-            rows = self._rows_of_unchanged(name, list(verdict.leaves_of(ours)), list(verdict.leaves_of(theirs)))
-            if key is not None and len(self._unchanged_rows) < _MOST_KINDS:
-                self._unchanged_rows[key] = rows
-        return Judgement(RIGHT, "", rows)
-
-    def _rows_of_unchanged(self, name: str, leaves: list[Any], references: list[Any]) -> tuple[Row, ...]:
-        rows = []
-        for number, leaf in enumerate(leaves):
-            label = f"{name} input" if len(leaves) == 1 else f"{name} input[{number}]"
-            rows.append(self._same_row(name, label, leaf, references[number] if number < len(references) else None))
-        return tuple(rows)
-
-    def _same_row(self, name: str, label: str, leaf: Any, reference: Any) -> Row:
-        dtype = leaf.dtype if isinstance(leaf, Tensor) else None
-        number = isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
-        if dtype is None and not number:
-            return Row(label, True, 0.0, 0.0, 0.0, 0.0, "", cosine=1.0)
-        atol, rtol, _ = self._rules.tolerance(name, dtype)
-        info = ""
-        if dtype is not None and isinstance(reference, Tensor) and reference.dtype != dtype:
-            info = f"Inconsistent dtypes: {dtype} {reference.dtype}"
-        return Row(label, True, 0.0, 0.0, atol, rtol, info, cosine=1.0)
-
-    def _judge_backward(self, job: _Job, result: GoldenResult) -> Judgement:
-        name = job.call.op
-        if not result.comparable:
-            return Judgement(NOT_COMPARABLE, result.reason)
-        if op_facts.has_free_vectors(name) and (job.origin is None or job.origin.returned is None):
-            return Judgement(NOT_COMPARABLE, "which signs the vectors had on the device is not known")
-        expected = result.grad_inputs or []
-        found = job.host["grad_inputs"]
-        labels, present = gradient_labels(name, found, expected)
-        judged = verdict.judge(
-            name,
-            found,
-            expected,
-            result=result,
-            part="grad_input",
-            rules=self._rules,
-            max_seconds=self._max_seconds,
-            labels=labels if len(found) == len(expected) else None,
-        )
-        rows = tuple(itertools.compress(judged.rows, present)) if len(judged.rows) == len(present) else judged.rows
-        return Judgement(judged.verdict, judged.reason, rows, judged.probes)
+            host["grad_outputs"], host["grad_inputs"] = rebuilt(job.grads.tree, fetch(job.grads))
 
     # -- telling, in the order of the calls -----------------------------------------------------------
 
@@ -953,59 +786,3 @@ def _row(stored: Sequence[Any]) -> Row:
     name, allclose, apart, relative, atol, rtol, info, cosine, ulp, found, reason = stored
     apart, relative, cosine, ulp = [math.nan if v is None else v for v in (apart, relative, cosine, ulp)]
     return Row(name, bool(allclose), apart, relative, atol, rtol, info, cosine, ulp, found, reason)
-
-
-def _unchanged(after: Any, before: Any) -> bool:
-    ours, earlier = list(tensors_in(after)), list(tensors_in(before))
-    return len(ours) == len(earlier) and all(map(_same_bits, ours, earlier))
-
-
-def _same(ours: Any, theirs: Any) -> bool:
-    """Whether two trees are the same in every shape, dtype and value."""
-    left, right = list(verdict.leaves_of(ours)), list(verdict.leaves_of(theirs))
-    return len(left) == len(right) and all(map(_same_leaf, left, right))
-
-
-def _rebuilt(tree: Any, flats: Sequence[Tensor]) -> Any:
-    """Tensors again, from a staged tree and the bytes of its storages, wherever these lie."""
-    typed: dict[tuple[int, torch.dtype], Tensor] = {}
-
-    def make(leaf: Any) -> Any:
-        if type(leaf) is not Ref:
-            return leaf.copy.cpu().requires_grad_(leaf.requires_grad) if isinstance(leaf, Whole) else leaf
-        base = typed.get((leaf.storage, leaf.dtype))
-        if base is None:
-            flat = flats[leaf.storage]
-            rest = flat.numel() % leaf.dtype.itemsize
-            base = (flat[:-rest] if rest else flat).view(leaf.dtype)
-            typed[(leaf.storage, leaf.dtype)] = base
-        tensor = base.as_strided(leaf.shape, leaf.stride, base.storage_offset() + leaf.offset)
-        if leaf.conjugated:
-            tensor = torch._conj(tensor)
-        if leaf.negated:
-            tensor = torch._neg_view(tensor)
-        return tensor.requires_grad_() if leaf.requires_grad else tensor
-
-    return map_leaves(tree, make)
-
-
-def _same_leaf(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return False
-    return type(a) is type(b) and (a == b or not isinstance(a, (int, float, complex, str, tuple)))
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype or a.layout != torch.strided or b.layout != torch.strided:
-        return False
-    if torch.equal(a, b):
-        return True
-    return bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def _wrote(result: GoldenResult) -> bool:
-    """Whether the golden run changed its arguments."""
-    source = result.source
-    return bool(source.traits.mutates) or op_facts.may_mutate(source.name, source.kwargs)

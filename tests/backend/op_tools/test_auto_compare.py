@@ -248,7 +248,7 @@ def test_forward_passes_that_wait_for_a_backward_do_not_pile_up(device: str, mon
     monkeypatch.setenv("OP_AUTOCOMPARE_QUEUE_BYTES", str(1 << 20))  # a quarter of it for them
     x = torch.randn(64, 64, device=device, requires_grad=True)
     with op_tools.OpAutoCompare() as compared:
-        room = compared._room
+        room = compared._comparer.room
         pending = [torch.nn.functional.gelu(x) for _ in range(20)]
         compared.wait()
         assert 0 <= room.left < (1 << 18) - (1 << 16), "some are kept, not all"
