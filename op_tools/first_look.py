@@ -243,7 +243,7 @@ class FirstLook:
         leaves = kept.copies.leaves
         unique = list({id(leaf): leaf for leaf in leaves if leaf is not None}.values())
         with _plain_region(kept.question, grad=True):
-            grads = _differentiated([p[0] for p in pairs], unique, [p[1] for p in pairs])
+            grads = golden.differentiated([p[0] for p in pairs], unique, [p[1] for p in pairs], keep=True)
         by_leaf = {id(leaf): grad for leaf, grad in zip(unique, grads)}
         expected = [None if leaf is None else by_leaf[id(leaf)] for leaf in leaves]
         if kind.judgement is not None:
@@ -335,12 +335,6 @@ def _source(question: Question, call: Call, function: Any) -> Source:
     args, kwargs = map_tensors((call.args, call.kwargs), hold)
     rounded_to, autocast = question.rounded_to, question.autocast
     return Source(function, call.op, call.traits, args, kwargs, None, question.device, rounded_to, autocast)
-
-
-def _differentiated(outputs: list[Tensor], inputs: list[Tensor], sent: list[Tensor]) -> Sequence[Tensor | None]:
-    """`torch.autograd.grad` without its checks of what is known here, and not seen as a pass of the training."""
-    engine = torch.autograd.Variable._execution_engine
-    return engine.run_backward(tuple(outputs), tuple(sent), True, False, tuple(inputs), True, accumulate_grad=False)
 
 
 def gradient_labels(name: str, found: Sequence[Any], expected: Sequence[Any]) -> tuple[list[str], list[bool]]:

@@ -34,6 +34,7 @@ SINGLE: Final[dict[torch.dtype, torch.dtype]] = {
     torch.complex32: torch.complex64,
 }
 _KEEP_WHOLE: Final = 1 << 14
+_ENGINE: Final = torch._C._ImperativeEngine()  # the one that all use, as nobody has wrapped it
 AS_IS: Final[dict[torch.dtype, torch.dtype]] = {}
 
 
@@ -257,7 +258,7 @@ def as_is(
         tensors = list(tensors_in((args, kwargs)))
         leaves = [t for t in tensors if t.requires_grad]
         pairs = [(o, g) for o, g in zip(tensors_in(outputs), grad_outputs) if o.requires_grad and g is not None]
-        found = iter(torch.autograd.grad([p[0] for p in pairs], leaves, [p[1] for p in pairs], allow_unused=True))
+        found = iter(differentiated([p[0] for p in pairs], leaves, [p[1] for p in pairs]))
         return outputs, [next(found) if t.requires_grad else None for t in tensors]
 
 
@@ -404,6 +405,19 @@ def _without_hooks() -> Iterator[None]:
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
+def differentiated(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], sent: Sequence[Tensor], keep: bool = False
+) -> Sequence[Tensor | None]:
+    """`torch.autograd.grad` without its checks, which import SymPy, and not seen as a pass of the training.
+
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> differentiated([3 * x], [x], [torch.ones(1)])
+    (tensor([3.]),)
+    """
+    found = _ENGINE.run_backward(tuple(outputs), tuple(sent), keep, False, tuple(inputs), True, accumulate_grad=False)
+    return tuple(found)
+
+
 def _gradients(source: Source, outputs: Any, prepared: _Copies) -> list[Tensor | None]:
     pairs = []
     theirs = list(tensors_in(source.outputs)) if op_facts.has_free_vectors(source.name) else []
@@ -418,7 +432,7 @@ def _gradients(source: Source, outputs: Any, prepared: _Copies) -> list[Tensor |
     if not pairs or not wanted:
         return [None] * len(leaves)
     unique = list({id(leaf): leaf for leaf in wanted}.values())
-    found = torch.autograd.grad([p[0] for p in pairs], unique, [p[1] for p in pairs], allow_unused=True)
+    found = differentiated([p[0] for p in pairs], unique, [p[1] for p in pairs])
     by_leaf = {id(leaf): grad for leaf, grad in zip(unique, found)}
     return [None if leaf is None else by_leaf[id(leaf)] for leaf in leaves]
 

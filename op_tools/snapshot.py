@@ -269,24 +269,48 @@ class Unpacker:
             if event is not None:
                 event.synchronize()
             return [f.cpu() for f in flats]
+        buffer = self._pinned.room(sum([_padded(f.numel()) for f in flats if not f.is_cpu]))
+        found, position = [], 0
+        for flat in flats:
+            if flat.is_cpu:
+                found.append(flat)
+            else:
+                found.append(buffer[position : position + flat.numel()])
+                position += _padded(flat.numel())
+        self._copy([(view, flat) for view, flat in zip(found, flats) if view is not flat], device, event)
+        return found
+
+    def put(self, storages: Sequence[Tensor], event: Any, places: Sequence[Tensor]) -> None:
+        """Copy the bytes of staged storages to places on the host, each as large as `bytes_in` says."""
+        flats = [_bytes_of(s) for s in storages]
+        devices = {f.device for f in flats if not f.is_cpu}
+        if len(devices) == 1 and can_pin(next(iter(devices)).type):
+            self._copy(list(zip(places, flats)), devices.pop(), event)
+            return
+        if event is not None:
+            event.synchronize()
+        for place, flat in zip(places, flats):
+            place.copy_(flat)
+
+    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, event: Any) -> None:
+        """Copy from a device on a stream of this unpacker, and wait for it."""
         module = module_of(device.type)
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = module.Stream(device)
-        buffer = self._pinned.room(sum([_padded(f.numel()) for f in flats if not f.is_cpu]))
-        found, position = [], 0
         with module.stream(stream):
             if event is not None:
                 stream.wait_event(event)
-            for flat in flats:
-                if not flat.is_cpu:
-                    view = buffer[position : position + flat.numel()]
-                    view.copy_(flat, non_blocking=True)
-                    position += _padded(flat.numel())
-                    flat = view
-                found.append(flat)
+            for view, flat in pairs:
+                view.copy_(flat, non_blocking=True)
             stream.synchronize()
-        return found
+
+
+def bytes_in(copy: Tensor) -> int:
+    """How many bytes a staged storage has (`bytes_in(torch.ones(2)) == 8`)."""
+    if copy.dtype == torch.uint8 and copy.dim() == 1:
+        return copy.numel()
+    return int(copy.untyped_storage().nbytes())
 
 
 def _padded(nbytes: int) -> int:

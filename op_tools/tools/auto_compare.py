@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import pickle
 import sys
 import threading
 import time
@@ -23,19 +24,24 @@ import torch
 from .. import (
     archive,
     attribution,
+    compare_pool,
     console,
     cores,
     device_measures,
     golden,
     native,
+    op_facts,
+    replay,
     reproducer,
     settings,
     store,
 )
 from ..attribution import Blame, Lineage
 from ..budget import MODES, Chooser, kind_of, parse_budget
+from ..compare_helper import Answer, Options, Task
+from ..compare_pool import Pool, Remote, needs_gradients, sendable
 from ..comparing import Comparer, Comparison, Memory, rebuilt
-from ..devices import quiet
+from ..devices import accelerator_type, quiet
 from ..first_look import FirstLook, Question, Room
 from ..first_look import Kept as Looked
 from ..golden import GoldenResult
@@ -43,7 +49,7 @@ from ..intercept import Call
 from ..module_path import module_path
 from ..opcall import Tensor, TensorMeta, describe, labelled
 from ..snapshot import MOST_BORROWED, Layouts, Staged, Unpacker, rebuild, stage
-from ..verdict import NOT_COMPARABLE, WRONG, Judgement, Row, Rules
+from ..verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
 from ..writer import Writer
 from .base import Tool
 
@@ -55,6 +61,10 @@ _MOST_WAITING: Final = 2_000  # comparisons
 _MOST_CORES: Final = 4  # for one comparison, unless it is large
 _MOST_SHOWN: Final = 5_000  # rows of the table at the end
 _UNSTAGED: Final = Staged(None, (), None, 0)
+_LOST: Final = Judgement(NOT_COMPARABLE, "the process that had its arguments ended")
+_CORES_FOR_PROCESSES: Final = 8
+_MOST_PROCESSES: Final = 12
+_WORTH_PROCESSES: Final = 2.0  # seconds of comparing
 LOOKS: Final = ("cpu", "device")  # where a call that is like an earlier one is looked at first
 
 
@@ -78,6 +88,7 @@ class _Job:
     grad_enabled: bool = True
     twin: _Job | None = None  # what waits for the backward of the same call
     memory: Memory | None = None  # of that call, for its backward
+    remote: Remote | None = None  # the process that compares both
     question: Question | None = None  # to be looked at on the device first
     looked: Looked | None = None  # of a twin that was: for its backward
     looks: Hashable = None  # of a backward: of its gradients
@@ -190,6 +201,12 @@ class OpAutoCompare(Tool):
             self._threads,
             whole=self._look is not None,
         )
+        self._pool: Pool | None = None
+        self._processes, self._patience = self._helping()
+        self._busy = 0.0  # seconds that comparisons took here
+        self._leaves: dict[str, bool] = {}  # operators: whether another process knows them
+        if self._processes and not self._patience:
+            self._start_pool()
         native.prepare()
         # how much of a worker's time the run itself loses: all of it where there is no core to spare
         self._share = 1.0 if cores.available() <= threads + 1 else 0.5
@@ -218,6 +235,27 @@ class OpAutoCompare(Tool):
             return None
         device_measures.prepare()
         return FirstLook(self._rules)
+
+    def _helping(self) -> tuple[int, float]:
+        """How many processes may help to compare, and after how many seconds of comparing they are worth it."""
+        given = settings.number("OP_AUTOCOMPARE_PROCESSES", -1.0)
+        if self._at_once or self.view.full or self._look is not None or self._chooser.chooses:
+            return 0, 0.0
+        if not compare_pool.available():
+            return 0, 0.0
+        if given >= 0:
+            return int(given), 0.0
+        there = cores.available()
+        return (min(_MOST_PROCESSES, there - 4), _WORTH_PROCESSES) if there >= _CORES_FOR_PROCESSES else (0, 0.0)
+
+    def _start_pool(self) -> None:
+        comparer, queued = self._comparer, self._writer.most_bytes
+        room = queued // 4 // self._processes
+        options = Options(self._rules, room, comparer.max_bytes, comparer.max_seconds)
+        try:
+            self._pool = Pool(self._processes, options, accelerator_type(), self._answered)
+        except (OSError, ValueError, pickle.PicklingError):  # no memory, no files left: threads do it
+            self._processes = 0
 
     # -- which calls ----------------------------------------------------------------------------------
 
@@ -397,6 +435,8 @@ class OpAutoCompare(Tool):
         with self._order_lock:
             number = self._submitted
             self._submitted += 1
+        if self._pool is not None and job.twin is not None and self._may_leave(job):
+            job.remote = job.twin.remote = self._pool.remote()
         size = job.nbytes
         self._writer.reserve(size)
         self._writer.submit(size, functools.partial(self._work, number, job))
@@ -407,16 +447,105 @@ class OpAutoCompare(Tool):
 
     def _work(self, number: int, job: _Job) -> None:
         started = time.perf_counter()  # not the thread's own time: where cores are short, waiting is what it costs
+        sent = False
         try:
             if not self._abandoned:
                 self._prepare_thread(job)
-                self._compare(job)
+                sent = job.remote is not None and self._sent(number, job, job.remote)
+                if not sent and job.judgement is None:
+                    self._compare(job)
         except Exception as error:
             job.error = error
         finally:
-            self._chooser.spend(job.kind, (time.perf_counter() - started) * self._share)
+            seconds = time.perf_counter() - started
+            self._chooser.spend(job.kind, seconds * self._share)
             self._chooser.settle(job.kind)
+            if not sent:
+                self._tell_in_order(number, job)
+                self._ask_for_help(seconds)
+
+    def _ask_for_help(self, seconds: float) -> None:
+        """Processes take some seconds to start, and a core each: they are for runs that last."""
+        self._busy += seconds
+        if self._processes and self._pool is None and self._busy > self._patience and not self._abandoned:
+            with self._order_lock:
+                if self._pool is None:
+                    self._start_pool()
+
+    # -- in other processes ---------------------------------------------------------------------------
+
+    def _may_leave(self, job: _Job) -> bool:
+        """Whether another process can compare a call and its backward: one of PyTorch's, of plain tensors."""
+        op, after = job.call.op, job.after
+        known = self._leaves.get(op)
+        if known is None:
+            known = self._leaves[op] = self._is_known_elsewhere(op, job.function)
+        if not known or after is None or job.nbytes > compare_pool.most_bytes():
+            return False
+        return sendable(job.before) and sendable(after) and torch.get_default_dtype() == torch.float32
+
+    def _is_known_elsewhere(self, op: str, function: Any) -> bool:
+        try:
+            same = replay.function_of(op) == function
+        except Exception:
+            return False
+        return same and not op_facts.has_free_vectors(op) and self._comparer.cast(op) is None
+
+    def _sent(self, number: int, job: _Job, remote: Remote) -> bool:
+        """Whether a comparison goes on in another process; if not, it is done here."""
+        pool, call, before, twin = self._pool, job.call, job.before, job.twin  # which is gone with an answer
+        assert pool is not None
+        backward = job.phase == "backward"
+        parts: list[Staged]
+        if backward:
+            remote.tried.wait()
+            job.remote = None
+            assert job.grads is not None
+            parts = [job.grads] if remote.there and sendable(job.grads) else []
+        else:
+            assert job.after is not None
+            parts = [before, job.after]
+        layouts = [part.layout for part in parts if part.layout is not None]
+        task = Task(
+            number,
+            job.phase,
+            call.op,
+            job.device,
+            (call.inputs.number, call.outputs.number),
+            job.nbytes,
+            job.rounded_to,
+            job.autocast,
+            job.grad_enabled,
+            remote.memory if backward or (job.grad_enabled and any(map(needs_gradients, layouts))) else 0,
+            *(0, (), 0, ()),
+        )
+        sent = False
+        try:
+            with quiet():
+                sent = bool(parts) and pool.send(remote, task, parts, self._workers.unpacker, (number, job))
+            if sent and twin is not None:
+                remote.there = True
+                twin.before = _UNSTAGED  # no device memory is held for a backward to come
+        finally:
+            remote.tried.set()
+        if not sent and backward and before is _UNSTAGED:
+            job.judgement = _LOST
+        return sent
+
+    def _answered(self, given: tuple[int, _Job], answer: Answer | None) -> None:
+        """What another process found, if it is right; all else is looked at here."""
+        number, job = given
+        if answer is not None and answer.rows is not None:
+            job.judgement = Judgement(RIGHT, "", tuple([Row(*row) for row in answer.rows]))
             self._tell_in_order(number, job)
+            return
+        job.remote = None
+        if answer is not None and answer.before is not None:
+            flats = [torch.frombuffer(bytearray(b or b"\0"), dtype=torch.uint8)[: len(b)] for b in answer.before]
+            job.before = Staged(answer.tree, tuple(flats), None, sum([len(b) for b in answer.before]))
+        if job.phase == "backward" and job.before is _UNSTAGED:
+            job.judgement = _LOST
+        self._writer.submit(0, functools.partial(self._work, number, job))
 
     def _prepare_thread(self, job: _Job) -> None:
         workers, limit = self._workers, self._kernel_threads(job.nbytes)
@@ -636,9 +765,10 @@ class OpAutoCompare(Tool):
             self._drain()
         except KeyboardInterrupt:
             self._abandoned = True  # what is queued is dropped; what was found is kept
-            self._writer.drain()
             raise
         finally:
+            if self._pool is not None:
+                self._pool.close()
             self._writer.close()
             self._write_table()
 
@@ -647,7 +777,7 @@ class OpAutoCompare(Tool):
             left = self._submitted - self._told
         if left > 50 and self.view.on and sys.stderr.isatty():
             console.wait_with_progress("comparing", left, lambda: self._submitted - self._told)
-        self._writer.drain()
+        self.wait()
 
     def _write_table(self) -> None:
         assert self._store is not None
@@ -695,6 +825,9 @@ class OpAutoCompare(Tool):
     def wait(self) -> None:
         """Wait until every call so far is compared (`comparison.wait()`)."""
         self._writer.drain()
+        if self._pool is not None:
+            self._pool.drain()
+            self._writer.drain()  # what was handed back
 
     def records(self) -> list[dict[str, Any]]:
         """All rows so far, in the order of the calls (`comparison.records()[0]["verdict"]`)."""

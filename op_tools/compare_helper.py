@@ -1,0 +1,173 @@
+"""A process that compares calls of a run in another one; `compare_pool` starts it and says what it is sent.
+
+The bytes of a call lie in memory that both map. The answer to a call that is right is its rows; any other call is
+handed back, and the run looks at it itself: what is wrong is found, shown and saved in one place.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+
+from . import native, replay
+from .comparing import Comparer, Comparison, Memory, rebuilt
+from .first_look import Room
+from .opcall import Tensor
+from .traits import OpTraits, traits_of
+from .verdict import RIGHT, Rules
+
+Spans = tuple[tuple[int, int], ...]  # of each storage: where its bytes begin in the shared memory, and how many
+
+
+class Options(NamedTuple):
+    """What all comparisons of a run have in common."""
+
+    rules: Rules
+    room: int  # bytes of golden runs that wait for a backward
+    max_bytes: int
+    max_seconds: float
+
+
+class Task(NamedTuple):
+    """A call to compare; trees go by numbers, and are sent once each."""
+
+    number: int
+    phase: str
+    op: str
+    device: str
+    numbers: tuple[int, int]
+    nbytes: int
+    rounded_to: torch.dtype | None
+    autocast: torch.dtype | None
+    grad_enabled: bool
+    memory: int  # of the call and its backward
+    before: int  # tree of the arguments; zero for a backward, whose arguments are here
+    before_spans: Spans
+    after: int  # tree of what they are afterwards and the result, or of gradients sent and found
+    after_spans: Spans
+
+
+class Answer(NamedTuple):
+    """What came out: `rows` where all is right; if None, the call is handed back, with arguments kept here."""
+
+    number: int
+    rows: list[tuple[Any, ...]] | None
+    seconds: float
+    tree: Any = None
+    before: list[bytes] | None = None
+
+
+class _Remembered(NamedTuple):
+    tree: Any
+    flats: list[Tensor]
+    memory: Memory
+
+
+class Helper:
+    """Compares what it is sent; `receive` and `send` are those of a connection."""
+
+    def __init__(self, buffer: Tensor, options: Options) -> None:
+        self._buffer = buffer
+        self._comparer = Comparer(options.rules, Room(options.room), options.max_bytes, options.max_seconds)
+        self._trees: dict[int, Any] = {}
+        self._remembered: dict[int, _Remembered] = {}
+
+    def serve(self, receive: Callable[[], Any], send: Callable[[Any], None]) -> None:
+        """Go on until the other side is gone."""
+        while True:
+            try:
+                kind, message = receive()
+            except (EOFError, OSError):
+                return
+            if kind == "tree":
+                number, tree = message
+                self._trees[number] = tree
+            elif kind == "forget":
+                for number in message:
+                    self._remembered.pop(number, None)
+            else:
+                try:
+                    send(self.answer(message))
+                except (BrokenPipeError, ConnectionResetError):
+                    return
+
+    def answer(self, task: Task) -> Answer:
+        """Compare one call (`helper.answer(task).rows is None`)."""
+        started = time.perf_counter()
+        rows = None
+        try:
+            rows = self._rows(task)
+        except Exception:  # the run finds out itself
+            pass
+        seconds = time.perf_counter() - started
+        if rows is not None or task.phase == "forward":
+            return Answer(task.number, rows, seconds)
+        known = self._remembered.get(task.memory)
+        if known is None:
+            return Answer(task.number, None, seconds)
+        return Answer(task.number, None, seconds, known.tree, [f.numpy().tobytes() for f in known.flats])
+
+    def _rows(self, task: Task) -> list[tuple[Any, ...]] | None:
+        if task.before:
+            tree, flats = self._trees[task.before], self._flats(task.before_spans)
+            memory = Memory()
+            if task.memory:
+                flats = [f.clone() for f in flats]
+                self._remembered[task.memory] = _Remembered(tree, flats, memory)
+        else:
+            tree, flats, memory = self._remembered[task.memory]
+        args, kwargs = rebuilt(tree, flats)
+        after = rebuilt(self._trees[task.after], self._flats(task.after_spans))
+        names = ("args", "kwargs", "result") if task.phase == "forward" else ("grad_outputs", "grad_inputs")
+        function, traits = _operator(task.op)
+        comparison = Comparison(
+            task.phase,
+            task.op,
+            function,
+            traits,
+            task.device,
+            task.numbers,
+            args,
+            kwargs,
+            dict(zip(names, after)),
+            task.nbytes,
+            task.rounded_to,
+            task.autocast,
+            task.grad_enabled,
+            memory if task.memory else None,
+        )
+        found = self._comparer.compare(comparison)
+        return [tuple(vars(row).values()) for row in found.rows] if found.verdict == RIGHT else None
+
+    def _flats(self, spans: Spans) -> list[Tensor]:
+        return [self._buffer[start : start + count] for start, count in spans]
+
+
+@functools.lru_cache(maxsize=4096)
+def _operator(name: str) -> tuple[Callable[..., Any], OpTraits]:
+    function = replay.function_of(name)
+    return function, traits_of(function)
+
+
+def main(socket: int, memory: int, size: int) -> None:
+    """Serve the process that holds the other end of a socket; both map `size` bytes of a file."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run; this process ends when the run does
+    torch.set_num_threads(1)
+    connection = Connection(socket)
+    try:
+        options = connection.recv()
+        helper = Helper(torch.frombuffer(mmap.mmap(memory, size), dtype=torch.uint8), options)
+        native.prepare()
+        connection.send("ready")
+        helper.serve(connection.recv, connection.send)
+    except (EOFError, OSError):
+        pass
+    os._exit(0)  # at once: the run waits, and there is nothing to clean up
