@@ -105,7 +105,9 @@ def attach(call: Call, edges: Edges, outputs: list[Tensor], listeners: tuple[Too
         return
     starters = tuple([t for t in listeners if t.wants_backward_start])
     state = _Backward(call, listeners, starters, len(outputs), edges.tensors)
-    nodes = _hooks_of_call(state, sources, edges)
+    stand_ins = _bases_of_results(outputs, edges) if state.gradients else {}
+    state.stand_ins = bool(stand_ins)
+    nodes = _hooks_of_call(state, sources, edges, stand_ins)
     if len(nodes) > 1 and not state.gradients:  # nobody looks at the gradients: nodes that run no kernel are left out
         nodes = [pair for pair in nodes if type(pair[0]).__name__ not in WITHOUT_KERNEL] or nodes
     state.nodes = len(nodes)
@@ -115,8 +117,27 @@ def attach(call: Call, edges: Edges, outputs: list[Tensor], listeners: tuple[Too
         node.register_hook(hook)
 
 
+def _bases_of_results(outputs: list[Tensor], edges: Edges) -> dict[Any, list[tuple[int, int, _Slice]]]:
+    """Nodes that made what results are whole views of: where these are changed in place, gradients come by there."""
+    found: dict[Any, list[tuple[int, int, _Slice]]] = {}
+    for index, tensor in enumerate(outputs):
+        if tensor.grad_fn is None or not tensor._is_view():
+            continue
+        base = tensor._base
+        node = None if base is None else base.grad_fn
+        if base is None or node is None or node is tensor.grad_fn or node._sequence_nr() < edges.since:
+            continue
+        if (node, base.output_nr) not in edges.targets and tensor.numel() == base.numel() and base.is_contiguous():
+            place = _Slice(tensor.shape, tensor.stride(), int(tensor.storage_offset()) - int(base.storage_offset()))
+            found.setdefault(node, []).append((base.output_nr, index, place))
+    return found
+
+
 def _hooks_of_call(
-    state: _Backward, sources: dict[Any, list[tuple[int, int]]], edges: Edges
+    state: _Backward,
+    sources: dict[Any, list[tuple[int, int]]],
+    edges: Edges,
+    stand_ins: dict[Any, list[tuple[int, int, _Slice]]],
 ) -> list[tuple[Any, _Hook]]:
     found: list[tuple[Any, _Hook]] = []
     seen: set[Any] | None = None
@@ -153,7 +174,7 @@ def _hooks_of_call(
                 stack.append(next_node)
                 if len(seen) > _MOST_NODES:
                     return []
-        found.append((node, _Hook(state, len(found), targets, sources.get(node, ()))))
+        found.append((node, _Hook(state, len(found), targets, sources.get(node, ()), stand_ins.get(node, ()))))
     return found
 
 
@@ -168,8 +189,10 @@ class _Backward:
         "heard",
         "listeners",
         "nodes",
+        "passed_on",
         "queued",
         "sizes",
+        "stand_ins",
         "starters",
     )
 
@@ -182,6 +205,7 @@ class _Backward:
             if tool.wants_gradients:
                 self.gradients = True
         self.nodes = 0
+        self.stand_ins = False
         self.sizes = (outputs, inputs)
         self.heard: set[int] | None = None
 
@@ -199,6 +223,7 @@ class _Backward:
             self.heard = set()
             self.grad_outputs: list[Tensor | None] = [None] * self.sizes[0]
             self.grad_inputs: list[Tensor | None] = [None] * self.sizes[1]
+            self.passed_on: dict[int, set[int]] = {}
             self.queued = False
         if self.gradients:
             self._add(hook, to_inputs, from_outputs)
@@ -214,6 +239,13 @@ class _Backward:
         for output_number, index in hook.sources:
             if output_number < len(from_outputs):
                 self.grad_outputs[index] = from_outputs[output_number]
+                if self.stand_ins:
+                    self.passed_on[index] = {g.data_ptr() for g in to_inputs if g is not None}
+        for output_number, index, whole in hook.stand_ins:
+            grad = from_outputs[output_number] if output_number < len(from_outputs) else None
+            # the same as what came to the result, or all there is if that was changed in place
+            if grad is not None and grad.data_ptr() not in self.passed_on.get(index, ()):
+                self.grad_outputs[index] = grad.contiguous().as_strided(*whole)
         for edge, inputs, place in hook.targets:
             grad = to_inputs[edge] if edge < len(to_inputs) else None
             if grad is None:
@@ -235,7 +267,7 @@ class _Backward:
     def _finish(self) -> None:
         grad_outputs, grad_inputs = self.grad_outputs, self.grad_inputs
         self.heard = None
-        del self.grad_outputs, self.grad_inputs
+        del self.grad_outputs, self.grad_inputs, self.passed_on
         self._tell(grad_outputs, grad_inputs)
 
     def _tell(self, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
@@ -249,7 +281,7 @@ class _Backward:
 class _Hook:
     """Called before and after one node of a call runs; it holds descriptions, never nodes."""
 
-    __slots__ = ("number", "sources", "started", "state", "targets")
+    __slots__ = ("number", "sources", "stand_ins", "started", "state", "targets")
 
     def __init__(
         self,
@@ -257,8 +289,10 @@ class _Hook:
         number: int,
         targets: list[tuple[int, tuple[int, ...], _Slice | None]],  # edges out of the call, the inputs they serve
         sources: Sequence[tuple[int, int]],  # (output number of the node, output of the call)
+        stand_ins: Sequence[tuple[int, int, _Slice]],  # the same of nodes that made what these are views of
     ) -> None:
         self.state, self.number, self.targets, self.sources = state, number, targets, sources
+        self.stand_ins = stand_ins
         self.started: list[Any] = _NO_TOKENS
 
     def __call__(self, grads: Any, grad_outputs: Any = None) -> None:

@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -24,6 +24,7 @@ from .opcall import Tensor
 from .traits import OpTraits, traits_of
 from .verdict import RIGHT, Rules
 
+_AT_ONCE: Final = 8  # answers
 Spans = tuple[tuple[int, int], ...]  # of each storage: where its bytes begin in the shared memory, and how many
 
 
@@ -72,7 +73,7 @@ class _Remembered(NamedTuple):
 
 
 class Helper:
-    """Compares what it is sent; `receive` and `send` are those of a connection."""
+    """Compares what it is sent."""
 
     def __init__(self, buffer: Tensor, options: Options) -> None:
         self._buffer = buffer
@@ -80,24 +81,25 @@ class Helper:
         self._trees: dict[int, Any] = {}
         self._remembered: dict[int, _Remembered] = {}
 
-    def serve(self, receive: Callable[[], Any], send: Callable[[Any], None]) -> None:
-        """Go on until the other side is gone."""
+    def serve(self, connection: Connection) -> None:
+        """Go on until the other side is gone; answers wait for each other while there is more to do."""
+        answers: list[Answer] = []
         while True:
             try:
-                kind, message = receive()
+                kind, message = connection.recv()
+                if kind == "tree":
+                    number, tree = message
+                    self._trees[number] = tree
+                elif kind == "forget":
+                    for number in message:
+                        self._remembered.pop(number, None)
+                else:
+                    answers.append(self.answer(message))
+                if answers and (len(answers) >= _AT_ONCE or not connection.poll(0)):
+                    connection.send(answers)
+                    answers = []
             except (EOFError, OSError):
                 return
-            if kind == "tree":
-                number, tree = message
-                self._trees[number] = tree
-            elif kind == "forget":
-                for number in message:
-                    self._remembered.pop(number, None)
-            else:
-                try:
-                    send(self.answer(message))
-                except (BrokenPipeError, ConnectionResetError):
-                    return
 
     def answer(self, task: Task) -> Answer:
         """Compare one call (`helper.answer(task).rows is None`)."""
@@ -167,7 +169,7 @@ def main(socket: int, memory: int, size: int) -> None:
         helper = Helper(torch.frombuffer(mmap.mmap(memory, size), dtype=torch.uint8), options)
         native.prepare()
         connection.send("ready")
-        helper.serve(connection.recv, connection.send)
+        helper.serve(connection)
     except (EOFError, OSError):
         pass
     os._exit(0)  # at once: the run waits, and there is nothing to clean up

@@ -28,13 +28,14 @@ from .snapshot import Layout, Ref, Staged, Unpacker, bytes_in
 
 _RING: Final = 64 << 20  # bytes that wait for one process
 _ALIGN: Final = 64
+_CALL: Final = 1 << 17  # bytes that take as long as what a call costs in any case
 _SECONDS_TO_END: Final = 5.0
 _MOST_TREES: Final = 50_000
 # what means the same in another process
 _SIMPLE: Final = frozenset(
     {
         *(int, float, bool, complex, str, type(None), type(...)),
-        *(torch.dtype, torch.device, torch.memory_format, torch.layout, torch.Size),
+        *(torch.dtype, torch.memory_format, torch.layout, torch.Size),  # a device may not exist there
     }
 )
 
@@ -88,18 +89,20 @@ class Remote:
 
     def __init__(self, helper: _Helper, memory: int) -> None:
         self.helper, self.memory = helper, memory
+        self.nbytes = 0  # that wait to be sent
         self.tried = threading.Event()
         self.there = False  # the arguments have arrived
 
     def __del__(self) -> None:
         self.helper.unneeded.append(self.memory)
+        self.helper.load -= self.nbytes  # if it was never sent
 
 
 class _Flight:
     """A call that was sent and not answered."""
 
-    def __init__(self, start: int, given: Any, task: Task) -> None:
-        self.start, self.given, self.task = start, given, task
+    def __init__(self, start: int, given: Any, task: Task, weight: int) -> None:
+        self.start, self.given, self.task, self.weight = start, given, task, weight
 
 
 class _Helper:
@@ -110,6 +113,7 @@ class _Helper:
         self.unneeded: deque[int] = deque()
         self.flights: dict[int, _Flight] = {}
         self.ready = self.ended = False
+        self.load = 0  # bytes of calls that were given to it and are not done
         self.change = threading.Condition()
         self._sending = threading.Lock()
         self._known: set[int] = set()
@@ -173,9 +177,9 @@ class _Helper:
                 self.flights[flight.task.number] = flight
             self._connection.send(("task", flight.task))
 
-    def receive(self) -> Answer:
-        answer: Answer = self._connection.recv()
-        return answer
+    def receive(self) -> list[Answer]:
+        answers: list[Answer] = self._connection.recv()
+        return answers
 
     def end(self) -> None:
         """Have it end, and let go of the memory."""
@@ -217,6 +221,7 @@ class Pool:
         self._helpers: list[_Helper] = []
         self._memories = self._trees = 0
         self._lock = threading.Condition()
+        self._sending = threading.Lock()
         self._flying = 0
         self._closed = False
         self._threads: list[threading.Thread] = []
@@ -232,8 +237,8 @@ class Pool:
 
     # -- for those who send ---------------------------------------------------------------------------
 
-    def remote(self) -> Remote | None:
-        """A process for a call and its backward: the one that has least to do; None while none is there."""
+    def remote(self, nbytes: int) -> Remote | None:
+        """A process for a call of so many bytes and its backward: the one that has least to do; None for none."""
         there = [helper for helper in self._helpers if helper.ready and not helper.ended]
         if not there or self._closed:
             return None
@@ -241,11 +246,17 @@ class Pool:
             if self._trees >= _MOST_TREES:  # which the processes keep
                 return None
             self._memories += 1
-            return Remote(min(there, key=lambda helper: len(helper.flights)), self._memories)
+            remote = Remote(min(there, key=lambda helper: helper.load), self._memories)
+            remote.nbytes = nbytes + _CALL
+            remote.helper.load += remote.nbytes
+            return remote
 
     def send(self, remote: Remote, task: Task, parts: Sequence[Staged], unpacker: Unpacker, given: Any) -> bool:
         """Copy a call to its process; whether it has gone there. The numbers of trees and spans are filled in."""
         helper = remote.helper
+        weight, remote.nbytes = remote.nbytes or task.nbytes + _CALL, 0
+        if task.phase == "backward":
+            self._weigh(helper, weight)
         start = helper.place(sum([_padded(bytes_in(s)) for part in parts for s in part.storages]))
         if start is None:
             return False
@@ -253,12 +264,13 @@ class Pool:
             self._flying += 1
         sent = False
         try:
-            spans = _copied(parts, start, helper.buffer, unpacker)
-            trees = [(self._number(part), part.tree) for part in parts]
-            task = task._replace(after=trees[-1][0], after_spans=spans[-1])
-            if len(parts) == 2:
-                task = task._replace(before=trees[0][0], before_spans=spans[0])
-            helper.send(_Flight(start, given, task), trees)
+            with self._sending:  # one after the other: threads that copy at once wait for the interpreter
+                spans = _copied(parts, start, helper.buffer, unpacker)
+                trees = [(self._number(part), part.tree) for part in parts]
+                task = task._replace(after=trees[-1][0], after_spans=spans[-1])
+                if len(parts) == 2:
+                    task = task._replace(before=trees[0][0], before_spans=spans[0])
+                helper.send(_Flight(start, given, task, weight), trees)
             sent = True
         except (OSError, pickle.PicklingError, TypeError, AttributeError):  # it has ended; a tree with something odd
             with helper.change:
@@ -266,8 +278,13 @@ class Pool:
         finally:
             if not sent:
                 helper.give(start)
+                self._weigh(helper, -weight)
                 self._landed()
         return sent
+
+    def _weigh(self, helper: _Helper, weight: int) -> None:
+        with self._lock:
+            helper.load += weight
 
     def _number(self, staged: Staged) -> int:
         """The number of a tree, given once to each layout."""
@@ -311,7 +328,8 @@ class Pool:
             with self._lock:
                 self._lock.notify_all()
             while True:
-                self._land(helper, helper.receive())
+                for answer in helper.receive():
+                    self._land(helper, answer)
         except (EOFError, OSError):
             pass
         with helper.change:
@@ -329,6 +347,7 @@ class Pool:
         with helper.change:
             flight = helper.flights.pop(answer.number)
         helper.give(flight.start)
+        self._weigh(helper, -flight.weight)
         try:
             self._answered(flight.given, answer)
         finally:
@@ -417,5 +436,5 @@ def _copied(parts: Sequence[Staged], start: int, buffer: Tensor, unpacker: Unpac
         places += mine
     storages = [storage for part in parts for storage in part.storages]
     event = next((part.event for part in reversed(parts) if part.event is not None), None)
-    unpacker.put(storages, event, [buffer[at : at + count] for at, count in places])
+    unpacker.put(storages, event, buffer, places)
     return spans

@@ -16,7 +16,7 @@ import importlib.metadata
 import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -192,6 +192,20 @@ def _takes(driver: Any, function: int, arguments: int) -> bool:
     return count >= arguments
 
 
+def copy_to_host(copies: Sequence[tuple[int, int, int]], stream: int) -> bool:
+    """Have the driver copy (place, source, bytes) from the current device on a stream; False if it did not (all of) it.
+
+    >>> copy_to_host([(pinned.data_ptr(), x.data_ptr(), x.nbytes)], stream.cuda_stream)  # doctest: +SKIP
+    True
+    """
+    try:
+        driver = _driver()
+        copy = None if driver is None else driver.cuMemcpyDtoHAsync_v2
+    except (OSError, AttributeError):
+        return False
+    return copy is not None and not any(copy(*words, stream) for words in copies if words[2])
+
+
 @functools.cache
 def _driver() -> Any:
     if torch.version.cuda is None:  # ROCm calls its devices cuda, too
@@ -200,6 +214,7 @@ def _driver() -> Any:
     address, number = ctypes.c_void_p, ctypes.c_uint
     library.cuLaunchKernel.argtypes = [address, *[number] * 7, address, address, address]
     library.cuFuncGetParamInfo.argtypes = [address, ctypes.c_size_t, address, address]
+    library.cuMemcpyDtoHAsync_v2.argtypes = [address, ctypes.c_uint64, ctypes.c_size_t, address]
     library.cuModuleLoadData.argtypes = [address, ctypes.c_char_p]
     library.cuModuleGetFunction.argtypes = [address, address, ctypes.c_char_p]
     return library

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from .devices import can_pin, event_class, module_of
+from .kernels import copy_to_host
 from .opcall import Tensor, map_tensors, tensors_in
 
 _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)})
@@ -280,30 +281,60 @@ class Unpacker:
         self._copy([(view, flat) for view, flat in zip(found, flats) if view is not flat], device, event)
         return found
 
-    def put(self, storages: Sequence[Tensor], event: Any, places: Sequence[Tensor]) -> None:
-        """Copy the bytes of staged storages to places on the host, each as large as `bytes_in` says."""
-        flats = [_bytes_of(s) for s in storages]
-        devices = {f.device for f in flats if not f.is_cpu}
-        if len(devices) == 1 and can_pin(next(iter(devices)).type):
-            self._copy(list(zip(places, flats)), devices.pop(), event)
+    def put(self, storages: Sequence[Tensor], event: Any, buffer: Tensor, spans: Sequence[tuple[int, int]]) -> None:
+        """Copy the bytes of staged storages to a buffer on the host: each has a span, of as many as `bytes_in` says."""
+        devices = {s.device for s in storages}
+        device = devices.pop() if len(devices) == 1 else None
+        if device is not None and device.type == "cuda" and self._put_by_driver(storages, device, event, buffer, spans):
+            return
+        pairs = [(buffer[start : start + count], _bytes_of(s)) for (start, count), s in zip(spans, storages)]
+        if device is not None and can_pin(device.type):
+            self._copy(pairs, device, event)
             return
         if event is not None:
             event.synchronize()
-        for place, flat in zip(places, flats):
+        for place, flat in pairs:
             place.copy_(flat)
+
+    def _put_by_driver(
+        self,
+        storages: Sequence[Tensor],
+        device: torch.device,
+        event: Any,
+        buffer: Tensor,
+        spans: Sequence[tuple[int, int]],
+    ) -> bool:
+        """The same in fewer words: most of these copies take less time than PyTorch needs to ask for them."""
+        stream, first = self._stream(device), buffer.data_ptr()
+        if event is not None:
+            stream.wait_event(event)
+        copies = [(first + start, _address(s), count) for (start, count), s in zip(spans, storages)]
+        with module_of(device.type).device(device):
+            done = copy_to_host(copies, stream.cuda_stream)
+            stream.synchronize()
+        return done
+
+    def _stream(self, device: torch.device) -> Any:
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = module_of(device.type).Stream(device)
+        return stream
 
     def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, event: Any) -> None:
         """Copy from a device on a stream of this unpacker, and wait for it."""
-        module = module_of(device.type)
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = module.Stream(device)
-        with module.stream(stream):
+        stream = self._stream(device)
+        with module_of(device.type).stream(stream):
             if event is not None:
                 stream.wait_event(event)
             for view, flat in pairs:
                 view.copy_(flat, non_blocking=True)
             stream.synchronize()
+
+
+def _address(copy: Tensor) -> int:
+    if copy.dtype == torch.uint8 and copy.dim() == 1:
+        return copy.data_ptr()
+    return int(copy.untyped_storage().data_ptr())
 
 
 def bytes_in(copy: Tensor) -> int:

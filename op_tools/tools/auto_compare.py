@@ -393,6 +393,9 @@ class OpAutoCompare(Tool):
             return
         if forward.question is not None and forward.before is _UNSTAGED and forward.looked is None:
             return  # nothing was kept of a call without gradients
+        if all(g is None for g in grad_outputs) and any(g is not None for g in grad_inputs):
+            self._skip(call, "its result was changed in place, and what came back to it was not seen")
+            return
         started = time.perf_counter()
         pointers = [[g.data_ptr() for g in grads if g is not None] for grads in (grad_outputs, grad_inputs)]
         event = self._lineage.made_from(pointers[0], pointers[1], also=(forward.event,))
@@ -436,7 +439,7 @@ class OpAutoCompare(Tool):
             number = self._submitted
             self._submitted += 1
         if self._pool is not None and job.twin is not None and self._may_leave(job):
-            job.remote = job.twin.remote = self._pool.remote()
+            job.remote = job.twin.remote = self._pool.remote(job.nbytes)
         size = job.nbytes
         self._writer.reserve(size)
         self._writer.submit(size, functools.partial(self._work, number, job))

@@ -407,6 +407,45 @@ def test_a_launch_that_cannot_be_meant(words: list[str], text: str, capsys: pyte
     assert text in capsys.readouterr().err
 
 
+def _used_twice(y: torch.Tensor) -> torch.Tensor:
+    return (y * 2).sum() + y.clamp_(-1, 1).sum()
+
+
+def _in_part(y: torch.Tensor) -> torch.Tensor:
+    y[1:].clamp_(-1, 1)
+    return y
+
+
+CHANGES: dict[str, Any] = {
+    "relu_": torch.relu_,
+    "chain": lambda y: y.add_(1).mul_(2),
+    "used twice": _used_twice,
+    "in part": _in_part,
+    "expanded": lambda y: y.relu_().sum(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("look", ["cpu", "device"])
+def test_results_that_are_changed_in_place(change: str, look: str, device: str) -> None:
+    # the result of a linear layer in three dimensions is a view of another one's, and gradients come by there
+    layer, x = torch.nn.Linear(6, 5).to(device), torch.randn(4, 3, 6).to(device).requires_grad_()
+    with op_tools.OpAutoCompare(look=look) as compared:
+        for _ in range(3):
+            CHANGES[change](layer(x)).square().sum().backward()
+            compared.wait()
+    assert not [f for f in compared.findings() if f.kind != "skipped"]
+    rows = [row for row in compared.records() if row["phase"] == "backward" and "linear" in row["name"]]
+    assert [row["verdict"] for row in rows] == ["right"] * 9
+
+
+def test_a_fault_behind_a_result_that_is_changed_in_place_is_found(device: str, faults: Any) -> None:
+    layer, x = torch.nn.Linear(6, 5).to(device), torch.randn(4, 3, 6).to(device).requires_grad_()
+    with faults.plant("mm: noise=1e-2, phase=backward"), op_tools.OpAutoCompare() as compared:
+        layer(x).relu_().sum().backward()
+    assert {(f.op, f.kind) for f in compared.findings()} == {("torch.nn.functional.linear", "difference")}
+
+
 @pytest.mark.parametrize(("available", "expected"), [(2, [1, 4]), (8, [1, 4]), (16, [3, 4]), (64, [4])])
 def test_a_comparison_gets_the_cores_that_are_there_and_a_large_one_more(
     available: int, expected: list[int], monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,180 @@
+"""OpAutoCompare with processes that help: the same findings, whatever happens to them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ditorch
+import op_tools
+from op_tools import compare_pool
+
+pytestmark = pytest.mark.skipif(not compare_pool.available(), reason="needs Linux")
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(11, 8)
+        self.norm = torch.nn.LayerNorm(8)
+        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 11)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.table(x)).transpose(0, 1)
+        return self.down(F.dropout(F.gelu(self.up(x)), 0.1)).clamp_(-3, 3)
+
+
+def train(device: str, steps: int = 2) -> list[float]:
+    torch.manual_seed(3)
+    net = Net().to(device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(steps):
+        x = torch.randint(0, 11, (4, 5), device=device)
+        optimizer.zero_grad()
+        loss = F.cross_entropy(net(x).flatten(0, 1), x.t().flatten())
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[op_tools.OpAutoCompare]:
+    monkeypatch.setenv("OP_AUTOCOMPARE_PROCESSES", "1")
+    tool = op_tools.OpAutoCompare()
+    tool.start()
+    try:
+        assert tool._pool is not None
+        assert tool._pool.wait_until_ready() == 1
+        yield tool
+    finally:
+        if tool.active:
+            tool.stop()
+        for helper in tool._pool._helpers:
+            assert helper.process.poll() is not None, "the process has ended with the tool"
+
+
+def plain(tool: Any) -> list[tuple[Any, ...]]:
+    keys = ("name", "phase", "max_abs_diff", "max_relative_diff", "max_ulp", "cosine", "verdict", "module", "step")
+    rows = [tuple(row[key] for key in keys) for row in tool.records()]
+    return [(*row[:-1], row[-1] - rows[0][-1]) for row in rows]
+
+
+def test_rows_are_the_same_as_without(device: str, one_process: Any) -> None:
+    answered: list[tuple[str, bool]] = []
+    original = one_process._pool._answered
+
+    def note(given: Any, answer: Any) -> None:
+        answered.append((given[1].call.op, answer is not None and answer.rows is not None))
+        original(given, answer)
+
+    one_process._pool._answered = note
+    losses = train(device)
+    helped = plain(one_process)
+    assert sum(right for _, right in answered) > 40
+    assert {op.rpartition(".")[2] for op, right in answered if not right} <= {"dropout", "randint"}, "random ones"
+    one_process.stop()
+    os.environ["OP_AUTOCOMPARE_PROCESSES"] = "0"
+    with op_tools.OpAutoCompare() as alone:
+        assert train(device) == losses
+    assert plain(alone) == helped
+    assert train(device) == losses
+    assert {(f.op, f.kind) for f in alone.findings()} == {(f.op, f.kind) for f in one_process.findings()}
+
+
+@pytest.mark.skipif(ditorch.backend.name != "soft", reason="faults are planted in the software accelerator")
+@pytest.mark.parametrize(
+    ("fault", "phase", "module"),
+    [("addmm: noise=1e-2, nth=1", "forward", "down"), ("native_layer_norm_backward: noise=1e-2", "backward", "norm")],
+)
+def test_what_is_wrong_is_found_and_saved(fault: str, phase: str, module: str, device: str, one_process: Any) -> None:
+    from ditorch.soft import faults
+
+    with faults.plant(fault):
+        train(device, steps=1)
+    one_process.stop()
+    blames = one_process.blames
+    assert blames
+    assert blames[0].phase == phase
+    assert blames[0].module == module
+    assert list((op_tools.settings.results_dir() / "op_capture_results").rglob("*.pth"))
+    assert {row["verdict"] for row in one_process.records()} == {"right", "wrong"}
+
+
+def test_the_run_goes_on_when_a_process_is_killed(device: str, one_process: Any) -> None:
+    train(device, steps=1)
+    one_process.wait()
+    x = torch.randn(4, 4, device=device, requires_grad=True)
+    y = torch.exp(x)
+    one_process.wait()
+    (helper,) = one_process._pool._helpers
+    os.kill(helper.process.pid, signal.SIGKILL)
+    end = time.monotonic() + 30
+    while not helper.ended and time.monotonic() < end:
+        time.sleep(0.01)
+    y.sum().backward()  # its arguments were over there
+    train(device, steps=1)
+    rows = one_process.records()
+    assert {row["verdict"] for row in rows} == {"right"}
+    assert len({row["step"] for row in rows}) >= 2
+    assert [f.message for f in one_process.findings() if "ended" in f.message] == [
+        "not comparable: the process that had its arguments ended"
+    ]
+
+
+def test_a_process_that_is_killed_while_it_works(device: str, one_process: Any) -> None:
+    (helper,) = one_process._pool._helpers
+    os.kill(helper.process.pid, signal.SIGSTOP)
+    calls = 30
+    x = torch.randn(64, 64, device=device)
+    for _ in range(calls):
+        x = torch.tanh(x)
+    end = time.monotonic() + 30
+    while len(helper.flights) < calls and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(helper.flights) >= calls
+    os.kill(helper.process.pid, signal.SIGKILL)
+    rows = [row["verdict"] for row in one_process.records() if "tanh" in row["name"]]
+    assert rows == ["right"] * 2 * calls, "they are compared here"
+
+
+def test_own_functions_stay_here_and_backward_may_go_twice(device: str, one_process: Any) -> None:
+    x = torch.randn(3, 3, device=device, requires_grad=True)
+    vectors = torch.linalg.svd(x.detach())
+    assert len(vectors) == 3
+    y = torch.sin(x).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    rows = one_process.records()
+    assert {row["verdict"] for row in rows} == {"right"}
+    assert sum(row["phase"] == "backward" and "sin" in row["name"] for row in rows) == 2
+
+
+def test_processes_are_for_runs_that_last(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from op_tools import cores
+    from op_tools.tools import auto_compare
+
+    monkeypatch.delenv("OP_AUTOCOMPARE_PROCESSES", raising=False)
+    monkeypatch.setattr(cores, "available", lambda: 9)
+    with op_tools.OpAutoCompare() as tool:
+        train(device, steps=1)
+        tool.wait()
+        assert tool._pool is None
+        assert tool._processes == 5
+    monkeypatch.setattr(auto_compare, "_WORTH_PROCESSES", 0.0001)
+    monkeypatch.setattr(auto_compare, "_MOST_PROCESSES", 1)
+    with op_tools.OpAutoCompare() as tool:
+        train(device, steps=1)
+        tool.wait()
+        assert tool._pool is not None
+    for options in ({"look": "device"}, {"mode": "once"}, {"budget": "2x"}):
+        with op_tools.OpAutoCompare(**options) as tool:
+            assert tool._processes == 0
