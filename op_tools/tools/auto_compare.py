@@ -50,6 +50,7 @@ from ..module_path import module_path
 from ..opcall import Tensor, TensorMeta, describe, labelled
 from ..snapshot import MOST_BORROWED, Layouts, Staged, Unpacker, rebuild, stage
 from ..verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
+from ..views import Places, View, Views, places
 from ..writer import Writer
 from .base import Tool
 
@@ -89,6 +90,8 @@ class _Job:
     twin: _Job | None = None  # what waits for the backward of the same call
     memory: Memory | None = None  # of that call, for its backward
     remote: Remote | None = None  # the process that compares both
+    view: View | None = None  # what is known of calls like this one, if they run no kernel
+    places: Places | None = None  # of the results in the memory of the arguments
     question: Question | None = None  # to be looked at on the device first
     looked: Looked | None = None  # of a twin that was: for its backward
     looks: Hashable = None  # of a backward: of its gradients
@@ -204,7 +207,8 @@ class OpAutoCompare(Tool):
         self._pool: Pool | None = None
         self._processes, self._patience = self._helping()
         self._busy = 0.0  # seconds that comparisons took here
-        self._leaves: dict[str, bool] = {}  # operators: whether another process knows them
+        self._of_pytorch: dict[str, bool] = {}  # operators: whether they are what their names say
+        self._views = Views()
         if self._processes and not self._patience:
             self._start_pool()
         native.prepare()
@@ -293,9 +297,10 @@ class OpAutoCompare(Tool):
         job = _Job(
             -1, "forward", call, device, 0, module, kind, function, _UNSTAGED, autocast=low, grad_enabled=grad_enabled
         )
-        if self._look is not None and self._comparer.cast(call.op) is None:
+        job.view = self._views.get(_view_kind(job))
+        if job.view is None and self._look is not None and self._comparer.cast(call.op) is None:
             job.question = self._look.question(call, low, grad_enabled)
-        unwritten = job.question is not None and not job.question.kind.writes
+        unwritten = job.view is not None or (job.question is not None and not job.question.kind.writes)
         if unwritten or self._stage_arguments(job):
             call.notes[self] = job
         self._chooser.spend(kind, time.perf_counter() - started)
@@ -321,7 +326,9 @@ class OpAutoCompare(Tool):
             job.rounded_to = golden.autocast_rounds_to(call.op, job.autocast, call.result)
         job.site = self.site(call)
         job.event = self._lineage.made_from(call.inputs.data_ptrs, call.outputs.data_ptrs)
-        if job.question is not None and self._looked_at(job):
+        if not (call.traits.mutates or self.view.full) and self._is_of_pytorch(call.op, job.function):
+            job.places = places(call.tensors, call.results)
+        if self._is_a_view(job) or (job.question is not None and self._looked_at(job)):
             self._chooser.settle(job.kind)
             self._chooser.spend(job.kind, time.perf_counter() - started)
             return
@@ -340,6 +347,24 @@ class OpAutoCompare(Tool):
         job.twin = call.notes[self] = twin
         self._submit(job)
         self._chooser.spend(job.kind, time.perf_counter() - started)
+
+    def _is_a_view(self, job: _Job) -> bool:
+        """Whether a call did what calls like it did, which is to give memory another shape."""
+        view = job.view
+        if view is None or view.results != job.call.outputs.number or view.places != job.places:
+            job.view = None
+            return False
+        self._tell_now(_Settled(job, "forward", job.event, view.judgement))
+        job.call = weakref.proxy(job.call)  # which holds the job while it lives
+        return True
+
+    def _passes_on(self, call: Call, forward: _Job, event: int, sent: Any, found: Any) -> bool:
+        """The same for its gradients."""
+        view = self._views.get((_view_kind(forward), "backward"))
+        if view is None or view.results != _looks_of(sent, found) or view.places != _passed(sent, found):
+            return False
+        self._tell_now(_Settled(forward, "backward", event, view.judgement, call))
+        return True
 
     def _looked_at(self, job: _Job) -> bool:
         """Whether the device itself settles the call."""
@@ -399,6 +424,11 @@ class OpAutoCompare(Tool):
         started = time.perf_counter()
         pointers = [[g.data_ptr() for g in grads if g is not None] for grads in (grad_outputs, grad_inputs)]
         event = self._lineage.made_from(pointers[0], pointers[1], also=(forward.event,))
+        if forward.places is not None and self._passes_on(call, forward, event, grad_outputs, grad_inputs):
+            self._chooser.spend(forward.kind, time.perf_counter() - started)
+            return
+        if forward.view is not None:
+            forward.before = forward.view.arguments()
         if forward.looked is not None and self._looked_back(call, forward, event, grad_outputs, grad_inputs):
             self._chooser.spend(forward.kind, time.perf_counter() - started)
             return
@@ -409,7 +439,8 @@ class OpAutoCompare(Tool):
             event=event,
             phase="backward",
             grads=staged,
-            looks=_looks_of(grad_outputs, grad_inputs) if self._look is not None else None,
+            looks=_looks_of(grad_outputs, grad_inputs) if self._look is not None or forward.places else None,
+            places=_passed(grad_outputs, grad_inputs) if forward.places else None,
             twin=None,
             done=threading.Event(),
             host={},
@@ -480,19 +511,22 @@ class OpAutoCompare(Tool):
     def _may_leave(self, job: _Job) -> bool:
         """Whether another process can compare a call and its backward: one of PyTorch's, of plain tensors."""
         op, after = job.call.op, job.after
-        known = self._leaves.get(op)
-        if known is None:
-            known = self._leaves[op] = self._is_known_elsewhere(op, job.function)
-        if not known or after is None or job.nbytes > compare_pool.most_bytes():
+        if job.places is not None or after is None or job.nbytes > compare_pool.most_bytes():
+            return False
+        if not self._is_of_pytorch(op, job.function) or op_facts.has_free_vectors(op):
             return False
         return sendable(job.before) and sendable(after) and torch.get_default_dtype() == torch.float32
 
-    def _is_known_elsewhere(self, op: str, function: Any) -> bool:
-        try:
-            same = replay.function_of(op) == function
-        except Exception:
-            return False
-        return same and not op_facts.has_free_vectors(op) and self._comparer.cast(op) is None
+    def _is_of_pytorch(self, op: str, function: Any) -> bool:
+        """Whether an operator is the one of PyTorch that has its name, and its golden run is the usual one."""
+        known = self._of_pytorch.get(op)
+        if known is None:
+            try:
+                known = replay.function_of(op) == function and self._comparer.cast(op) is None
+            except Exception:
+                known = False
+            self._of_pytorch[op] = known
+        return known
 
     def _sent(self, number: int, job: _Job, remote: Remote) -> bool:
         """Whether a comparison goes on in another process; if not, it is done here."""
@@ -584,11 +618,21 @@ class OpAutoCompare(Tool):
         )
         job.judgement = found = self._comparer.compare(done, shown)
         job.result = result = done.result
+        if done.moves and job.places is not None:
+            self._learn_view(job, found)
         if self._look is not None and result is not None:
             self._look.learn(call, result, found, job.grad_enabled, done.moves, job.looks)
         if found.verdict == WRONG or shown:
             with quiet():  # what was borrowed is shown and saved later
                 self._unpack(job, self._workers.unpacker.fetch)
+
+    def _learn_view(self, job: _Job, found: Judgement) -> None:
+        call, kind = job.call, _view_kind(job)
+        assert job.places is not None
+        if job.phase == "backward":
+            self._views.learn((kind, "backward"), job.looks, job.places, found, job.before)
+        elif call.inputs.number and call.outputs.number:
+            self._views.learn(kind, call.outputs.number, job.places, found, job.before)
 
     def _fetch(self, job: _Job) -> tuple[Any, Any]:
         """The arguments on the host, to keep; results and gradients in `job.host`, valid until the next comparison."""
@@ -893,6 +937,16 @@ def _chooser(mode: str | None, budget: str | float | None) -> Chooser:
     if budget is None:
         variable, budget = "OP_AUTOCOMPARE_BUDGET", settings.read("OP_AUTOCOMPARE_BUDGET") or None
     return Chooser(mode, None if budget is None else parse_budget(str(budget), variable))
+
+
+def _view_kind(job: _Job) -> Hashable:
+    """The same for calls with the same arguments, apart from values."""
+    call = job.call
+    return (call.op, call.inputs.number, job.autocast, job.grad_enabled)
+
+
+def _passed(sent: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> Places | None:
+    return places([g for g in sent if g is not None], [g for g in found if g is not None])
 
 
 def _looks_of(sent: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> Hashable:
