@@ -182,25 +182,18 @@ class _Helper:
         return answers
 
     def end(self) -> None:
-        """Have it end, and let go of the memory."""
+        """Have it end: nothing it does is needed any more."""
         with self.change:
             self.ended = True
             self.change.notify_all()
-        try:
-            socket.socket(fileno=os.dup(self._connection.fileno())).shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
+        self.process.kill()
 
-    def wait_for_end(self) -> None:
-        try:
-            self.process.wait(_SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+    def let_go(self) -> None:
+        """Wait for its end, and let go of the memory."""
+        self.process.wait()
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr())
             self._pinned = False
-        self._connection.close()
 
 
 class Pool:
@@ -314,11 +307,11 @@ class Pool:
         self._closed = True
         for helper in self._helpers:
             helper.end()
-        for helper in self._helpers:
-            helper.wait_for_end()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_SECONDS_TO_END)
+        for helper in self._helpers:
+            helper.let_go()
 
     # -- what comes back ------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -22,6 +23,7 @@ from .traits import OpTraits
 from .verdict import NOT_COMPARABLE, RIGHT, Judgement, Row, Rules
 
 _MOST_KINDS: Final = 20_000
+_LONGEST_WAIT: Final = 60.0  # seconds
 
 
 class _Kept(NamedTuple):
@@ -37,6 +39,7 @@ class Memory:
 
     kept: _Kept | None = None
     returned: Any = None  # what the device returned, where signs are free
+    done: threading.Event = dataclasses.field(default_factory=threading.Event)
 
 
 @dataclasses.dataclass
@@ -87,6 +90,13 @@ class Comparer:
 
     def compare(self, call: Comparison, shown: bool = False) -> Judgement:
         """Fill in the judgement, and the golden result unless the call needed none; `shown` ones always have it."""
+        try:
+            return self._compare(call, shown)
+        finally:
+            if call.memory is not None:
+                call.memory.done.set()
+
+    def _compare(self, call: Comparison, shown: bool) -> Judgement:
         kind = None if shown else self._kind(call)
         known = self._moves.get(kind) if kind is not None else None
         if known is not None and self._moved_as_before(call):
@@ -124,6 +134,8 @@ class Comparer:
         sent: Any = call.host["grad_outputs"] if backward else None
         returned = None
         if backward and memory is not None:
+            if op_facts.has_free_vectors(call.op):
+                memory.done.wait(_LONGEST_WAIT)  # another thread may still be at its forward
             returned = memory.returned
             kept, memory.kept = memory.kept, None
             if kept is not None:
@@ -244,7 +256,7 @@ class Comparer:
         name = call.op
         if not result.comparable:
             return Judgement(NOT_COMPARABLE, result.reason)
-        if op_facts.has_free_vectors(name) and (call.memory is None or call.memory.returned is None):
+        if op_facts.has_free_vectors(name) and result.source.outputs is None:
             return Judgement(NOT_COMPARABLE, "which signs the vectors had on the device is not known")
         expected = result.grad_inputs or []
         found = call.host["grad_inputs"]

@@ -65,7 +65,7 @@ _UNSTAGED: Final = Staged(None, (), None, 0)
 _LOST: Final = Judgement(NOT_COMPARABLE, "the process that had its arguments ended")
 _CORES_FOR_PROCESSES: Final = 8
 _MOST_PROCESSES: Final = 12
-_WORTH_PROCESSES: Final = 2.0  # seconds of comparing
+_WORTH_PROCESSES: Final = 4.0  # seconds, and as many of comparing
 LOOKS: Final = ("cpu", "device")  # where a call that is like an earlier one is looked at first
 
 
@@ -206,7 +206,7 @@ class OpAutoCompare(Tool):
         )
         self._pool: Pool | None = None
         self._processes, self._patience = self._helping()
-        self._busy = 0.0  # seconds that comparisons took here
+        self._busy, self._began = 0.0, time.monotonic()  # seconds that comparisons took here, and since when
         self._of_pytorch: dict[str, bool] = {}  # operators: whether they are what their names say
         self._views = Views()
         if self._processes and not self._patience:
@@ -500,8 +500,10 @@ class OpAutoCompare(Tool):
 
     def _ask_for_help(self, seconds: float) -> None:
         """Processes take some seconds to start, and a core each: they are for runs that last."""
+        if self._pool is not None or not self._processes or self._abandoned:
+            return
         self._busy += seconds
-        if self._processes and self._pool is None and self._busy > self._patience and not self._abandoned:
+        if self._busy > self._patience and time.monotonic() - self._began > self._patience:
             with self._order_lock:
                 if self._pool is None:
                     self._start_pool()

@@ -85,7 +85,13 @@ def test_rows_are_the_same_as_without(device: str, one_process: Any) -> None:
     os.environ["OP_AUTOCOMPARE_PROCESSES"] = "0"
     with op_tools.OpAutoCompare() as alone:
         assert train(device) == losses
-    assert plain(alone) == helped
+    ours, theirs = plain(alone), helped
+    assert [[v for v in row if not isinstance(v, float)] for row in ours] == [
+        [v for v in row if not isinstance(v, float)] for row in theirs
+    ]
+    for mine, other in zip(ours, theirs):  # sums over several cores end in other digits
+        numbers = [v for v in mine if isinstance(v, float)]
+        assert numbers == pytest.approx([v for v in other if isinstance(v, float)], rel=1e-6, abs=1e-12, nan_ok=True)
     assert train(device) == losses
     assert {(f.op, f.kind) for f in alone.findings()} == {(f.op, f.kind) for f in one_process.findings()}
 
