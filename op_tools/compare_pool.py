@@ -6,6 +6,7 @@ few words about it. Its backward goes to the same one, which has kept the argume
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import pickle
@@ -13,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -40,6 +42,10 @@ _SIMPLE: Final = frozenset(
 )
 
 
+_numbers = itertools.count(1)
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
+
+
 class Ring:
     """Places in a stretch of memory, given out in order and free again in almost the same order.
 
@@ -57,6 +63,7 @@ class Ring:
 
     def take(self, nbytes: int) -> int | None:
         """Where so many bytes may be put; None where there is no room."""
+        nbytes = max(nbytes, 1)  # a place of its own
         if not self._taken:
             start = 0
         else:
@@ -108,7 +115,7 @@ class _Flight:
 class _Helper:
     """One process, its memory, and what it is working on."""
 
-    def __init__(self, options: Options, device: str) -> None:
+    def __init__(self, options: Options, device: torch.device) -> None:
         self.device = device
         self.unneeded: deque[int] = deque()
         self.flights: dict[int, _Flight] = {}
@@ -143,8 +150,9 @@ class _Helper:
     def wait_until_ready(self) -> None:
         """Until it has started; raises EOFError if it ends instead."""
         self._connection.recv()
-        if can_pin(self.device) and self.device == "cuda":
-            self._pinned = not int(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), _RING, 0))
+        if self.device.type == "cuda" and can_pin("cuda"):
+            with torch.cuda.device(self.device):  # this thread would use the first GPU, of other ranks
+                self._pinned = not int(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), _RING, 0))
         self.ready = True
 
     def place(self, nbytes: int) -> int | None:
@@ -192,8 +200,22 @@ class _Helper:
         """Wait for its end, and let go of the memory."""
         self.process.wait()
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr())
+            with torch.cuda.device(self.device):
+                torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr())
             self._pinned = False
+        self.forget()
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        try:
+            self._mapped.close()
+        except BufferError:  # somebody still looks at it, and it goes with them
+            pass
+
+    def forget(self) -> None:
+        """Close this side of the conversation."""
+        try:
+            self._connection.close()
+        except OSError:
+            pass
 
 
 class Pool:
@@ -207,10 +229,11 @@ class Pool:
         self,
         processes: int,
         options: Options,
-        device: str,
+        device: torch.device,
         answered: Callable[[Any, Answer | None], None],
     ) -> None:
         self._answered = answered
+        self.number = next(_numbers)
         self._helpers: list[_Helper] = []
         self._memories = self._trees = 0
         self._lock = threading.Condition()
@@ -218,15 +241,21 @@ class Pool:
         self._flying = 0
         self._closed = False
         self._threads: list[threading.Thread] = []
-        for _ in range(processes):
-            self._thread(self._serve, _Helper(options, device))
+        try:
+            for _ in range(processes):
+                self._thread(self._serve, _Helper(options, device))
+        except BaseException:
+            self.close()
+            self.let_go()
+            raise
+        _pools.add(self)
 
     def _thread(self, target: Callable[..., None], helper: _Helper) -> None:
         thread = threading.Thread(target=target, args=(helper,), name="op_tools-pool", daemon=True)
         thread.op_tools_internal = True  # type: ignore[attr-defined]
         self._helpers.append(helper)
-        self._threads.append(thread)
         thread.start()
+        self._threads.append(thread)
 
     # -- for those who send ---------------------------------------------------------------------------
 
@@ -250,8 +279,15 @@ class Pool:
         weight, remote.nbytes = remote.nbytes or task.nbytes + _CALL, 0
         if task.phase == "backward":
             self._weigh(helper, weight)
-        start = helper.place(sum([_padded(bytes_in(s)) for part in parts for s in part.storages]))
+        size = sum([_padded(bytes_in(s)) for part in parts for s in part.storages])
+        if size > _RING:
+            if task.phase == "forward":
+                self._weigh(helper, -weight)
+                return False
+            parts, size = (), 0  # gradients may be larger than the call: it is handed back, with its arguments
+        start = helper.place(size)
         if start is None:
+            self._weigh(helper, -weight)
             return False
         with self._lock:
             self._flying += 1
@@ -260,7 +296,8 @@ class Pool:
             with self._sending:  # one after the other: threads that copy at once wait for the interpreter
                 spans = _copied(parts, start, helper.buffer, unpacker)
                 trees = [(self._number(part), part.tree) for part in parts]
-                task = task._replace(after=trees[-1][0], after_spans=spans[-1])
+                if parts:
+                    task = task._replace(after=trees[-1][0], after_spans=spans[-1])
                 if len(parts) == 2:
                     task = task._replace(before=trees[0][0], before_spans=spans[0])
                 helper.send(_Flight(start, given, task, weight), trees)
@@ -284,10 +321,11 @@ class Pool:
         layout = staged.layout
         assert layout is not None
         with self._lock:
-            number = layout.notes.get(self)
+            key = ("pool", self.number)
+            number = layout.notes.get(key)
             if number is None:
                 self._trees += 1
-                number = layout.notes[self] = self._trees
+                number = layout.notes[key] = self._trees
             return int(number)
 
     def drain(self) -> None:
@@ -310,8 +348,13 @@ class Pool:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_SECONDS_TO_END)
+        _pools.discard(self)
+
+    def let_go(self) -> None:
+        """Let go of the memory, once nobody sends any more (`pool.let_go()`)."""
         for helper in self._helpers:
             helper.let_go()
+        self._answered = _nobody
 
     # -- what comes back ------------------------------------------------------------------------------
 
@@ -350,6 +393,21 @@ class Pool:
         with self._lock:
             self._flying -= 1
             self._lock.notify_all()
+
+
+def _nobody(given: Any, answer: Answer | None) -> None:
+    """All has been answered."""
+
+
+def forget_in_child() -> None:
+    """A forked child must not keep the processes of its parent alive when that ends."""
+    for pool in list(_pools):
+        for helper in pool._helpers:
+            helper.forget()
+    _pools.clear()
+
+
+os.register_at_fork(after_in_child=forget_in_child)
 
 
 def available() -> bool:

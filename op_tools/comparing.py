@@ -40,6 +40,13 @@ class Memory:
     kept: _Kept | None = None
     returned: Any = None  # what the device returned, where signs are free
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
+    lock: Any = dataclasses.field(default_factory=threading.Lock)
+
+    def take(self) -> _Kept | None:
+        """The golden forward pass, for one backward alone."""
+        with self.lock:
+            kept, self.kept = self.kept, None
+        return kept
 
 
 @dataclasses.dataclass
@@ -137,7 +144,7 @@ class Comparer:
             if op_facts.has_free_vectors(call.op):
                 memory.done.wait(_LONGEST_WAIT)  # another thread may still be at its forward
             returned = memory.returned
-            kept, memory.kept = memory.kept, None
+            kept = memory.take()
             if kept is not None:
                 return golden.backward(kept.result, sent, returned)
         keeps = not backward and memory is not None and call.grad_enabled

@@ -20,7 +20,8 @@ Places = tuple[tuple[int, int, bool, bool], ...]
 
 
 def places(given: Sequence[Tensor], results: Sequence[Tensor]) -> Places | None:
-    """In which of the given tensors' memory each result lies, and how far from its beginning; None for new memory.
+    """In which of the given tensors each result lies, and how far from its beginning; None where there is more to it:
+    new memory, or given tensors that no result lies in, whose values may say where.
 
     >>> x = torch.ones(3, 4)
     >>> places([x], [x[1]]), places([x], [x + 1])
@@ -39,7 +40,7 @@ def places(given: Sequence[Tensor], results: Sequence[Tensor]) -> Places | None:
             bits = (source.is_conj() != result.is_conj(), source.is_neg() != result.is_neg())
             apart = result.data_ptr() - source.data_ptr() if result.numel() and source.numel() else 0
             found.append((index, apart, *bits))
-        return tuple(found)
+        return tuple(found) if len({place[0] for place in found}) == len(given) else None
     except (ValueError, RuntimeError, NotImplementedError):  # other memory; tensors without any
         return None
 

@@ -6,9 +6,11 @@ and judge. Comparisons may end in any order; they are told in the order of the c
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
 import math
+import os
 import pickle
 import sys
 import threading
@@ -41,7 +43,7 @@ from ..budget import MODES, Chooser, kind_of, parse_budget
 from ..compare_helper import Answer, Options, Task
 from ..compare_pool import Pool, Remote, needs_gradients, sendable
 from ..comparing import Comparer, Comparison, Memory, rebuilt
-from ..devices import accelerator_type, quiet
+from ..devices import quiet
 from ..first_look import FirstLook, Question, Room
 from ..first_look import Kept as Looked
 from ..golden import GoldenResult
@@ -209,8 +211,7 @@ class OpAutoCompare(Tool):
         self._busy, self._began = 0.0, time.monotonic()  # seconds that comparisons took here, and since when
         self._of_pytorch: dict[str, bool] = {}  # operators: whether they are what their names say
         self._views = Views()
-        if self._processes and not self._patience:
-            self._start_pool()
+        self._where: torch.device | None = None
         native.prepare()
         # how much of a worker's time the run itself loses: all of it where there is no core to spare
         self._share = 1.0 if cores.available() <= threads + 1 else 0.5
@@ -257,8 +258,9 @@ class OpAutoCompare(Tool):
         room = queued // 4 // self._processes
         options = Options(self._rules, room, comparer.max_bytes, comparer.max_seconds)
         try:
-            self._pool = Pool(self._processes, options, accelerator_type(), self._answered)
-        except (OSError, ValueError, pickle.PicklingError):  # no memory, no files left: threads do it
+            self._pool = Pool(self._processes, options, self._where or torch.device("cpu"), self._answered)
+            _helped.add(self)
+        except (OSError, ValueError, RuntimeError, pickle.PicklingError):  # no memory, files or threads left
             self._processes = 0
 
     # -- which calls ----------------------------------------------------------------------------------
@@ -288,7 +290,12 @@ class OpAutoCompare(Tool):
             self._chooser.settle(call.notes.get((self, "kind")))
             self._skip(call, "a collective: its result depends on other processes")
             return
-        device = call.device.type
+        where = call.device
+        device = where.type
+        if self._where is None:
+            self._where = where
+            if self._processes and not self._patience:
+                self._start_pool()
         low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         kind = call.notes.get((self, "kind"))  # only where calls are chosen
         grad_enabled = torch.is_grad_enabled()
@@ -326,7 +333,8 @@ class OpAutoCompare(Tool):
             job.rounded_to = golden.autocast_rounds_to(call.op, job.autocast, call.result)
         job.site = self.site(call)
         job.event = self._lineage.made_from(call.inputs.data_ptrs, call.outputs.data_ptrs)
-        if not (call.traits.mutates or self.view.full) and self._is_of_pytorch(call.op, job.function):
+        may_be_a_view = not (call.traits.mutates or self.view.full or "as_strided" in call.op)
+        if may_be_a_view and self._is_of_pytorch(call.op, job.function):
             job.places = places(call.tensors, call.results)
         if self._is_a_view(job) or (job.question is not None and self._looked_at(job)):
             self._chooser.settle(job.kind)
@@ -466,13 +474,14 @@ class OpAutoCompare(Tool):
         self.found(call, "skipped", f"not comparable: {reason}", once=True)
 
     def _submit(self, job: _Job) -> None:
+        size = job.nbytes
+        self._writer.reserve(size)  # where a run waits: Ctrl-C comes before the call has a number
+        pool = self._pool
+        if pool is not None and job.twin is not None and self._may_leave(job):
+            job.remote = job.twin.remote = pool.remote(size)
         with self._order_lock:
             number = self._submitted
             self._submitted += 1
-        if self._pool is not None and job.twin is not None and self._may_leave(job):
-            job.remote = job.twin.remote = self._pool.remote(job.nbytes)
-        size = job.nbytes
-        self._writer.reserve(size)
         self._writer.submit(size, functools.partial(self._work, number, job))
         if self._at_once:
             job.done.wait()
@@ -481,16 +490,18 @@ class OpAutoCompare(Tool):
 
     def _work(self, number: int, job: _Job) -> None:
         started = time.perf_counter()  # not the thread's own time: where cores are short, waiting is what it costs
-        sent = False
+        sent, remote = False, job.remote
         try:
             if not self._abandoned:
                 self._prepare_thread(job)
-                sent = job.remote is not None and self._sent(number, job, job.remote)
+                sent = remote is not None and self._sent(number, job, remote)
                 if not sent and job.judgement is None:
                     self._compare(job)
         except Exception as error:
             job.error = error
         finally:
+            if remote is not None:
+                remote.tried.set()
             seconds = time.perf_counter() - started
             self._chooser.spend(job.kind, seconds * self._share)
             self._chooser.settle(job.kind)
@@ -668,8 +679,8 @@ class OpAutoCompare(Tool):
         with self._order_lock:
             self._ready[number] = job
             while self._told in self._ready:
-                ready = self._ready.pop(self._told)
                 self._told += 1
+                ready = self._ready.pop(self._told - 1)
                 try:
                     if not self._abandoned or ready.judgement is not None:
                         self._tell(ready)
@@ -816,9 +827,14 @@ class OpAutoCompare(Tool):
             self._abandoned = True  # what is queued is dropped; what was found is kept
             raise
         finally:
-            if self._pool is not None:
-                self._pool.close()
+            pool = self._pool
+            if pool is not None:
+                pool.close()
             self._writer.close()
+            if pool is not None:
+                pool.let_go()
+            self._pool = None
+            _helped.discard(self)
             self._write_table()
 
     def _drain(self) -> None:
@@ -874,8 +890,9 @@ class OpAutoCompare(Tool):
     def wait(self) -> None:
         """Wait until every call so far is compared (`comparison.wait()`)."""
         self._writer.drain()
-        if self._pool is not None:
-            self._pool.drain()
+        pool = self._pool
+        if pool is not None:
+            pool.drain()
             self._writer.drain()  # what was handed back
 
     def records(self) -> list[dict[str, Any]]:
@@ -928,6 +945,19 @@ class OpAutoCompare(Tool):
             *[f"{r.name}: {r.reason}" for r in judgement.rows if r.verdict == WRONG],
             "",
         )
+
+
+_helped: Final[weakref.WeakSet[OpAutoCompare]] = weakref.WeakSet()
+
+
+@atexit.register
+def _wait_for_helpers() -> None:
+    """A run that ends without `stop` still tells what its processes are working on."""
+    for tool in list(_helped):
+        pool = tool._pool
+        if pool is not None and tool._pid == os.getpid():
+            tool.wait()
+            pool.close()
 
 
 def _chooser(mode: str | None, budget: str | float | None) -> Chooser:

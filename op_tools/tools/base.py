@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterable
@@ -59,7 +60,7 @@ class Tool:
             raise SettingsError(f"{self.name}(max_calls={max_calls}): a number of calls cannot be negative")
         self._ops, self._disable = ops, disable
         self._steps, self._ranks, self._max_calls = steps, ranks, max_calls
-        self._starts = 0
+        self._starts = self._pid = 0
         self._lock = threading.RLock()
         self._failures: set[tuple[str, str]] = set()
         self._store: store.Store | None = None
@@ -125,6 +126,7 @@ class Tool:
         """Begin; settings are read now. Starting twice needs stopping twice (`tool.start()`)."""
         with self._lock:
             if self._starts == 0:
+                self._pid = os.getpid()
                 self.view = console.View(settings.console_level())
                 self.filter = OpFilter.from_environment(self.prefix, self._ops, self._disable)
                 self.prepare()
@@ -142,6 +144,9 @@ class Tool:
 
     def stop(self) -> None:
         """End; results are complete and files are written when this returns (`tool.stop()`)."""
+        if self._starts and self._pid != os.getpid():  # a forked child: neither its threads nor its records
+            self._starts = 0
+            return
         with self._lock:
             if self._starts == 0:
                 return

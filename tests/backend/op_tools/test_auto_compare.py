@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -486,6 +488,56 @@ def test_a_result_at_another_place_is_looked_at(device: str, monkeypatch: pytest
         compared.wait()
         assert compared._views.get(kind).places == known.places, "compared in full, and learned again"
     assert {row["verdict"] for row in compared.records()} == {"right"}
+
+
+def test_views_whose_place_a_value_decides(device: str) -> None:
+    w = torch.randn(4, 3, device=device, requires_grad=True)
+    starts = [torch.tensor(k, device=device) for k in (2, 0, 3, 1, 2)]
+    with op_tools.OpAutoCompare() as compared:
+        for start in starts:
+            (w[start] * 2).sum().backward()
+            torch.narrow(w, 0, start.cpu().clamp(max=1), 2).square().sum().backward()
+            compared.wait()
+    assert not [f for f in compared.findings() if f.kind != "skipped"]
+    assert {row["verdict"] for row in compared.records()} == {"right"}
+
+
+def test_an_interrupt_while_the_run_waits_loses_no_later_call(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(2, device=device)
+    with op_tools.OpAutoCompare(ops=["torch.add"]) as compared:
+        reserve = compared._writer.reserve
+
+        def interrupted(nbytes: int) -> bool:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(compared._writer, "reserve", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            torch.add(x, x)
+        monkeypatch.setattr(compared._writer, "reserve", reserve)
+        for _ in range(3):
+            torch.add(x, x)
+    assert len({row["call_id"] for row in compared.records()}) == 3
+
+
+@pytest.mark.parametrize("name", ["OpAutoCompare", "OpCapture", "OpTimeMeasure"])
+def test_a_forked_child_that_leaves_the_block_does_not_hang(name: str, device: str) -> None:
+    x = torch.ones(2, device=device)
+    with getattr(op_tools, name)() as tool:
+        for _ in range(20):
+            torch.add(x, x)
+        child = os.fork()
+        if child == 0:
+            try:
+                tool.stop()
+            finally:
+                os._exit(0)
+        end = time.monotonic() + 30
+        while os.waitpid(child, os.WNOHANG) == (0, 0):
+            if time.monotonic() > end:
+                os.kill(child, signal.SIGKILL)
+                pytest.fail("the child waits for threads that it does not have")
+            time.sleep(0.05)
+    assert tool.records()
 
 
 @pytest.mark.parametrize(("available", "expected"), [(2, [1, 4]), (8, [1, 4]), (16, [3, 4]), (64, [4])])

@@ -45,6 +45,17 @@ def test_places_never_overlap_and_come_back(steps: list[Any], size: int) -> None
     assert ring.take(size) == 0
 
 
+def test_a_call_without_bytes_has_a_place_of_its_own() -> None:
+    ring = Ring(256)
+    assert [ring.take(64) for _ in range(4)] == [0, 64, 128, 192]
+    ring.give(0)
+    assert ring.take(64) == 0  # around the end, and full
+    assert ring.take(0) is None
+    ring.give(64)
+    assert ring.take(0) == 64
+    assert ring.take(64) is None, "the rest is in use"
+
+
 def staged(*args: Any, **kwargs: Any) -> Staged:
     tensors = list(tensors_in((args, kwargs)))
     return Layouts().stage(1, tensors, (args, kwargs))
