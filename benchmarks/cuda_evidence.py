@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import math
 import sys
 import time
 import warnings
@@ -174,6 +175,29 @@ def batch_norm_bias_gradient(device: torch.device) -> Iterator[Found]:
     for dtype in HALF:
         yield _bias_gradient(call, numbers(device, 32, 32, 14, 14, dtype=dtype), dtype)
     yield _bias_gradient(call, numbers(device, 32, 32, 14, 14, dtype=torch.bfloat16), torch.float32)  # as autocast does
+
+
+@claim
+def gradients_by_way_of_an_overflow(device: torch.device) -> Iterator[Found]:
+    gradients = []
+    for dtype in (torch.float16, torch.float32):
+        x = torch.tensor([200.0, 175.0, 2.0], dtype=dtype, device=device, requires_grad=True)
+        torch.masked.prod(x).backward()
+        gradients.append(float(x.grad[2]))  # type: ignore[index]
+    half, single = gradients
+    yield Found(f"masked.prod: gradient {half:g} in float16, {single:g} in float32", seen=half > single == 35_000.0)
+
+
+@claim
+def gradients_that_should_not_be(device: torch.device) -> Iterator[Found]:
+    gradients = []
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.tensor(-3.0, dtype=dtype, device=device, requires_grad=True)
+        (x ** torch.tensor(-1.0078125, dtype=dtype, device=device)).backward()
+        gradients.append(float(x.grad))  # type: ignore[arg-type]
+    half, single = gradients
+    seen = math.isfinite(half) and math.isnan(single)
+    yield Found(f"pow: gradient {half:g} in bfloat16, {single:g} in float32", seen=seen)
 
 
 @claim
