@@ -43,6 +43,13 @@ class _Slice(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    dtype: torch.dtype | None = None  # of a complex view of real numbers, or the other way round
+
+    def of(self, grad: Tensor) -> Tensor:
+        """That part of the gradient of the base."""
+        if self.dtype is not None:
+            grad = grad.resolve_conj().contiguous().view(self.dtype)
+        return grad.as_strided(self.shape, self.stride, self.offset)
 
 
 _NO_GRADIENTS: Final[list[Tensor | None]] = []
@@ -77,6 +84,10 @@ def edges_of(tensors: list[Tensor]) -> Edges | None:
                 if node is not None:
                     offset = int(tensor.storage_offset()) - int(base.storage_offset())
                     place = _Slice(tensor.shape, tensor.stride(), offset)
+                    if base.dtype != tensor.dtype:
+                        size = tensor.element_size()
+                        start = int(tensor.storage_offset()) * size - int(base.storage_offset()) * base.element_size()
+                        place = _Slice(tensor.shape, tensor.stride(), start // size, tensor.dtype)
                     bases.setdefault((node, base.output_nr), (index, place))
         index += 1
     if not targets and not bases:
@@ -127,7 +138,8 @@ def _bases_of_results(outputs: list[Tensor], edges: Edges) -> dict[Any, list[tup
         node = None if base is None else base.grad_fn
         if base is None or node is None or node is tensor.grad_fn or node._sequence_nr() < edges.since:
             continue
-        if (node, base.output_nr) not in edges.targets and tensor.numel() == base.numel() and base.is_contiguous():
+        whole = tensor.numel() == base.numel() and base.is_contiguous() and tensor.dtype == base.dtype
+        if whole and (node, base.output_nr) not in edges.targets:
             place = _Slice(tensor.shape, tensor.stride(), int(tensor.storage_offset()) - int(base.storage_offset()))
             found.setdefault(node, []).append((base.output_nr, index, place))
     return found
@@ -245,7 +257,7 @@ class _Backward:
             grad = from_outputs[output_number] if output_number < len(from_outputs) else None
             # the same as what came to the result, or all there is if that was changed in place
             if grad is not None and grad.data_ptr() not in self.passed_on.get(index, ()):
-                self.grad_outputs[index] = grad.contiguous().as_strided(*whole)
+                self.grad_outputs[index] = whole.of(grad.contiguous())
         for edge, inputs, place in hook.targets:
             grad = to_inputs[edge] if edge < len(to_inputs) else None
             if grad is None:
@@ -253,7 +265,7 @@ class _Backward:
             if place is _TO_LEAF:
                 grad = grad.detach()  # a gradient that somebody else holds would be copied into `.grad`
             elif place is not None:
-                grad = grad.as_strided(*place)
+                grad = place.of(grad)
             for index in inputs:
                 present = self.grad_inputs[index]
                 self.grad_inputs[index] = grad if present is None else present + grad

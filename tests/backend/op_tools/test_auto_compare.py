@@ -441,6 +441,30 @@ def test_results_that_are_changed_in_place(change: str, look: str, device: str) 
     assert [row["verdict"] for row in rows] == ["right"] * 9
 
 
+@pytest.mark.parametrize("to_complex", [True, False])
+def test_views_of_another_dtype_that_are_changed_in_place(to_complex: bool, device: str) -> None:
+    x = torch.randn(4, 3, 2).to(device)
+    x = (x if to_complex else torch.view_as_complex(x)).requires_grad_()
+    with op_tools.OpAutoCompare() as compared:
+        for _ in range(3):
+            y = x * 2
+            view = (torch.view_as_complex if to_complex else torch.view_as_real)(y[1:])
+            view.mul_(3).abs().sum().backward()
+            compared.wait()
+    assert not [f for f in compared.findings() if f.kind != "skipped"]
+    rows = [row for row in compared.records() if row["phase"] == "backward" and "mul_" in row["name"]]
+    assert [row["verdict"] for row in rows] == ["right"] * 3
+
+
+def test_complex_half_numbers_that_are_moved(device: str) -> None:
+    x = torch.randn(3, 2, device=device, dtype=torch.complex64).to(torch.complex32)
+    with op_tools.OpAutoCompare() as compared:
+        for _ in range(3):
+            x.t().contiguous()
+            compared.wait()
+    assert not [f for f in compared.findings() if f.kind != "skipped"]
+
+
 def test_a_fault_behind_a_result_that_is_changed_in_place_is_found(device: str, faults: Any) -> None:
     layer, x = torch.nn.Linear(6, 5).to(device), torch.randn(4, 3, 6).to(device).requires_grad_()
     with faults.plant("mm: noise=1e-2, phase=backward"), op_tools.OpAutoCompare() as compared:
