@@ -11,6 +11,7 @@ losses, gradients and parameters of six steps of every way are compared with tho
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -49,7 +50,7 @@ def one(device: str, steps: int, way: str, tiny: bool) -> dict[str, Any]:
     bench = Bench(device, steps, tiny)
     for _ in range(5):
         bench.step()
-    bare = min(bench.timed(lambda: _Nothing(), 20)[0] for _ in range(3))
+    bare = min(bench.timed(contextlib.nullcontext, 20)[0] for _ in range(3))
     half = steps // 2
     began = time.perf_counter()
     tool = op_tools.OpAutoCompare(**WAYS[way][0])
@@ -67,14 +68,6 @@ def one(device: str, steps: int, way: str, tiny: bool) -> dict[str, Any]:
     return {"bare": bare, "late": late, "whole": whole, "says": tool.summary()[:2], "state": _state(device, way, tiny)}
 
 
-class _Nothing:
-    def __enter__(self) -> None:
-        """Nothing is measured but the step."""
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to end."""
-
-
 def _state(device: str, way: str, tiny: bool) -> bool:
     """Whether six steps under the tool leave the same bits as six bare ones."""
     import op_tools
@@ -82,7 +75,7 @@ def _state(device: str, way: str, tiny: bool) -> bool:
     found = []
     for watched in (False, True):
         bench = Bench(device, 6, tiny)
-        tool = op_tools.OpAutoCompare(**WAYS[way][0]) if watched else _Nothing()
+        tool = op_tools.OpAutoCompare(**WAYS[way][0]) if watched else contextlib.nullcontext()
         with tool:
             losses = [bench.model(bench.tokens, bench.targets).detach()]
             for _ in range(6):

@@ -52,6 +52,14 @@ class _Slice(NamedTuple):
         return grad.as_strided(self.shape, self.stride, self.offset)
 
 
+def _place(view: Tensor, base: Tensor) -> _Slice:
+    start, first = int(view.storage_offset()), int(base.storage_offset())
+    if view.dtype == base.dtype:
+        return _Slice(view.shape, view.stride(), start - first)
+    size = view.element_size()
+    return _Slice(view.shape, view.stride(), start - first * base.element_size() // size, view.dtype)
+
+
 _NO_GRADIENTS: Final[list[Tensor | None]] = []
 _NO_TOKENS: Final[list[Any]] = []
 _TO_LEAF: Final = _Slice((), (), 0)
@@ -82,13 +90,7 @@ def edges_of(tensors: list[Tensor]) -> Edges | None:
             if base is not None and base.requires_grad:
                 node = base.grad_fn
                 if node is not None:
-                    offset = int(tensor.storage_offset()) - int(base.storage_offset())
-                    place = _Slice(tensor.shape, tensor.stride(), offset)
-                    if base.dtype != tensor.dtype:
-                        size = tensor.element_size()
-                        start = int(tensor.storage_offset()) * size - int(base.storage_offset()) * base.element_size()
-                        place = _Slice(tensor.shape, tensor.stride(), start // size, tensor.dtype)
-                    bases.setdefault((node, base.output_nr), (index, place))
+                    bases.setdefault((node, base.output_nr), (index, _place(tensor, base)))
         index += 1
     if not targets and not bases:
         # closures may bring in tensors that need gradients; such calls have none among their arguments
@@ -140,8 +142,7 @@ def _bases_of_results(outputs: list[Tensor], edges: Edges) -> dict[Any, list[tup
             continue
         whole = tensor.numel() == base.numel() and base.is_contiguous() and tensor.dtype == base.dtype
         if whole and (node, base.output_nr) not in edges.targets:
-            place = _Slice(tensor.shape, tensor.stride(), int(tensor.storage_offset()) - int(base.storage_offset()))
-            found.setdefault(node, []).append((base.output_nr, index, place))
+            found.setdefault(node, []).append((base.output_nr, index, _place(tensor, base)))
     return found
 
 

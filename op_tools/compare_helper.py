@@ -10,7 +10,6 @@ import functools
 import mmap
 import os
 import signal
-import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Final, NamedTuple
@@ -61,7 +60,6 @@ class Answer(NamedTuple):
 
     number: int
     rows: list[tuple[Any, ...]] | None
-    seconds: float
     tree: Any = None
     before: list[bytes] | None = None
 
@@ -103,19 +101,17 @@ class Helper:
 
     def answer(self, task: Task) -> Answer:
         """Compare one call (`helper.answer(task).rows is None`)."""
-        started = time.perf_counter()
         rows = None
         try:
             rows = self._rows(task)
         except Exception:  # the run finds out itself
             pass
-        seconds = time.perf_counter() - started
         if rows is not None or task.phase == "forward":
-            return Answer(task.number, rows, seconds)
+            return Answer(task.number, rows)
         known = self._remembered.get(task.memory)
         if known is None:
-            return Answer(task.number, None, seconds)
-        return Answer(task.number, None, seconds, known.tree, [f.numpy().tobytes() for f in known.flats])
+            return Answer(task.number, None)
+        return Answer(task.number, None, known.tree, [f.numpy().tobytes() for f in known.flats])
 
     def _rows(self, task: Task) -> list[tuple[Any, ...]] | None:
         if task.before:

@@ -26,10 +26,9 @@ import torch
 from .compare_helper import Answer, Options, Spans, Task
 from .devices import can_pin
 from .opcall import Tensor
-from .snapshot import Layout, Ref, Staged, Unpacker, bytes_in
+from .snapshot import Layout, Ref, Staged, Unpacker, bytes_in, padded
 
 _RING: Final = 64 << 20  # bytes that wait for one process
-_ALIGN: Final = 64
 _CALL: Final = 1 << 17  # bytes that take as long as what a call costs in any case
 _SECONDS_TO_END: Final = 5.0
 _MOST_TREES: Final = 50_000
@@ -279,7 +278,7 @@ class Pool:
         weight, remote.nbytes = remote.nbytes or task.nbytes + _CALL, 0
         if task.phase == "backward":
             self._weigh(helper, weight)
-        size = sum([_padded(bytes_in(s)) for part in parts for s in part.storages])
+        size = sum([padded(bytes_in(s)) for part in parts for s in part.storages])
         if size > _RING:
             if task.phase == "forward":
                 self._weigh(helper, -weight)
@@ -469,10 +468,6 @@ def _command(sock: int, memory: int) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
-
-
 def _copied(parts: Sequence[Staged], start: int, buffer: Tensor, unpacker: Unpacker) -> list[Spans]:
     """Copy the storages of all parts one behind the other, and wait for it; where they are."""
     spans: list[Spans] = []
@@ -482,7 +477,7 @@ def _copied(parts: Sequence[Staged], start: int, buffer: Tensor, unpacker: Unpac
         for storage in part.storages:
             count = bytes_in(storage)
             mine.append((start, count))
-            start += _padded(count)
+            start += padded(count)
         spans.append(tuple(mine))
         places += mine
     storages = [storage for part in parts for storage in part.storages]

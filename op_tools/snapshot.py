@@ -270,14 +270,14 @@ class Unpacker:
             if event is not None:
                 event.synchronize()
             return [f.cpu() for f in flats]
-        buffer = self._pinned.room(sum([_padded(f.numel()) for f in flats if not f.is_cpu]))
+        buffer = self._pinned.room(sum([padded(f.numel()) for f in flats if not f.is_cpu]))
         found, position = [], 0
         for flat in flats:
             if flat.is_cpu:
                 found.append(flat)
             else:
                 found.append(buffer[position : position + flat.numel()])
-                position += _padded(flat.numel())
+                position += padded(flat.numel())
         self._copy([(view, flat) for view, flat in zip(found, flats) if view is not flat], device, event)
         return found
 
@@ -331,25 +331,30 @@ class Unpacker:
             stream.synchronize()
 
 
+def _is_flat(copy: Tensor) -> bool:
+    return copy.dtype == torch.uint8 and copy.dim() == 1
+
+
 def _address(copy: Tensor) -> int:
-    if copy.dtype == torch.uint8 and copy.dim() == 1:
+    if _is_flat(copy):
         return copy.data_ptr()
     return int(copy.untyped_storage().data_ptr())
 
 
 def bytes_in(copy: Tensor) -> int:
     """How many bytes a staged storage has (`bytes_in(torch.ones(2)) == 8`)."""
-    if copy.dtype == torch.uint8 and copy.dim() == 1:
+    if _is_flat(copy):
         return copy.numel()
     return int(copy.untyped_storage().nbytes())
 
 
-def _padded(nbytes: int) -> int:
+def padded(nbytes: int) -> int:
+    """So many bytes, up to where the next storage begins (`padded(1) == 64`)."""
     return (nbytes + 63) & -64
 
 
 def _bytes_of(copy: Tensor) -> Tensor:
-    if copy.dtype == torch.uint8 and copy.dim() == 1:
+    if _is_flat(copy):
         return copy
     flat = torch.empty(0, dtype=torch.uint8, device=copy.device)
     return flat.set_(copy.untyped_storage())
