@@ -250,7 +250,7 @@ class OpAutoCompare(Tool):
             return 0, 0.0
         if given >= 0:
             return int(given), 0.0
-        there = cores.available()
+        there = cores.available() // _ranks_here()
         return (min(_MOST_PROCESSES, there - 4), _WORTH_PROCESSES) if there >= _CORES_FOR_PROCESSES else (0, 0.0)
 
     def _start_pool(self) -> None:
@@ -969,6 +969,12 @@ def _chooser(mode: str | None, budget: str | float | None) -> Chooser:
     if budget is None:
         variable, budget = "OP_AUTOCOMPARE_BUDGET", settings.read("OP_AUTOCOMPARE_BUDGET") or None
     return Chooser(mode, None if budget is None else parse_budget(str(budget), variable))
+
+
+def _ranks_here() -> int:
+    """Processes of the same training on this machine, which share its cores."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if text.isdecimal() else 1
 
 
 def _view_kind(job: _Job) -> Hashable:

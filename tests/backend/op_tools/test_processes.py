@@ -267,3 +267,17 @@ def test_a_run_that_ends_without_stop_tells_everything(tmp_path: Any) -> None:
     told, _, submitted = done.stdout.split()
     assert told == submitted
     assert int(told) > 100
+
+
+@pytest.mark.parametrize(("ranks", "expected"), [(None, 12), ("1", 12), ("2", 12), ("4", 4), ("8", 0), ("many", 12)])
+def test_ranks_share_the_cores_of_a_machine(
+    ranks: str | None, expected: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from op_tools import cores
+
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    monkeypatch.setattr(cores, "available", lambda: 32)
+    with op_tools.OpAutoCompare() as tool:
+        assert tool._processes == expected
