@@ -40,10 +40,11 @@ test: $(VENV)/.ready-dev  ## the tests, on this machine's default device
 test-all: $(VENV)/.ready-dev  ## the tests and the long sweeps over PyTorch's operator database
 	@$(ONE_THREAD) $(PY) -m pytest -q -n $(JOBS) tests
 
-lint: $(VENV)/.ready-dev  ## ruff and mypy
+lint: $(VENV)/.ready-dev  ## ruff, mypy and the import contract
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports --no-cache
 
 format: $(VENV)/.ready-dev  ## format the code
 	@$(VENV)/bin/ruff check --fix --quiet . || true

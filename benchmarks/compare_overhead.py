@@ -41,7 +41,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
 def one(device: str, steps: int, way: str, tiny: bool) -> dict[str, Any]:
     """Run one way in this process: seconds per step, and what the tool says."""
     import op_tools
-    from op_tools import compiling
+    from op_tools.native import compiling
 
     if not torch.cuda.is_available():
         import ditorch  # noqa: F401  makes "cuda" the software accelerator

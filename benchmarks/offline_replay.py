@@ -170,7 +170,7 @@ def report(folder: Path, options: argparse.Namespace) -> None:
     """Everything on one set of captures."""
     import torch
 
-    from op_tools.captures import find
+    from op_tools.files.captures import find
 
     calls = capture(folder, options.device, options.layers, options.width)
     os.environ["OP_TOOLS_CONSOLE"] = "summary"

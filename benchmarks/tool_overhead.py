@@ -141,7 +141,7 @@ def raw_write_speed(folder: Path, nbytes: int) -> float:
 def measure(bench: Bench, only: list[str]) -> tuple[list[dict[str, Any]], int, list[str]]:
     """One row per mode, the number of Python-level calls per step, and remarks."""
     import op_tools
-    from op_tools import compiling
+    from op_tools.native import compiling
 
     compiling.wait()  # a first run on a machine has the compiler beside it otherwise
     for _ in range(5):

@@ -176,7 +176,7 @@ class Bench:
 
         ditorch.soft.load()
         from ditorch.soft import faults
-        from op_tools import golden, verdict
+        from op_tools.judge import golden, verdict
 
         self.faults, self.golden, self.verdict = faults, golden, verdict
         self._last: tuple[Any, Any] = (None, None)

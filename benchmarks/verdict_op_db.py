@@ -103,9 +103,9 @@ class _Decomposed(TorchDispatchMode):
     """Fused kernels done step by step: as correct as the kernel, but rounded in other places."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        from op_tools import op_facts
+        from op_tools.call import facts
 
-        steps = op_facts.decomposition(func)
+        steps = facts.decomposition(func)
         if steps is None:
             return func(*args, **(kwargs or {}))
         return steps(*args, **(kwargs or {}))
@@ -126,7 +126,7 @@ class Runner:
             torch.backends.cuda.matmul.allow_tf32 = False
             torch.backends.cudnn.allow_tf32 = False
         _without_console()
-        from op_tools import golden, verdict  # after op_db, which asks for the real torch.cuda
+        from op_tools.judge import golden, verdict  # after op_db, which asks for the real torch.cuda
 
         self.golden, self.verdict = golden, verdict
 
@@ -264,7 +264,7 @@ def _replace_devices(value: Any, device: str) -> Any:
 
 
 def _to_host(value: Any) -> Any:
-    from op_tools.opcall import map_tensors
+    from op_tools.call.description import map_tensors
 
     return map_tensors(value, lambda t: t.detach().cpu() if t.device.type != "cpu" else t.detach().clone())
 

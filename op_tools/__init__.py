@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from .features import FeatureHandle, apply_feature
-from .opcall import Finding, OpCall, TensorMeta
+from .call.description import Finding, OpCall, TensorMeta
 from .settings import SettingsError
 from .tools.auto_compare import OpAutoCompare
 from .tools.capture import OpCapture
 from .tools.dtype_cast import OpDtypeCast
 from .tools.fallback import OpFallback
+from .tools.features import FeatureHandle, apply_feature
 from .tools.observe import OpObserve
 from .tools.overflow_check import OpOverflowCheck
 from .tools.time_measure import OpTimeMeasure

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from . import settings
-from .console import table
+from .view.console import table
 
 if TYPE_CHECKING:
-    from .replay_check import Options
+    from .replay.check import Options
 
 
 _EXAMPLES: Final = """\
@@ -126,8 +126,8 @@ def run_from_data(arguments: Sequence[str] | None = None) -> int:
 
 def run_replay(given: argparse.Namespace) -> int:
     """Replay every capture under some folders; the result is the exit code."""
-    from .captures import find
-    from .replay_check import Options
+    from .files.captures import find
+    from .replay.check import Options
 
     try:
         dtype = settings.parse_dtype(given.dtype, "--dtype") if given.dtype else None
@@ -171,8 +171,8 @@ def _check_usage(given: argparse.Namespace, dtype: Any) -> None:
 
 
 def _replay_folders(folders: Sequence[Path], options: Options, given: argparse.Namespace) -> int:
-    from .replay_pool import activate, replay_all
-    from .report_replay import Report, with_progress
+    from .replay.pool import activate, replay_all
+    from .replay.report import Report, with_progress
 
     report = Report(options, settings.console_level())
     report.framework(activate(options.device))
@@ -207,7 +207,7 @@ def _check_device(name: str | None) -> None:
 
 def _check_rules() -> None:
     """Mistakes in the variables that decide are errors now, not in each capture."""
-    from . import golden, verdict
+    from .judge import golden, verdict
 
     verdict.Rules.from_environment()
     golden.casts_of("torch.add")

@@ -11,8 +11,8 @@ from typing import Any
 
 import op_tools
 
-from . import console
 from .settings import SettingsError
+from .view import console
 
 TOOLS = ("OpAutoCompare", "OpCapture", "OpDtypeCast", "OpFallback", "OpObserve", "OpOverflowCheck", "OpTimeMeasure")
 

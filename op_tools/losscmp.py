@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from . import console
+from .view import console
 
 LINE = re.compile(r"iteration: (\d+)(?:/\d+)?\b.*?total_loss: ([-+.\w]+)")
 

@@ -23,8 +23,8 @@ from ditorch.conformance.trial import (
     one_line,
     over_samples,
 )
-from op_tools.opcall import map_tensors, tensors_in
-from op_tools.traits import traits_of
+from op_tools.call.description import map_tensors, tensors_in
+from op_tools.call.traits import traits_of
 
 STAYS_ON_CPU = frozenset({"tensor_split"})
 """Operators whose tensor of sections is on the CPU by contract, on every device."""

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ditorch.conformance.cases import ERROR, NOT_COMPARABLE, PASS, WRONG, Case, Limits, Result
-from op_tools import golden, verdict
-from op_tools.opcall import map_tensors, tensors_in
-from op_tools.traits import OpTraits
+from op_tools.call.description import map_tensors, tensors_in
+from op_tools.call.traits import OpTraits
+from op_tools.judge import golden, verdict
 
 JUDGE_SECONDS = 5.0
 """Time for the verdict on one call; with less, fewer random roundings are tried before it decides."""

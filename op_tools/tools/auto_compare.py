@@ -23,37 +23,31 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from .. import (
-    archive,
-    attribution,
-    compare_pool,
-    console,
-    cores,
-    device_measures,
-    golden,
-    native,
-    op_facts,
-    replay,
-    reproducer,
-    settings,
-    store,
-)
-from ..attribution import Blame, Lineage
-from ..budget import MODES, Chooser, kind_of, parse_budget
-from ..compare_helper import Answer, Options, Task
-from ..compare_pool import Pool, Remote, needs_gradients, sendable
-from ..comparing import Comparer, Comparison, Memory, rebuilt
-from ..devices import quiet
-from ..first_look import FirstLook, Question, Room
-from ..first_look import Kept as Looked
-from ..golden import GoldenResult
-from ..intercept import Call
-from ..module_path import module_path
-from ..opcall import Tensor, TensorMeta, describe, labelled
-from ..snapshot import MOST_BORROWED, Layouts, Staged, Unpacker, rebuild, stage
-from ..verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
-from ..views import Places, View, Views, places
-from ..writer import Writer
+from .. import settings
+from ..call import facts as op_facts
+from ..call.description import Tensor, TensorMeta, describe, labelled
+from ..call.devices import quiet
+from ..call.module_path import module_path
+from ..compare import cores, lineage
+from ..compare import pool as compare_pool
+from ..compare.choose import MODES, Chooser, kind_of, parse_budget
+from ..compare.comparing import Comparer, Comparison, Memory, rebuilt
+from ..compare.lineage import Blame, Lineage
+from ..compare.pool import Pool, Remote, needs_gradients, sendable
+from ..compare.precheck import FirstLook, Question, Room
+from ..compare.precheck import Kept as Looked
+from ..compare.reshapes import Places, View, Views, places
+from ..compare.worker import Answer, Options, Task
+from ..copies.operands import MOST_BORROWED, Layouts, Staged, Unpacker, rebuild, stage
+from ..copies.queue import Writer
+from ..files import archive, reproducer
+from ..judge import golden
+from ..judge.golden import GoldenResult
+from ..judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
+from ..native import device_measures, measuring
+from ..replay import captured
+from ..view import console, store
+from ..watch.intercept import Call
 from .base import Tool
 
 _SEEING: Final = 1e-5  # seconds that the interceptor needs for a call, whether or not it is compared
@@ -212,7 +206,7 @@ class OpAutoCompare(Tool):
         self._of_pytorch: dict[str, bool] = {}  # operators: whether they are what their names say
         self._views = Views()
         self._where: torch.device | None = None
-        native.prepare()
+        measuring.prepare()
         # how much of a worker's time the run itself loses: all of it where there is no core to spare
         self._share = 1.0 if cores.available() <= threads + 1 else 0.5
         self._workers = threading.local()
@@ -535,7 +529,7 @@ class OpAutoCompare(Tool):
         known = self._of_pytorch.get(op)
         if known is None:
             try:
-                known = replay.function_of(op) == function and self._comparer.cast(op) is None
+                known = captured.function_of(op) == function and self._comparer.cast(op) is None
             except Exception:
                 known = False
             self._of_pytorch[op] = known
@@ -878,7 +872,7 @@ class OpAutoCompare(Tool):
             facts.append(left_out)
         if self._abandoned:
             facts.append("interrupted: comparisons that were still queued were dropped")
-        facts += attribution.report(self._blames, self._lineage, self._compared_by_op)
+        facts += lineage.report(self._blames, self._lineage, self._compared_by_op)
         facts.append(f"comparisons in {self.csv_path}")
         return facts
 

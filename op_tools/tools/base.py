@@ -10,11 +10,12 @@ from collections.abc import Callable, Container, Iterable
 from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
-from .. import console, settings, store
-from ..intercept import INTERCEPTOR, Call
-from ..opcall import Finding, Tensor, TensorMeta, labelled
+from .. import settings
+from ..call.description import Finding, Tensor, TensorMeta, labelled
+from ..call.traits import OpTraits
 from ..settings import OpFilter, SettingsError
-from ..traits import OpTraits
+from ..view import console, store
+from ..watch.intercept import INTERCEPTOR, Call
 
 _Self = TypeVar("_Self", bound="Tool")
 _FINDING_COLUMNS = {

@@ -14,12 +14,14 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from .. import archive, console, settings, store
-from ..devices import accelerator_type, get_rng_state, module_of, quiet
-from ..intercept import Call
-from ..opcall import Described, Descriptions, Tensor, TensorMeta, describe, labelled
-from ..snapshot import MOST_BORROWED, Layouts, Staged, Unpacker, mark_after, measure
-from ..writer import Writer
+from .. import settings
+from ..call.description import Described, Descriptions, Tensor, TensorMeta, describe, labelled
+from ..call.devices import accelerator_type, get_rng_state, module_of, quiet
+from ..copies.operands import MOST_BORROWED, Layouts, Staged, Unpacker, mark_after, measure
+from ..copies.queue import Writer
+from ..files import archive
+from ..view import console, store
+from ..watch.intercept import Call
 from .base import Tool
 
 _MEBI: Final = 1 << 20

@@ -8,10 +8,11 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from .. import console, settings
-from ..devices import quiet
-from ..intercept import Call
-from ..opcall import Tensor, map_tensors, tensors_in
+from .. import settings
+from ..call.description import Tensor, map_tensors, tensors_in
+from ..call.devices import quiet
+from ..view import console
+from ..watch.intercept import Call
 from .base import Tool
 
 _DEFAULT: Final = "torch.float16->torch.float32,torch.bfloat16->torch.float32"
@@ -172,7 +173,7 @@ def _probe(call: Call) -> tuple[torch.dtype | None, ...]:
     """Run the operator as it is on private copies and see what comes out; the run's state is untouched."""
     state = None
     device = call.device
-    from ..devices import get_rng_state, set_rng_state
+    from ..call.devices import get_rng_state, set_rng_state
 
     autocast = _autocast_of(device.type)
     try:

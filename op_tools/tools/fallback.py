@@ -15,13 +15,13 @@ from typing import Any, ClassVar, Final, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import console
-from ..devices import accelerator_type, can_pin, get_rng_state, module_of, set_rng_state
-from ..intercept import Call
-from ..opcall import Tensor, TensorMeta, labelled, map_tensors, tensors_in
-from ..pinned_results import PinnedResults
-from ..snapshot import span_of
-from ..tensor_statistics import is_dense
+from ..call.description import Tensor, TensorMeta, labelled, map_tensors, tensors_in
+from ..call.devices import accelerator_type, can_pin, get_rng_state, module_of, set_rng_state
+from ..copies.operands import span_of
+from ..copies.pinned_results import PinnedResults
+from ..native.statistics import is_dense
+from ..view import console
+from ..watch.intercept import Call
 from .base import Tool
 
 # Kernels without arithmetic: they allocate, move or rename, and stay on the device.

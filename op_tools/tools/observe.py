@@ -6,8 +6,8 @@ import json
 from array import array
 from typing import Any, ClassVar
 
-from .. import console
-from ..intercept import Call
+from ..view import console
+from ..watch.intercept import Call
 from .base import Tool
 
 

@@ -11,12 +11,12 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
-from .. import console
-from ..devices import can_pin, event_class, quiet
-from ..intercept import Call
-from ..op_facts import UNINITIALISED, last_name
-from ..opcall import Described, Tensor, TensorMeta, labelled
-from ..tensor_statistics import NAMES, Batch, Measure, batch_for, is_dense
+from ..call.description import Described, Tensor, TensorMeta, labelled
+from ..call.devices import can_pin, event_class, quiet
+from ..call.facts import UNINITIALISED, last_name
+from ..native.statistics import NAMES, Batch, Measure, batch_for, is_dense
+from ..view import console
+from ..watch.intercept import Call
 from .base import Tool
 
 _MOST_FLIGHTS: Final = 2

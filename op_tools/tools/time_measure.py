@@ -11,11 +11,12 @@ from collections import deque
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
-from .. import console, settings, store
-from ..backward_clock import BackwardClock, Pass
-from ..devices import accelerator_type, event_class
-from ..intercept import Call
-from ..opcall import Tensor, describe, labelled
+from .. import settings
+from ..call.description import Tensor, describe, labelled
+from ..call.devices import accelerator_type, event_class
+from ..view import console, store
+from ..watch.backward_clock import BackwardClock, Pass
+from ..watch.intercept import Call
 from .base import Tool
 
 _Self = TypeVar("_Self", bound="OpTimeMeasure")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ditorch
-from op_tools.intercept import INTERCEPTOR
+from op_tools.watch.intercept import INTERCEPTOR
 
 DEVICE = "cuda"
 

@@ -10,7 +10,7 @@ import torch
 
 import ditorch
 from ditorch.conformance.databases import import_test_helpers
-from op_tools.opcall import map_tensors, tensors_in
+from op_tools.call.description import map_tensors, tensors_in
 
 # The database compiles a CUDA function while it is imported, which only real CUDA allows.
 ditorch.deactivate()

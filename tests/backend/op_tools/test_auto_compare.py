@@ -20,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ditorch
 import op_tools
-from op_tools import OpAutoCompare, cores, golden, launch, pieces, settings
+from op_tools import OpAutoCompare, launch, settings
+from op_tools.compare import cores, pieces
+from op_tools.judge import golden
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import op_tools
-from op_tools import backward_clock, compiling
+from op_tools.native import compiling
+from op_tools.watch import backward_clock
 
 pytestmark = pytest.mark.skipif(compiling.find_compiler() is None, reason="no C++ compiler")
 

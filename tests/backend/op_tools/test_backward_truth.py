@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from op_tools.features import _watch
-from op_tools.intercept import INTERCEPTOR, Call
+from op_tools.call.traits import traits_of
 from op_tools.tools.base import Tool
 from op_tools.tools.capture import OpCapture
-from op_tools.traits import traits_of
+from op_tools.tools.features import _watch
+from op_tools.watch.intercept import INTERCEPTOR, Call
 
 from .samples import Sample, gradients_of, operators, samples_of, seed
 
@@ -76,7 +76,7 @@ def attributed_gradients(sample: Sample, device: str) -> str | None:
 
 
 def _tensors(value: Any) -> Any:
-    from op_tools.opcall import tensors_in
+    from op_tools.call.description import tensors_in
 
     return tensors_in(value)
 
@@ -170,7 +170,7 @@ def test_hooks_do_not_keep_the_graph_alive(device: str) -> None:
 
 
 def test_captured_gradients_are_the_true_ones(device: str) -> None:
-    from op_tools import archive
+    from op_tools.files import archive
 
     x = torch.randn(5, 7, device=device, requires_grad=True)
     w = torch.randn(3, 7, device=device, requires_grad=True)

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import op_tools
-from op_tools import archive
-from op_tools.intercept import Call
+from op_tools.files import archive
 from op_tools.tools.base import Tool
+from op_tools.watch.intercept import Call
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOLS = ["OpObserve", "OpTimeMeasure", "OpCapture", "OpOverflowCheck", "OpAutoCompare", "OpFallback", "OpDtypeCast"]

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 import ditorch
 import op_tools
-from op_tools import first_look, measures
+from op_tools.compare import precheck
+from op_tools.judge import measures
 from op_tools.settings import SettingsError
 from tests.backend.op_tools.test_auto_compare import train
 
@@ -145,7 +146,7 @@ def test_calls_that_take_indices_go_to_the_cpu(device: str) -> None:
 
 
 def test_without_room_calls_go_to_the_cpu(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_look, "_free_memory", lambda device: 0)
+    monkeypatch.setattr(precheck, "_free_memory", lambda device: 0)
     layer, x = torch.nn.Linear(16, 8).to(device), torch.randn(4, 16).to(device)
     with op_tools.OpAutoCompare(look="device") as compared:
         for _ in range(3):
@@ -156,7 +157,7 @@ def test_without_room_calls_go_to_the_cpu(device: str, monkeypatch: pytest.Monke
 
 
 def test_room_is_given_back(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_look, "_free_memory", lambda device: 8 << 20)
+    monkeypatch.setattr(precheck, "_free_memory", lambda device: 8 << 20)
     layer, x = torch.nn.Linear(16, 8).to(device), torch.randn(4, 16).to(device)
     with op_tools.OpAutoCompare(look="device") as compared:
         for _ in range(6):
@@ -189,7 +190,7 @@ def test_no_memory_of_the_device_is_held_afterwards(device: str, save_memory: bo
 
 
 def test_a_device_without_float64_is_left_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_look, "has_double", lambda device: False)
+    monkeypatch.setattr(precheck, "has_double", lambda device: False)
     x = torch.randn(5).to(device)
     with op_tools.OpAutoCompare(look="device") as compared:
         for _ in range(3):

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import op_tools
-from op_tools.intercept import INTERCEPTOR
+from op_tools.watch.intercept import INTERCEPTOR
 
 
 def ops(tool: op_tools.OpObserve) -> list[str]:

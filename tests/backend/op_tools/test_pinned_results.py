@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import op_tools
-from op_tools import compiling, pinned_results
-from op_tools.devices import accelerator_type, can_pin
-from op_tools.pinned_results import PinnedResults
+from op_tools.call.devices import accelerator_type, can_pin
+from op_tools.copies import pinned_results
+from op_tools.copies.pinned_results import PinnedResults
+from op_tools.native import compiling
 from op_tools.tools import fallback
 
 from .test_auto_compare import train

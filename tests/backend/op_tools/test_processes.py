@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import ditorch
 import op_tools
-from op_tools import compare_pool
+from op_tools.compare import pool as compare_pool
 
 pytestmark = pytest.mark.skipif(not compare_pool.available(), reason="needs Linux")
 
@@ -171,7 +171,7 @@ def test_own_functions_stay_here_and_backward_may_go_twice(device: str, one_proc
 
 
 def test_processes_are_for_runs_that_last(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from op_tools import cores
+    from op_tools.compare import cores
     from op_tools.tools import auto_compare
 
     monkeypatch.delenv("OP_AUTOCOMPARE_PROCESSES", raising=False)
@@ -273,7 +273,7 @@ def test_a_run_that_ends_without_stop_tells_everything(tmp_path: Any) -> None:
 def test_ranks_share_the_cores_of_a_machine(
     ranks: str | None, expected: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from op_tools import cores
+    from op_tools.compare import cores
 
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if ranks is not None:

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 import ditorch
 import op_tools
 from benchmarks.tool_overhead import GPT
-from op_tools.captures import find
-from op_tools.replay_check import ERROR, IDENTICAL, RIGHT, WRONG, Options, Outcome, replay
+from op_tools.files.captures import find
+from op_tools.replay.check import ERROR, IDENTICAL, RIGHT, WRONG, Options, Outcome, replay
 
 from .samples import gradients_of, operators, samples_of, seed
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from op_tools import features, intercept
+from op_tools.tools import features
+from op_tools.watch import intercept
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -431,7 +432,7 @@ def test_offline_commands(tmp_path: Path) -> None:
     assert lines[0].startswith("ditorch.framework: ")
     assert lines[1].startswith(str(folder))
     assert lines[2].startswith("torch.nn.functional.linear forward_id: 1    cpu_dtype_cast_info(from:to): ")
-    assert "replay.py" in lines[3]
+    assert "replay/captured.py" in lines[3]
     assert "run_forward" in lines[3]
     assert any(t[0][: len(COMPARE_HEADER)] == COMPARE_HEADER for t in tables(done.stdout))
     assert "torch.nn.functional.linear grad" in done.stdout

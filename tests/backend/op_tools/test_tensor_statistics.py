@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import ditorch
-from op_tools.tensor_statistics import NAMES, FusedBatch, TorchBatch, batch_for, fused
+from op_tools.native.statistics import NAMES, FusedBatch, TorchBatch, batch_for, fused
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64]
 

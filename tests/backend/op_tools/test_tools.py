@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import op_tools
-from op_tools import archive
+from op_tools.files import archive
 
 # -- OpCapture ----------------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ def test_capture_keeps_random_state_and_flags(device: str) -> None:
     assert payload["rng"]["device"] is not None
     assert payload["grad_enabled"] is True
     assert payload["args"][0].requires_grad
-    from op_tools.replay import CapturedOp
+    from op_tools.replay.captured import CapturedOp
 
     op = CapturedOp(Path(capture.records()[0]["path"]).parent)
     op.prepare()

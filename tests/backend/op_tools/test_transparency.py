@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import op_tools
-from op_tools.devices import get_rng_state
-from op_tools.opcall import tensors_in
+from op_tools.call.description import tensors_in
+from op_tools.call.devices import get_rng_state
 
 from .samples import Sample, gradients_of, operators, samples_of, seed
 

@@ -57,7 +57,7 @@ def test_the_cpu_is_never_shown_as_cuda() -> None:
 
 
 def test_who_sees_the_real_device() -> None:
-    for inside in ("torch", "torch.optim.adam", "ditorch.redirect", "op_tools.intercept"):
+    for inside in ("torch", "torch.optim.adam", "ditorch.redirect", "op_tools.watch.intercept"):
         assert XPU.is_inside(inside)
     for outside in ("__main__", "transformers.trainer", "torchvision.ops", "torch.cuda", "torch._tensor_str", None):
         assert not XPU.is_inside(outside)

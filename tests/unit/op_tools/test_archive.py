@@ -16,10 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from op_tools import archive
-from op_tools.archive import ArchiveError
-from op_tools.opcall import Descriptions, tensors_in
-from op_tools.snapshot import Layouts, Unpacker, rebuild, stage
+from op_tools.call.description import Descriptions, tensors_in
+from op_tools.copies.operands import Layouts, Unpacker, rebuild, stage
+from op_tools.files import archive
+from op_tools.files.archive import ArchiveError
 from op_tools.tools import capture
 
 DTYPES = [

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from op_tools import budget
-from op_tools.attribution import Blame, Lineage, report
-from op_tools.budget import Chooser, kind_of, parse_budget
-from op_tools.module_path import module_path
+from op_tools.call.module_path import module_path
+from op_tools.compare import choose
+from op_tools.compare.choose import Chooser, kind_of, parse_budget
+from op_tools.compare.lineage import Blame, Lineage, report
 from op_tools.settings import SettingsError
 
 
@@ -54,7 +54,7 @@ def test_an_address_belongs_to_its_last_maker() -> None:
 
 
 def test_memory_of_the_past_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("op_tools.attribution._MOST_EVENTS", 10)
+    monkeypatch.setattr("op_tools.compare.lineage._MOST_EVENTS", 10)
     lineage = Lineage()
     for i in range(100):
         lineage.made_from([i], [i + 1])
@@ -138,7 +138,7 @@ def test_comparisons_that_are_not_done_yet_count() -> None:
     now = 0.0
     chooser = Chooser("every", 2.0, clock=lambda: now)
     taken = [kind for kind in range(1_000) if chooser.take((f"op{kind}",))]
-    assert 1 <= len(taken) <= budget._FIRST_DEBT / budget._FIRST_COST
+    assert 1 <= len(taken) <= choose._FIRST_DEBT / choose._FIRST_COST
     for kind in taken:
         chooser.spend((f"op{kind}",), 0.001)
         chooser.settle((f"op{kind}",))
@@ -155,7 +155,7 @@ def test_new_kinds_without_end_do_not_break_the_budget() -> None:
             now += 0.01
             chooser.spend((f"op{i}",), 0.01)
             chooser.settle((f"op{i}",))
-    assert now <= 1.5 * 3.0 + budget._FIRST_DEBT + 0.05
+    assert now <= 1.5 * 3.0 + choose._FIRST_DEBT + 0.05
     assert "never compared" in chooser.describe()
 
 

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from op_tools.compare_helper import Answer, Helper, Options, Task
-from op_tools.compare_pool import Ring, needs_gradients, sendable
-from op_tools.opcall import tensors_in
-from op_tools.snapshot import Layouts, Staged, stage
-from op_tools.verdict import Rules
+from op_tools.call.description import tensors_in
+from op_tools.compare.pool import Ring, needs_gradients, sendable
+from op_tools.compare.worker import Answer, Helper, Options, Task
+from op_tools.copies.operands import Layouts, Staged, stage
+from op_tools.judge.verdict import Rules
 
 OPTIONS = Options(Rules(), 1 << 20, 1 << 30, 10.0)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from op_tools.comparing import Comparer, Comparison, Memory
-from op_tools.traits import traits_of
-from op_tools.verdict import RIGHT, Rules
+from op_tools.call.traits import traits_of
+from op_tools.compare.comparing import Comparer, Comparison, Memory
+from op_tools.judge.verdict import RIGHT, Rules
 
 
 def comparison(phase: str, function: Any, args: tuple[Any, ...], host: dict[str, Any], memory: Memory) -> Comparison:

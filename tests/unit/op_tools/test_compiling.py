@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from op_tools import compiling
-from op_tools.compiling import Library
+from op_tools.native import compiling
+from op_tools.native.compiling import Library
 
 with_compiler = pytest.mark.skipif(compiling.find_compiler() is None, reason="no C++ compiler")
 
@@ -59,7 +59,7 @@ def test_a_run_that_ends_first_leaves_the_library_to_the_next(tmp_path: Path) ->
     command = [
         sys.executable,
         "-c",
-        "from op_tools import native; native.prepare(); assert native._built.get() is None",
+        "from op_tools.native import measuring; measuring.prepare(); assert measuring._built.get() is None",
     ]
     subprocess.run(command, env=environment, check=True, timeout=120)
     deadline = time.monotonic() + 60

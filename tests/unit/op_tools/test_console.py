@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from op_tools import console
-from op_tools.opcall import describe
+from op_tools.call.description import describe
+from op_tools.view import console
 
 DOCUMENTED = """\
 +---------------------------------+------------------+

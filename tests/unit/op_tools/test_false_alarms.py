@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from op_tools import golden, verdict
+from op_tools.judge import golden, verdict
 
 
 def judged(name: str, call: Any, args: tuple[Any, ...], sent: Any = None, **parts: Any) -> str:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from op_tools import golden
+from op_tools.judge import golden
 
 
 def test_floats_become_double_and_whole_numbers_stay() -> None:

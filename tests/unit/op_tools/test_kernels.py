@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from op_tools import kernels
+from op_tools.native import kernels
 
 
 class Driver:

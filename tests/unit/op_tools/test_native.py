@@ -16,16 +16,17 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from op_tools import formulas, golden, measures, native, verdict
-from op_tools.compiling import Library
-from op_tools.measures import Bound, Sides
-from op_tools.rounding import PROBES, precision_of
-from op_tools.spread import Spread
+from op_tools.judge import formulas, golden, measures, verdict
+from op_tools.judge.measures import Bound, Sides
+from op_tools.judge.rounding import PROBES, precision_of
+from op_tools.judge.uncertainty import Spread
+from op_tools.native import measuring
+from op_tools.native.compiling import Library
 
 ROOT = Path(__file__).resolve().parents[3]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
-compiled = pytest.mark.skipif(not native.available(), reason="no compiler here: Python measures")
+compiled = pytest.mark.skipif(not measuring.available(), reason="no compiler here: Python measures")
 
 
 def laid_out(values: torch.Tensor, order: Sequence[int], step: int) -> torch.Tensor:
@@ -59,7 +60,7 @@ def pairs(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def in_python(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(native, "_built", Library("none", lambda: None))
+    patch.setattr(measuring, "_built", Library("none", lambda: None))
 
 
 @compiled
@@ -80,7 +81,7 @@ def test_machine_code_measures_what_python_does(pair: tuple[torch.Tensor, ...], 
     if quick.units is not None and slow.units is not None:
         assert min(quick.units, most) == pytest.approx(min(slow.units, most), rel=1e-5, abs=1e-6)
     finite = bool(pair[0].isfinite().all()) and bool(pair[1].isfinite().all())
-    assert native.measure(pair[0], pair[1], 0, 0).regular == finite  # type: ignore[union-attr]
+    assert measuring.measure(pair[0], pair[1], 0, 0).regular == finite  # type: ignore[union-attr]
 
 
 @compiled
@@ -117,7 +118,7 @@ def test_machine_code_doubts_what_python_does(
 @compiled
 def test_zeros_without_memory_are_left_to_python() -> None:
     zeros = torch._efficientzerotensor((3, 4))
-    assert native.measure(zeros, torch.zeros(3, 4, dtype=torch.float64), 0, 0) is None
+    assert measuring.measure(zeros, torch.zeros(3, 4, dtype=torch.float64), 0, 0) is None
     assert verdict.judge("torch.sgn", zeros, torch.zeros(3, 4, dtype=torch.float64)).verdict == verdict.RIGHT
     assert verdict.judge("torch.sgn", zeros, torch.ones(3, 4, dtype=torch.float64)).verdict == verdict.WRONG
 
@@ -128,7 +129,7 @@ def test_every_half_number_is_read_and_rounded_as_pytorch_does() -> None:
         every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
         every = every[every.isfinite()]
         exact = every.double()
-        found = native.measure(every, exact, 0, 0)
+        found = measuring.measure(every, exact, 0, 0)
         assert found is not None
         assert found.equal
         assert found.largest == 0
@@ -136,7 +137,7 @@ def test_every_half_number_is_read_and_rounded_as_pytorch_does() -> None:
             between = exact + nudge * measures.ulps(exact.abs(), dtype)
             rounded = between.to(dtype)
             keep = rounded.isfinite()
-            found = native.measure(rounded[keep], between[keep], 0, 0)
+            found = measuring.measure(rounded[keep], between[keep], 0, 0)
             assert found is not None
             assert found.equal, (dtype, nudge)
 
@@ -271,8 +272,9 @@ def test_what_an_optimizer_adds_is_explained_without_a_probe(lists: bool) -> Non
 def test_without_a_compiler_the_verdicts_are_the_same(tmp_path: Path) -> None:
     program = """if True:
         import torch, torch.nn.functional as F
-        from op_tools import golden, native, verdict
-        assert not native.available()
+        from op_tools.judge import golden, verdict
+        from op_tools.native import measuring
+        assert not measuring.available()
         x = torch.randn(40, 64)
         x[3, 4] = 0.5  # near -2.7 and -0.02 the fault below would be less than rounding
         result = golden.run(F.gelu, (x,), device="cpu")
@@ -300,9 +302,9 @@ def test_a_broken_compiler_is_no_error(tmp_path: Path, monkeypatch: pytest.Monke
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
     monkeypatch.setenv("DITORCH_CACHE_DIR", str(tmp_path / "cache"))
-    assert Library("broken", native._load).wait() is None
+    assert Library("broken", measuring._load).wait() is None
     monkeypatch.delenv("CXX")
-    assert Library("good", native._load).wait() is not None
+    assert Library("good", measuring._load).wait() is not None
     assert list((tmp_path / "cache").glob("op_tools-*/measure.so"))
 
 

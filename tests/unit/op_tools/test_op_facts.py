@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from op_tools import golden, op_facts, verdict
+from op_tools.call import facts
+from op_tools.judge import golden, verdict
 
 
 def source(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +55,7 @@ def test_whole_numbers_of_a_linspace_in_float32(start: float, end: float, steps:
     up = first + step * index.float()
     down = last - step * (steps - 1 - index).float()
     ours = torch.where(index < steps // 2, up, down).to(torch.int32)
-    different = op_facts.chosen_values("torch.linspace", source(start, end, steps), ours, ours, 0)
+    different = facts.chosen_values("torch.linspace", source(start, end, steps), ours, ours, 0)
     assert different is not None
     assert not bool(different.any())
 
@@ -73,5 +74,5 @@ def test_a_linspace_that_hits_a_whole_number() -> None:
 
 
 def test_the_tangent_of_glu_is_computed() -> None:
-    assert op_facts.facts_of(torch.ops.aten.glu_jvp.default).kind == op_facts.Kind.POINTWISE
-    assert op_facts.facts_of(torch.ops.aten.relu.default).kind == op_facts.Kind.EXACT
+    assert facts.facts_of(torch.ops.aten.glu_jvp.default).kind == facts.Kind.POINTWISE
+    assert facts.facts_of(torch.ops.aten.relu.default).kind == facts.Kind.EXACT

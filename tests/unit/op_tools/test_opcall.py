@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from op_tools.opcall import Descriptions, TensorMeta, describe, labelled, map_tensors, tensors_in
+from op_tools.call.description import Descriptions, TensorMeta, describe, labelled, map_tensors, tensors_in
 
 
 class Point(NamedTuple):

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from op_tools import golden, pieces, verdict
-from op_tools.pieces import Sides
+from op_tools.compare import pieces
+from op_tools.compare.pieces import Sides
+from op_tools.judge import golden, verdict
 
 sizes = st.lists(st.integers(1, 400), min_size=2, max_size=9)
 

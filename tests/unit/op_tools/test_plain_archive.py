@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from op_tools import archive, plain_archive
+from op_tools.files import archive, plain_archive
 
 from .test_archive import Bomb, check_same, strided
 

@@ -18,12 +18,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from op_tools import archive, cli, replay_pool
-from op_tools.archive import ArchiveError
-from op_tools.captures import find, read
-from op_tools.opcall import tensors_in
-from op_tools.replay import CapturedOp
-from op_tools.replay_check import (
+from op_tools import cli
+from op_tools.call.description import tensors_in
+from op_tools.files import archive
+from op_tools.files.archive import ArchiveError
+from op_tools.files.captures import find, read
+from op_tools.replay import pool
+from op_tools.replay.captured import CapturedOp
+from op_tools.replay.check import (
     ERROR,
     IDENTICAL,
     NOT_COMPARABLE,
@@ -541,7 +543,7 @@ MISTAKES = [
 def test_mistakes_are_told_in_one_line(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replay_pool, "activate", lambda device: "")
+    monkeypatch.setattr(pool, "activate", lambda device: "")
     some_captures(1)
     Path("empty").mkdir()
     assert cli.run_from_data(arguments) == 2
@@ -587,7 +589,7 @@ def test_full_output_has_the_documented_tables(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "tree/torch.Tensor.exp/77/1/t"
     assert lines[1].startswith("torch.Tensor.exp forward_id: 1    cpu_dtype_cast_info(from:to): {torch.float32: ")
-    assert "replay.py" in lines[2]
+    assert "replay/captured.py" in lines[2]
     assert "captured at train.py:3 f: y = x + 1" in lines[2]
     text = "\n".join(lines)
     header = "allclose | max_abs_diff | max_relative_diff |     atol    |     rtol    "
@@ -655,7 +657,7 @@ def test_judging_beside_the_next_run_changes_nothing() -> None:
     folders = varied_captures() * 6
     before = torch.get_rng_state()
     apart = [replay(folder, CPU).as_dict() for folder in folders]
-    together = [outcome.as_dict() for outcome in replay_pool.replay_all(folders, CPU)]
+    together = [outcome.as_dict() for outcome in pool.replay_all(folders, CPU)]
     for outcome in apart + together:
         outcome.pop("seconds")
     assert repr(together) == repr(apart)
@@ -664,7 +666,7 @@ def test_judging_beside_the_next_run_changes_nothing() -> None:
 
 
 def test_large_captures_are_alone_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_pool, "_LARGE", 0)
+    monkeypatch.setattr(pool, "_LARGE", 0)
     unfinished: list[Check] = []
     real_run, real_conclude = Check.run, Check.conclude
 
@@ -680,7 +682,7 @@ def test_large_captures_are_alone_in_memory(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Check, "run", run)
     monkeypatch.setattr(Check, "conclude", conclude)
-    assert len(list(replay_pool.replay_all(varied_captures(), CPU))) == 8
+    assert len(list(pool.replay_all(varied_captures(), CPU))) == 8
 
 
 # -- processes ----------------------------------------------------------------------------------------
@@ -688,7 +690,7 @@ def test_large_captures_are_alone_in_memory(monkeypatch: pytest.MonkeyPatch) -> 
 
 def crashing_worker(connection: Any, options: Options) -> None:
     """Like a worker, but some captures take it down."""
-    from op_tools.replay_check import Outcome
+    from op_tools.replay.check import Outcome
 
     while True:
         try:
@@ -701,10 +703,10 @@ def crashing_worker(connection: Any, options: Options) -> None:
 
 
 def test_a_crash_costs_one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay_pool, "_work", crashing_worker)
+    monkeypatch.setattr(pool, "_work", crashing_worker)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     folders = [Path(f"torch.exp/{kind}{i}") for i, kind in enumerate(["a", "crash", "b", "c", "crash", "d"])]
-    outcomes = list(replay_pool.replay_all(folders, CPU, jobs=2))
+    outcomes = list(pool.replay_all(folders, CPU, jobs=2))
     assert [o.folder for o in outcomes] == folders
     assert [o.status for o in outcomes] == [RAN, ERROR, RAN, RAN, ERROR, RAN]
     assert outcomes[1].reason == "the process that ran it died (SIGSEGV)"

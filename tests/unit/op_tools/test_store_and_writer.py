@@ -8,9 +8,9 @@ import threading
 import time
 from pathlib import Path
 
-from op_tools import store
-from op_tools.store import Store, write_csv
-from op_tools.writer import Writer
+from op_tools.copies.queue import Writer
+from op_tools.view import store
+from op_tools.view.store import Store, write_csv
 
 
 def test_rows_are_readable_while_the_store_is_open() -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from op_tools.archive import ArchiveError
-from op_tools.replay import function_of
-from op_tools.traits import name_of, traits_of
+from op_tools.call.traits import name_of, traits_of
+from op_tools.files.archive import ArchiveError
+from op_tools.replay.captured import function_of
 
 
 @pytest.mark.parametrize(

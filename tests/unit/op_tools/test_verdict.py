@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from op_tools import golden, measures, spread, verdict
+from op_tools.judge import golden, measures, uncertainty, verdict
+from op_tools.judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Rules
 from op_tools.settings import SettingsError
-from op_tools.verdict import NOT_COMPARABLE, RIGHT, WRONG, Rules
 
 ROOT = Path(__file__).resolve().parents[3]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -369,8 +369,8 @@ def test_the_cosine_of_a_small_error_keeps_its_digits() -> None:
 
 def test_structures_are_found_once_for_calls_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    trace = spread.Spread._trace
-    monkeypatch.setattr(spread.Spread, "_trace", lambda self: found.append(self.part) or trace(self))
+    trace = uncertainty.Spread._trace
+    monkeypatch.setattr(uncertainty.Spread, "_trace", lambda self: found.append(self.part) or trace(self))
     for seed in range(3):
         assert judged(F.softmax, normal(7, 311, seed=seed), -1).verdict == RIGHT
     assert sorted(found) == sorted(set(found))  # once for outputs, once for gradients
@@ -391,7 +391,7 @@ def test_probes_need_no_compiler() -> None:
     code = """if True:
         import sys, torch
         import torch.nn.functional as F
-        from op_tools import golden, verdict
+        from op_tools.judge import golden, verdict
         for f in (F.gelu, F.elu, F.softplus, torch.std, lambda x: F.layer_norm(x, (50,))):
             x = torch.linspace(-5, 5, 5000).view(100, 50)
             result = golden.run(f, (x,), device="cpu", traits=golden.OpTraits("torch.f", f, random=False))

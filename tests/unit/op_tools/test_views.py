@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from op_tools.snapshot import stage
-from op_tools.verdict import NOT_COMPARABLE, RIGHT, Judgement
-from op_tools.views import Views, places
+from op_tools.compare.reshapes import Views, places
+from op_tools.copies.operands import stage
+from op_tools.judge.verdict import NOT_COMPARABLE, RIGHT, Judgement
 
 VIEWS: dict[str, Any] = {
     "transpose": lambda x: x.transpose(0, -1),

@@ -1,0 +1,458 @@
+"""Captured calls on disk: written whole or not at all, read with `weights_only=True`, nothing in them runs."""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import pickle
+import struct
+import sys
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ..call.description import Tensor, children, tensors_in
+from ..copies.operands import Opaque, Ref
+
+FORMAT: Final = 1
+_TAG: Final = "__op_tools__"
+_PARTS: Final = ("input", "output", "grad_inputs", "grad_outputs")
+
+
+class ArchiveError(ValueError):
+    """A captured file cannot be used; the message names the file and the reason."""
+
+
+def encode(value: Any) -> Any:
+    """Arguments as values that `torch.load(weights_only=True)` accepts (`encode((x, slice(1)))`)."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, complex, str) or isinstance(value, Tensor):
+        return value.detach().requires_grad_(value.requires_grad) if kind is torch.nn.Parameter else value
+    if kind is Ref:
+        return value
+    if isinstance(value, torch.dtype):
+        return {_TAG: "dtype", "value": str(value)}
+    if isinstance(value, torch.Size):
+        return {_TAG: "size", "value": list(value)}
+    if isinstance(value, torch.device):
+        return {_TAG: "device", "value": str(value)}
+    if isinstance(value, (torch.layout, torch.memory_format)):
+        return {_TAG: "constant", "value": str(value)}
+    if value is Ellipsis:
+        return {_TAG: "ellipsis"}
+    if kind is slice:
+        return {_TAG: "slice", "value": [encode(v) for v in (value.start, value.stop, value.step)]}
+    if kind is range:
+        return {_TAG: "range", "value": [value.start, value.stop, value.step]}
+    if kind is list:
+        return [encode(v) for v in value]
+    if kind is tuple:
+        return tuple([encode(v) for v in value])
+    if isinstance(value, Opaque):
+        return {_TAG: "opaque", "type": value.kind, "text": ""}
+    if kind is dict and all(isinstance(k, (str, int, bool, float)) for k in value):
+        pairs = {k: encode(v) for k, v in value.items()}
+        return pairs if _TAG not in pairs else {_TAG: "opaque", "type": "dict", "text": ""}
+    return _encode_other(value, kind)
+
+
+def _encode_other(value: Any, kind: type) -> Any:
+    if kind.__module__.split(".")[0] == "torch" and kind.__name__ in ("ReduceOp", "RedOpType"):
+        return {_TAG: "opaque", "type": f"{kind.__module__}.{kind.__qualname__}", "text": str(value)}
+    if isinstance(value, (bool, int, float, str)):  # subclasses such as enumerations and numpy scalars
+        base = next(b for b in (bool, int, float, str) if isinstance(value, b))
+        return base(value)
+    parts = children(value)
+    if parts is not None:
+        names, members = parts
+        return {
+            _TAG: "group",
+            "type": f"{kind.__module__}.{kind.__qualname__}",
+            "names": None if names is None else list(names),
+            "value": [encode(m) for m in members],
+        }
+    try:
+        text = str(value)[:200]
+    except Exception:
+        text = ""
+    return {_TAG: "opaque", "type": f"{kind.__module__}.{kind.__qualname__}", "text": text}
+
+
+_CONSTANTS: Final[dict[str, Any]] = {
+    str(v): v for v in vars(torch).values() if isinstance(v, (torch.dtype, torch.layout, torch.memory_format))
+}
+
+
+class _Unknown(NamedTuple):
+    """Stands for an argument whose value was not captured."""
+
+    type: str
+    text: str
+
+
+def decode(value: Any) -> Any:
+    """The inverse of `encode`; containers of unknown types become tuples (`decode(encode(x)) == x`)."""
+    if isinstance(value, list):
+        return [decode(v) for v in value]
+    if isinstance(value, tuple):
+        return tuple([decode(v) for v in value])
+    if not isinstance(value, dict):
+        return value
+    tag = value.get(_TAG)
+    if tag is None:
+        return {k: decode(v) for k, v in value.items()}
+    if tag in ("dtype", "constant"):
+        return _CONSTANTS[value["value"]]
+    if tag == "size":
+        return torch.Size(value["value"])
+    if tag == "device":
+        return torch.device(value["value"])
+    if tag == "ellipsis":
+        return Ellipsis
+    if tag == "slice":
+        return slice(*(decode(v) for v in value["value"]))
+    if tag == "range":
+        return range(*value["value"])
+    if tag == "group":
+        return _decode_group(value)
+    if tag == "opaque":
+        return _Unknown(str(value.get("type")), str(value.get("text")))
+    raise ArchiveError(f"unknown kind of value {tag!r}; it was written by a newer version")
+
+
+def _decode_group(value: Mapping[str, Any]) -> Any:
+    members = [decode(v) for v in value["value"]]
+    kind = str(value["type"])
+    if kind.startswith("torch.return_types."):
+        found = getattr(torch.return_types, kind.rsplit(".", 1)[-1], None)
+        if found is not None:
+            return found(members)
+    if kind.endswith(("OrderedDict", "defaultdict")):
+        return dict(zip(value["names"], members))
+    return tuple(members)
+
+
+def unknown_in(value: Any) -> list[str]:
+    """Types of arguments whose values were not captured (`unknown_in(args) == []`)."""
+    if isinstance(value, _Unknown):
+        return [value.type]
+    if isinstance(value, Tensor):
+        return []
+    parts = children(value)
+    return [kind for member in (parts[1] if parts else []) for kind in unknown_in(member)]
+
+
+class _Storage:
+    """Stands for a storage in a pickle: a reference to a record of the archive."""
+
+    __slots__ = ("dtype", "identity")
+
+    def __init__(self, index: int, nbytes: int, dtype: torch.dtype) -> None:
+        kind, size = storage_kinds().get(dtype), dtype.itemsize
+        self.dtype: torch.dtype | None
+        self.identity: tuple[Any, ...]
+        if kind is not None and nbytes % size == 0:
+            self.dtype = dtype
+            self.identity = ("storage", getattr(torch, kind), str(index), "cpu", nbytes // size)
+        else:
+            self.dtype = None
+            self.identity = ("storage", torch.UntypedStorage, str(index), "cpu", nbytes)
+
+
+@functools.cache
+def storage_kinds() -> dict[torch.dtype, str]:
+    """The storage class that a file names for each dtype (`storage_kinds()[torch.float32] == "FloatStorage"`)."""
+    return {d: n for d, n in torch.storage._dtype_to_storage_type_map().items() if hasattr(torch, n)}
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors as `torch.load` expects them, without leaving the C pickler for anything else."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=2)
+        self.storages: list[torch.UntypedStorage] = []
+        self._known: dict[int, _Storage] = {}
+        self._names: OrderedDict[str, Any] = OrderedDict()
+
+    def persistent_id(self, value: Any) -> Any:
+        return value.identity if type(value) is _Storage else None
+
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        storage = value.untyped_storage()
+        known = self._known.get(storage._cdata)
+        if known is None:
+            known = self._known[storage._cdata] = _Storage(len(self.storages), storage.nbytes(), value.dtype)
+            self.storages.append(storage)
+        facts: dict[str, bool] = {}
+        if value.is_conj():
+            facts["conj"] = True
+        if value.is_neg():
+            facts["neg"] = True
+        geometry = (value.storage_offset(), tuple(value.shape), value.stride())
+        extra = (facts,) if facts else ()
+        if known.dtype == value.dtype:
+            return torch._utils._rebuild_tensor_v2, (known, *geometry, value.requires_grad, self._names, *extra)
+        # a storage seen through a second dtype, or a dtype without a storage class of its own
+        return torch._utils._rebuild_tensor_v3, (known, *geometry, False, self._names, value.dtype, *extra)
+
+
+class NotPlain(Exception):
+    """Something that the plain form of a pickle has no words for; `save` has."""
+
+
+def fragment(value: Any, sizes: Sequence[int] = ()) -> bytes:
+    """The pickle of encoded values without its frame; staged tensors refer to storages of these sizes.
+
+    Nothing in it refers to an earlier part of the pickle, so fragments can be kept and put together.
+
+    >>> fragment([1, None])
+    b'](J\\x01\\x00\\x00\\x00Ne'
+    """
+    out: list[bytes] = []
+    _put(value, sizes, {}, out.append)
+    return b"".join(out)
+
+
+def _put(value: Any, sizes: Sequence[int], dtypes: dict[int, torch.dtype], out: Callable[[bytes], None]) -> None:
+    kind = type(value)
+    if kind is str:
+        text = value.encode("utf-8", "surrogatepass")
+        out(b"X" + len(text).to_bytes(4, "little") + text)
+    elif value is None:
+        out(b"N")
+    elif kind is bool:
+        out(b"\x88" if value else b"\x89")
+    elif kind is int:
+        if -(1 << 31) <= value < 1 << 31:
+            out(b"J" + value.to_bytes(4, "little", signed=True))
+        else:
+            number = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+            if len(number) > 255:
+                raise NotPlain
+            out(b"\x8a" + bytes([len(number)]) + number)
+    elif kind is float:
+        out(b"G" + struct.pack(">d", value))
+    elif kind is tuple or kind is list:
+        out(b"(" if kind is tuple else b"](")
+        for member in value:
+            _put(member, sizes, dtypes, out)
+        out(b"t" if kind is tuple else b"e")
+    elif kind is dict:
+        out(b"}(")
+        for key, member in value.items():
+            _put(key, sizes, dtypes, out)
+            _put(member, sizes, dtypes, out)
+        out(b"u")
+    elif kind is Ref:
+        _put_tensor(value, sizes, dtypes, out)
+    else:
+        raise NotPlain
+
+
+def _put_tensor(ref: Ref, sizes: Sequence[int], dtypes: dict[int, torch.dtype], out: Callable[[bytes], None]) -> None:
+    nbytes, dtype = sizes[ref.storage], ref.dtype
+    kind = storage_kinds().get(dtype)
+    seen_as = dtypes.setdefault(ref.storage, dtype)
+    if kind is None or seen_as != dtype or nbytes % dtype.itemsize or ref.conjugated or ref.negated:
+        raise NotPlain
+    out(b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\n" + kind.encode() + b"\n")
+    for part in (str(ref.storage), "cpu", nbytes // dtype.itemsize):
+        _put(part, (), dtypes, out)
+    out(b"tQ")
+    for fact in (ref.offset, ref.shape, ref.stride, ref.requires_grad):
+        _put(fact, (), dtypes, out)
+    out(b"ccollections\nOrderedDict\n)RtR")
+
+
+def save_fragments(path: str, fragments: Iterable[bytes], storages: Iterable[Any]) -> None:
+    """Write a `.pth` file of one dict: fragments are its keys and values, storages are buffers or give one.
+
+    >>> save_fragments("one.pth", [fragment("x"), fragment(1)], [])  # doctest: +SKIP
+    """
+    pickled = b"".join([_FRAME, *fragments, b"u."])
+    records: list[tuple[str, Any]] = [("data.pkl", pickled), ("byteorder", _BYTE_ORDER)]
+    records += [(f"data/{i}", storage) for i, storage in enumerate(storages)]
+    records.append(("version", b"3\n"))
+    folder, _, name = path.rpartition("/")
+    partial = f"{folder}/.{name}.partial" if folder else f".{name}.partial"
+    write_archive(partial, records)
+    os.replace(partial, path)
+
+
+def save(path: Path, payload: Mapping[str, Any]) -> None:
+    """Write one `.pth` file; a reader sees all of it or nothing (`save(folder / "input.pth", {...})`).
+
+    The file is what `torch.save` would write. `torch.save` spends so long in the interpreter that the
+    training would wait for the writer; this spends its time in the pickler and in writing.
+    """
+    partial = str(path.with_name(f".{path.name}.partial"))
+    content = {"format": FORMAT, **payload}
+    if any(t.layout != torch.strided or t.is_quantized for t in tensors_in(content)):
+        torch.save(content, partial)
+    else:
+        try:
+            pickled, storages = _plain(content)
+        except (NotPlain, RecursionError):
+            pickled, storages = _pickled(content)
+        records: list[tuple[str, Any]] = [("data.pkl", pickled), ("byteorder", _BYTE_ORDER)]
+        records += [(f"data/{i}", _buffer_of(s)) for i, s in enumerate(storages)]
+        records += [("version", b"3\n")]
+        write_archive(partial, records)
+    os.replace(partial, path)
+
+
+def _plain(content: Any) -> tuple[Any, list[torch.UntypedStorage]]:
+    """In the form that is read fastest."""
+    numbers: dict[int, int] = {}
+    storages: list[torch.UntypedStorage] = []
+
+    def refer(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            number = numbers.setdefault(storage._cdata, len(storages))
+            if number == len(storages):
+                storages.append(storage)
+            layout = (tuple(value.shape), value.stride(), int(value.storage_offset()))
+            return Ref(number, value.dtype, *layout, value.requires_grad, value.is_conj(), value.is_neg())
+        if type(value) in (tuple, list):
+            return type(value)([refer(v) for v in value])
+        return {k: refer(v) for k, v in value.items()} if type(value) is dict else value
+
+    referring = refer(content)
+    return b"\x80\x02" + fragment(referring, [s.nbytes() for s in storages]) + b".", storages
+
+
+def _pickled(content: Any) -> tuple[Any, list[torch.UntypedStorage]]:
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    pickler.dump(content)
+    return stream.getbuffer(), pickler.storages
+
+
+def _buffer_of(storage: torch.UntypedStorage) -> Any:
+    if storage.nbytes() == 0:
+        return b""
+    flat: Any = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+    return memoryview(flat)
+
+
+_FRAME: Final = b"\x80\x02}(" + fragment("format") + fragment(FORMAT)
+_BYTE_ORDER: Final = sys.byteorder.encode()
+_SMALL: Final = 1 << 16
+_LOCAL: Final = struct.Struct("<4sHHHHHIIIHH")
+_CENTRAL: Final = struct.Struct("<4sHHHHHHIIIHHHHHII")
+_END64: Final = struct.Struct("<4sQHHIIQQQQ")
+_LOCATOR64: Final = struct.Struct("<4sIQI")
+_END: Final = struct.Struct("<4sHHHHIIH")
+_EXTRA64: Final = struct.Struct("<HHQQQ")
+_MASK: Final = 0xFFFFFFFF
+
+
+def write_archive(path: str, records: Sequence[tuple[str, Any]]) -> None:
+    """Write an uncompressed zip archive in one pass, its records aligned to 64 bytes (`write_archive(p, r)`)."""
+    directory: list[bytes] = []
+    waiting: list[Any] = []
+    position = 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        for name, data in records:
+            if callable(data):  # too large to be held beside others
+                _write_all(descriptor, waiting)
+                waiting = []
+                data = data()
+            label = f"archive/{name}".encode()
+            size = len(data)
+            checksum = zlib.crc32(data) if size < _SMALL else 0  # `torch.load` does not look at it
+            # the size fields hold 32 bits; larger records have theirs in an extra field of the directory
+            shown, start = min(size, _MASK), position
+            padding = -(start + _LOCAL.size + len(label) + 4) % 64
+            head = _LOCAL.pack(b"PK\3\4", 0, 0, 0, 0, 0, checksum, shown, shown, len(label), padding + 4)
+            head += label + _PADDING[padding]
+            waiting += (head, data)
+            position += len(head) + size
+            wide = _EXTRA64.pack(1, 24, size, size, start) if size >= _MASK or start >= _MASK else b""
+            small = (_MASK, _MASK, _MASK) if wide else (size, size, start)
+            directory += (
+                _CENTRAL.pack(
+                    b"PK\1\2", 0, 0, 0, 0, 0, 0, checksum, *small[:2], len(label), len(wide), 0, 0, 0, 0, small[2]
+                ),
+                label,
+                wide,
+            )
+        listed = b"".join(directory)
+        count, length = len(records), len(listed)
+        tail = listed
+        if position + length >= _MASK:
+            tail += _END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, count, count, length, position)
+            tail += _LOCATOR64.pack(b"PK\6\7", 0, position + length, 1)
+        tail += _END.pack(b"PK\5\6", 0, 0, count, count, min(length, _MASK), min(position, _MASK), 0)
+        _write_all(descriptor, [*waiting, tail])
+    finally:
+        os.close(descriptor)
+
+
+_PADDING: Final = tuple(struct.pack("<HH", 0x4246, n) + b"Z" * n for n in range(64))
+
+
+def _write_all(descriptor: int, buffers: list[Any]) -> None:
+    """Hand all buffers to the system at once: no copy of them, and the interpreter is free meanwhile."""
+    views = [memoryview(b) for b in buffers if len(b)]
+    while views:
+        written = os.writev(descriptor, views[:512])
+        while views and written >= len(views[0]):
+            written -= len(views[0])
+            del views[0]
+        if written:
+            views[0] = views[0][written:]
+
+
+def save_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write the readable twin of a capture (`save_json(folder / "input.json", {...})`)."""
+    save_text(str(path), json.dumps(content, default=str))
+
+
+def save_text(path: str, text: str) -> None:
+    """Write a small file, whole or not at all (`save_text("input.json", "{}")`)."""
+    folder, _, name = path.rpartition("/")
+    partial = f"{folder}/.{name}.partial" if folder else f".{name}.partial"
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
+    try:
+        _write_all(descriptor, [text.encode("utf-8", "surrogatepass")])
+    finally:
+        os.close(descriptor)
+    os.replace(partial, path)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read one captured file; nothing in it can run code (`load(folder / "input.pth")["args"]`)."""
+    try:
+        payload = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        raise ArchiveError(f"{path}: cannot be read as a capture ({type(error).__name__}: {first})") from None
+    if not isinstance(payload, dict) or "format" not in payload:
+        raise ArchiveError(f"{path}: is no capture of op_tools (no format field)")
+    if payload["format"] != FORMAT:
+        raise ArchiveError(f"{path}: was written in format {payload['format']!r}, this version reads {FORMAT}")
+    return {key: decode(value) for key, value in payload.items()}
+
+
+def find(folder: Path) -> list[Path]:
+    """All folders under `folder` that hold a capture, in order (`find(Path("op_tools_results"))`)."""
+    if folder.is_file():
+        return [folder.parent]
+
+    def natural(path: Path) -> list[Any]:
+        return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in path.parts]
+
+    return sorted({p.parent for p in folder.rglob("input.pth")}, key=natural)

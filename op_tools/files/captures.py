@@ -1,0 +1,150 @@
+"""Captures on disk: which there are, and how to read a file that may be broken, foreign or hostile."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ..call.description import Tensor
+from . import archive, plain_archive
+from .archive import ArchiveError
+
+PARTS: Final = ("input", "output", "grad_outputs", "grad_inputs")
+_MOST_VALUES: Final = 1_000_000  # in one file; a real call has a few, a foreach call of an optimizer thousands
+
+
+class CannotReplay(ArchiveError):
+    """A whole and sound capture of something that cannot run alone, such as a collective."""
+
+
+# --- which captures there are -----------------------------------------------------------------------------
+
+
+def find(folder: Path) -> list[Path]:
+    """All folders under `folder` that hold a capture or part of one, in order (`find(Path("op_tools_results"))`).
+
+    What OpAutoCompare saves has two sides; `cpu` holds the answers to `device`, not a call of its own.
+    """
+    if folder.is_file():
+        return [folder.parent]
+    found = {
+        Path(place)
+        for place, _, files in os.walk(folder)
+        if any(f"{part}.pth" in files for part in PARTS) and (Path(place) == folder or not is_answer(Path(place)))
+    }
+    return sorted(found, key=_in_order)
+
+
+def is_answer(folder: Path) -> bool:
+    """Whether a folder holds the CPU's side of a comparison (`is_answer(folder)`)."""
+    return folder.name == "cpu" and (folder.parent / "device").is_dir()
+
+
+def _in_order(path: Path) -> list[Any]:
+    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in path.parts]
+
+
+# --- reading ----------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Read one file of a capture; a file that lies about its size or its nature is an ArchiveError.
+
+    >>> read(Path("capture/input.pth"))["name"]  # doctest: +SKIP
+    'torch.add'
+    """
+    if not path.is_file():  # a pipe or a device of that name would be waited for
+        raise ArchiveError(f"{path}: {'is no plain file' if path.exists() else 'is missing'}")
+    try:
+        payload = plain_archive.load(path)
+        if payload is None:
+            size = path.stat().st_size
+            _check_records(path, size)
+            payload = torch.load(path, map_location="cpu", weights_only=True)
+            problem = _problem_of(payload) or _too_large(payload, size)
+        else:  # which is never larger than the file
+            problem = _problem_of(payload)
+        if not problem:
+            decoded = {key: archive.decode(value) for key, value in payload.items()}
+            return {**decoded, "as_tuples": _kinds_lost(payload)}
+    except ArchiveError as error:
+        problem = str(error)
+    except MemoryError:
+        problem = "asks for more memory than there is"
+    except Exception as error:
+        problem = f"cannot be read as a capture ({one_line(error)})"
+    raise ArchiveError(f"{path}: {problem}")
+
+
+def _check_records(path: Path, size: int) -> None:
+    """Captures are stored, not compressed: a file that unpacks to more than its size is no capture."""
+    try:
+        with zipfile.ZipFile(path) as records:
+            entries = records.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise ArchiveError(f"cannot be read as a capture (broken, cut off, or no file of op_tools: {error})") from None
+    packed = [entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
+    if packed or sum(entry.file_size for entry in entries) > size:
+        raise ArchiveError("is no capture of op_tools (its records unpack to more than the file holds)")
+
+
+def _problem_of(payload: Any) -> str:
+    if not isinstance(payload, dict) or "format" not in payload:
+        return "is no capture of op_tools (no format field)"
+    if payload["format"] != archive.FORMAT:
+        return f"was written in format {payload['format']!r}, this version reads {archive.FORMAT}"
+    return ""
+
+
+def _too_large(payload: Any, size: int) -> str:
+    tensors = _tensors_of(payload)
+    if tensors is None:
+        return f"holds more than {_MOST_VALUES:,} values: no operator takes that many"
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.layout == torch.strided}
+    if sum(storages.values()) > size:
+        return f"claims {_gib(sum(storages.values()))} of tensors in a file of {size:,} bytes"
+    return ""
+
+
+def _tensors_of(payload: Any) -> list[Tensor] | None:
+    """The tensors of a tree, None when it is too large: references make small files with endless trees."""
+    tensors, waiting, seen = [], [payload], 0
+    while waiting:
+        value = waiting.pop()
+        seen += 1
+        if seen > _MOST_VALUES:
+            return None
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif isinstance(value, dict):
+            waiting.extend(value.values())
+        elif isinstance(value, (list, tuple)):
+            waiting.extend(value)
+    return tensors
+
+
+def _kinds_lost(payload: Any) -> list[str]:
+    """Types of arguments that a file can only give back as plain tuples: to make one would run its code."""
+    if isinstance(payload, (list, tuple)):
+        return [kind for member in payload for kind in _kinds_lost(member)]
+    if not isinstance(payload, dict):
+        return []
+    found = [kind for member in payload.values() for kind in _kinds_lost(member)]
+    kind = str(payload.get("type", ""))
+    if payload.get("__op_tools__") == "group" and not kind.startswith(("torch.return_types.", "collections.")):
+        found.append(kind)
+    return found
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:,.1f} GiB"
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one line (`one_line(ValueError("x"))`)."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:300]}" if text else type(error).__name__

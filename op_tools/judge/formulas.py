@@ -1,0 +1,385 @@
+"""What the probes of common operators tend to, at least: sigma without running the call again.
+
+Each formula counts some of the roundings that the probes of `rounding.py` draw at random, those that decide where a
+result is near zero, and leaves the others out. So it is never more than the probes would find: what it explains is
+explained, and what it does not is probed. Squares are computed in float32: they need no more than a digit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from ..call import facts
+from ..call.description import Tensor, tensors_in
+from ..call.facts import Kind
+from .rounding import roundings, weights_of_products
+
+if TYPE_CHECKING:
+    from .golden import Source
+    from .rounding import Precision
+    from .uncertainty import Structure
+
+_FEWEST_TERMS: Final = 32  # of a long sum of products: enough to know its size within a factor
+_ATTENTION: Final = "scaled_dot_product_flash_attention_for_cpu"
+
+
+class Terms(NamedTuple):
+    """Sigma of each element: the root of `of_squares · squares + of_result · y²`."""
+
+    squares: Tensor
+    of_squares: float
+    of_result: float
+
+
+class Asked(NamedTuple):
+    """One result of a call: whose roundings are to be counted."""
+
+    source: Source
+    number: int  # among the results, or among the tensors of the arguments for a gradient
+    backward: bool
+    golden: Tensor
+    precision: Precision
+    structure: Structure
+
+
+def terms(asked: Asked) -> Terms | None:
+    """The formula for one result; None where there is none (`terms(Asked(...))`)."""
+    structure = asked.structure
+    names, formula = _FORMULAS.get(structure.kernels, ((), _products))
+    if formula is _products:
+        if not structure.sums_of_products or not structure.contracts:
+            return None
+    elif facts.last_name(asked.source.name) not in names:
+        return None
+    try:
+        with torch.no_grad():
+            found = formula(asked)
+    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError):  # given in a way not foreseen here
+        return None
+    return found if found is not None and found.squares.shape == asked.golden.shape else None
+
+
+def _arguments(source: Source, *names: str) -> list[Any]:
+    """The values of these parameters, in their order; None for those that were not given."""
+    found: list[Any] = list(source.args[: len(names)])
+    found += [source.kwargs.get(name) for name in names[len(found) :]]
+    return found
+
+
+def _single(tensor: Tensor) -> Tensor:
+    """In float32; may be the tensor itself, so never written to."""
+    return tensor.detach().to(torch.float32)
+
+
+def _sent(asked: Asked) -> Tensor:
+    grads = asked.source.grad_outputs or ()
+    if len(grads) != 1 or grads[0] is None:
+        raise ValueError("not one gradient")
+    return _single(grads[0])
+
+
+def _which(asked: Asked, *candidates: Any) -> int:
+    """Which of these arguments a gradient belongs to."""
+    target = asked.source.tensors[asked.number]
+    found = [n for n, candidate in enumerate(candidates) if candidate is target]
+    if len(found) != 1:
+        raise ValueError("an argument given twice")
+    return found[0]
+
+
+# --- elementwise ------------------------------------------------------------------------------------------------
+
+
+def _gelu(asked: Asked) -> Terms | None:
+    """x/2 · (1 + erf): what goes into erf and what comes out of it counts in full where the sum is near zero."""
+    x, approximate = _arguments(asked.source, "input", "approximate")
+    if approximate not in (None, "none"):
+        return None
+    unit, x = asked.precision.inner, _single(x)
+    squares = torch.sub(_single(asked.golden), x, alpha=0.5).mul_(_erf()).square_()  # x/2 · erf
+    slope = x.square().mul_(-0.5).exp_().mul_(x).mul_(x).mul_(_SLOPE * _into_erf()).square_()
+    # of the result: x/2, the sum, the product, and the kernel as a whole
+    return Terms(squares.add_(slope), unit**2, 1.75 * unit**2)
+
+
+def _gelu_backward(asked: Asked) -> Terms | None:
+    """g · ((1 + erf)/2 + x · density)."""
+    x, approximate = _arguments(asked.source, "input", "approximate")
+    if approximate not in (None, "none"):
+        return None
+    unit, x = asked.precision.inner, _single(x)
+    erf = torch.erf(x * math.sqrt(0.5))
+    # the sum and its half; the error function; what goes into it, and the product with the density
+    squares = erf.add(1).square_().mul_(0.125).add_(erf.square_(), alpha=(0.5 * _erf()) ** 2)
+    slope = x.square().mul_(-0.5).exp_().mul_(x).mul_(_SLOPE).square_()
+    squares.add_(slope, alpha=_into_erf() ** 2 + 1.5).mul_(_sent(asked).square())
+    return Terms(squares, unit**2, 2.25 * unit**2)
+
+
+def _added_to(asked: Asked) -> Terms | None:
+    """self + alpha · other, self + value · a · b, self + value · a / b: all that goes in, each rounded once."""
+    source, name = asked.source, asked.structure.kernels[0]
+    alpha = source.kwargs.get("alpha", 1)
+    if asked.backward or not source.args or (name == "add" and alpha in (1, -1)):
+        return None  # correctly rounded, or another operator than its name says
+    summand = _single(list(tensors_in(source.args[0]))[asked.number])
+    result = _single(asked.golden)
+    added = torch.sub(result, summand).square_()
+    squares = added.mul_(1 if name == "add" else 2).add_(summand.square())
+    low = facts.computes_low(torch.ops.aten.add.Tensor, asked.precision.device, {"alpha": alpha})
+    unit = asked.precision.stored if low else asked.precision.inner
+    return Terms(squares, unit**2, unit**2)
+
+
+def _summed(asked: Asked) -> Terms | None:
+    """What was repeated to fit gets the sum of its gradients."""
+    if not asked.backward or "alpha" in asked.source.kwargs or len(asked.source.args) != 2:
+        return None
+    sent, shape = _sent(asked), asked.golden.shape
+    length = sent.numel() // max(1, asked.golden.numel())
+    if length <= 1:
+        return None
+    variance = asked.precision.inner**2 * roundings(Kind.REDUCE, length)
+    return Terms(sent.square().sum_to_size(shape), variance, variance)
+
+
+_SLOPE: Final = 1 / math.sqrt(2 * math.pi)
+
+
+def _into_erf() -> float:
+    """Roundings of the argument of erf: its own jitter, the product x · sqrt(1/2) and that number itself."""
+    return math.sqrt(_erf() ** 2 + 0.25 + 1)
+
+
+def _erf() -> float:
+    return facts.facts_of(torch.ops.aten.erf.default).accuracy
+
+
+# --- layer_norm -------------------------------------------------------------------------------------------------
+
+
+def _layer_norm(asked: Asked) -> Terms | None:
+    """(x - mean) · rstd · w + b: the roundings of all four, of w and of b."""
+    x, shape, weight, bias, eps = _arguments(asked.source, "input", "normalized_shape", "weight", "bias", "eps")
+    unit, length, dims = asked.precision.inner, math.prod(shape), list(range(-len(shape), 0))
+    few = roundings(Kind.REDUCE, length)
+    x = _single(x)
+    n, _, rstd = torch.native_layer_norm(x, list(shape), None, None, 1e-5 if eps is None else eps)
+    squared, squared_n = x.square(), n.square()
+    # rounding term j of the sums behind mean and variance moves element i by x_j (1 + n_i n_j) rstd / length
+    weighed = squared * n
+    sums = [weighed.mul(n).sum(dims, True), weighed.sum(dims, True).mul_(2), squared.sum(dims, True)]
+    own = squared.mul_(squared_n.add(1).mul_(-1 / length).add_(1).square_()).mul_(few)
+    spread = sums[0].mul(n).add_(sums[1]).mul_(n).add_(sums[2]).clamp_(min=0).mul_(1 / length)
+    squares = spread.add_(own).mul_(rstd.square())
+    if weight is not None:
+        squares.add_(squared_n, alpha=few).mul_(_single(weight).square())
+    if bias is not None:
+        squares.add_(_single(bias).square(), alpha=few)
+    return Terms(squares, unit**2, few * unit**2)
+
+
+def _layer_norm_backward(asked: Asked) -> Terms | None:
+    x, shape, weight, bias, eps = _arguments(asked.source, "input", "normalized_shape", "weight", "bias", "eps")
+    sent, unit = _sent(asked), asked.precision.inner
+    few = roundings(Kind.REDUCE, max(max(t.shape, default=1) for t in (x, sent)))
+    length, dims = math.prod(shape), list(range(-len(shape), 0))
+    outer = list(range(x.dim() - len(shape)))
+    many = few + (math.prod(x.shape[d] for d in outer) if outer else 0)
+    which = _which(asked, x, weight, bias)
+    if which == 2:  # g, summed over the rows
+        return Terms(sent.square().sum(outer) if outer else sent.square(), many * unit**2, many * unit**2)
+    n, _, rstd = torch.native_layer_norm(_single(x), list(shape), None, None, 1e-5 if eps is None else eps)
+    if which == 1:  # g · n, summed over the rows
+        product = n.mul_(sent).square_()
+        return Terms(product.sum(outer) if outer else product, many * unit**2, many * unit**2)
+    # rstd · (gw - mean(gw) - n · mean(gw · n)): g and w as far as they concern the same element, and both sums
+    scaled = sent if weight is None else sent * _single(weight)
+    with_n = scaled * n
+    sum_of, sum_with = scaled.sum(dims, True).square_(), with_n.sum(dims, True).square_()
+    squared, squared_n = scaled.square(), n.square_()
+    sum_of.add_(squared.sum(dims, True))
+    sum_with.add_(with_n.square_().sum(dims, True))
+    own = squared.mul_(squared_n.add(1).mul_(-1 / length).add_(1).square_()).mul_((1 if weight is None else 2) * few)
+    squares = squared_n.mul_(sum_with).add_(sum_of).mul_(1 / length).add_(own).mul_(rstd.square())
+    return Terms(squares, unit**2, few * unit**2)
+
+
+# --- embedding --------------------------------------------------------------------------------------------------
+
+
+def _embedding_backward(asked: Asked) -> Terms | None:
+    """Rows of the gradient, added up: the roundings of what is added."""
+    index, weight, padding, longest, _, by_frequency, sparse = _arguments(
+        asked.source, "input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"
+    )
+    if longest is not None or by_frequency or sparse or _which(asked, index, weight) != 1:
+        return None
+    sent, index = _sent(asked), index.detach().reshape(-1).long()
+    squares = torch.zeros(weight.shape, device=weight.device)
+    squares.index_add_(0, index, sent.reshape(-1, sent.shape[-1]).square())
+    if padding is not None:
+        squares[padding] = 0.0
+    hits = int(torch.bincount(index).max())
+    variance = hits * asked.precision.stored**2 if hits > 1 else asked.precision.inner**2
+    return Terms(squares, variance, variance)
+
+
+# --- attention --------------------------------------------------------------------------------------------------
+
+
+def _attention(asked: Asked) -> Terms | None:
+    """Weights times v: the roundings of v."""
+    weights, _, _, value, _ = _attended(asked.source)
+    grown = asked.precision.inner * math.sqrt(max(asked.source.args[0].shape[-1], weights.shape[-1]))
+    squares = torch.matmul(weights.square_(), value.square())
+    return Terms(squares, max(grown, asked.precision.stored) ** 2, grown**2)
+
+
+def _attention_backward(asked: Asked) -> Terms | None:
+    """For v the roundings of the gradient, for q and k those of v on the way through the weights."""
+    source, sent = asked.source, _sent(asked).square()
+    weights, query, key, value, scale = _attended(source)
+    squared = weights.square_()
+    grown = asked.precision.inner * math.sqrt(max(max(t.shape) for t in (query, key, value)))
+    which = _which(asked, *source.args[:3])
+    if which == 2:
+        squares = torch.matmul(squared.transpose(-2, -1), sent)
+    else:
+        squared.mul_(torch.matmul(sent, value.square().transpose(-2, -1))).mul_(scale * scale)
+        other = (key if which == 0 else query).square()
+        squares = torch.matmul(squared if which == 0 else squared.transpose(-2, -1), other)
+    return Terms(squares, max(grown, asked.precision.stored) ** 2, grown**2)
+
+
+def _attended(source: Source) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+    """The weights of an attention, and what goes into it."""
+    query, key, value, mask, _, causal, scale, grouped = _arguments(
+        source, "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
+    )
+    if grouped or len(source.args) < 3:
+        raise ValueError("heads are shared")
+    query, key, value = _single(query), _single(key), _single(value)
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
+    scores = torch.matmul(query, key.transpose(-2, -1)).mul_(scale)
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores.masked_fill_(later, -math.inf)
+    if mask is not None:
+        scores = scores.masked_fill_(~mask, -math.inf) if mask.dtype == torch.bool else scores.add_(_single(mask))
+    return functional.softmax(scores, -1), query, key, value, scale
+
+
+# --- products of matrices ---------------------------------------------------------------------------------------
+
+
+def _products(asked: Asked) -> Terms | None:
+    """Some of the squared terms of each sum: less than all of them, and nearly always enough."""
+    precision, structure = asked.precision, asked.structure
+    squares = _squared_bias(asked) if asked.backward else None
+    if squares is None:
+        factors = _factors_of(facts.last_name(asked.source.name), asked)
+        if factors is None:
+            return None
+        left, right = factors
+        if left.shape[-1] != right.shape[-2] or left.shape[:-2] != right.shape[:-2]:
+            return None
+        # a GPU has the time for all of them
+        step = max(1, left.shape[-1] // _FEWEST_TERMS) if left.is_cpu else 1
+        squares = torch.matmul(_single(left[..., ::step]).square(), _single(right[..., ::step, :]).square())
+    of_squares, of_result = weights_of_products(precision, structure.longest_sum, structure.steps_in_low)
+    if asked.source.rounded_to is not None:  # autocast rounds the factors first
+        of_squares *= 0.9
+    return Terms(squares.reshape(asked.golden.shape), of_squares, of_result)
+
+
+def _squared_bias(asked: Asked) -> Tensor | None:
+    """The bias of a linear layer gets the sum of the gradients."""
+    if facts.last_name(asked.source.name) != "linear":
+        return None
+    _, _, bias = _arguments(asked.source, "input", "weight", "bias")
+    target = asked.source.tensors[asked.number]
+    if target is not bias:
+        return None
+    sent = _sent(asked)
+    return sent.reshape(-1, sent.shape[-1]).square().sum(0)
+
+
+def _factors_of(name: str, asked: Asked) -> tuple[Tensor, Tensor] | None:
+    """The matrices whose product a result is."""
+    find = _FACTORS.get(name)
+    if find is None:
+        return None
+    left, right = find(asked.source)
+    if left.dim() < 2 or right.dim() < 2 or not left.is_floating_point() or not right.is_floating_point():
+        return None
+    left, right = left.detach(), right.detach()
+    rows = left.dim() > 2 and right.dim() == 2
+    if rows:
+        left = left.reshape(-1, left.shape[-1])
+    if not asked.backward:
+        return left, right
+    sent = asked.source.grad_outputs or ()
+    if len(sent) != 1 or sent[0] is None:
+        return None
+    grad = sent[0].detach()
+    grad = grad.reshape(-1, grad.shape[-1]) if rows else grad
+    target = asked.source.tensors[asked.number]
+    given = _OPERANDS[name](asked.source)
+    if given[0] is given[1]:
+        return None
+    if target is given[0]:
+        return grad, right.transpose(-2, -1)
+    if target is given[1]:
+        first, second = left.transpose(-2, -1), grad
+        # linear has its weight the other way round
+        return (first, second) if name != "linear" else (second.transpose(-2, -1), left)
+    return None
+
+
+def _linear(source: Source) -> tuple[Tensor, Tensor]:
+    x, weight = _arguments(source, "input", "weight")
+    return x, weight.t()
+
+
+def _two(source: Source) -> Sequence[Tensor]:
+    return source.args[0], source.args[1]
+
+
+def _added(source: Source) -> Sequence[Tensor]:
+    return source.args[1], source.args[2]
+
+
+def _linear_operands(source: Source) -> Sequence[Tensor]:
+    return _arguments(source, "input", "weight")
+
+
+_OPERANDS: Final[dict[str, Callable[[Any], Sequence[Tensor]]]] = {
+    "linear": _linear_operands,
+    **dict.fromkeys(("mm", "bmm", "matmul", "__matmul__"), _two),
+    **dict.fromkeys(("addmm", "baddbmm"), _added),
+}
+_FACTORS: Final[dict[str, Callable[[Any], Sequence[Tensor]]]] = {**_OPERANDS, "linear": _linear}
+
+_Formula = Callable[[Asked], Terms | None]
+_NORM: Final = ("layer_norm", "native_layer_norm")
+_SUMS: Final = tuple(
+    f"{before}add{what}{after}" for before in ("", "_foreach_") for what in ("", "cmul", "cdiv") for after in ("", "_")
+)
+# by the operators that compute something in a call, and by the function that was called: it says what the arguments are
+_FORMULAS: Final[dict[tuple[str, ...], tuple[tuple[str, ...], _Formula]]] = {
+    **dict.fromkeys([("add",), ("addcmul",), ("addcdiv",)], (_SUMS, _added_to)),
+    ("add", "sum"): (_SUMS, _summed),
+    ("embedding_dense_backward",): (("embedding",), _embedding_backward),
+    ("gelu",): (("gelu",), _gelu),
+    ("gelu", "gelu_backward"): (("gelu",), _gelu_backward),
+    ("native_layer_norm",): (_NORM, _layer_norm),
+    ("native_layer_norm", "native_layer_norm_backward"): (_NORM, _layer_norm_backward),
+    (_ATTENTION,): (("scaled_dot_product_attention",), _attention),
+    (_ATTENTION, f"{_ATTENTION}_backward"): (("scaled_dot_product_attention",), _attention_backward),
+}

@@ -1,0 +1,567 @@
+"""The golden run: the same call on the CPU in double precision, on private copies that keep the layout.
+
+Nothing outside a run changes: no random stream, no default, no flag. Runs may go on in several threads at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .. import settings
+from ..call import facts
+from ..call.description import Tensor, map_tensors, tensors_in
+from ..call.traits import OpTraits, traits_of
+
+Cast = Mapping[torch.dtype, torch.dtype]
+
+DOUBLE: Final[dict[torch.dtype, torch.dtype]] = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex32: torch.complex128,
+    torch.complex64: torch.complex128,
+}
+SINGLE: Final[dict[torch.dtype, torch.dtype]] = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+}
+_KEEP_WHOLE: Final = 1 << 14
+_ENGINE: Final = torch._C._ImperativeEngine()  # the one that all use, as nobody has wrapped it
+AS_IS: Final[dict[torch.dtype, torch.dtype]] = {}
+
+
+class _DrawsRandomNumbers(Exception):
+    """The call would consume random numbers, so that two runs of it cannot be compared."""
+
+
+class _NoRandomNumbers(TorchDispatchMode):
+    """Stops a call before it draws from any random stream."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a wrapper around every dispatch, and the import of Dynamo, for nothing
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and facts.really_draws(func, args, kwargs):
+            raise _DrawsRandomNumbers(str(func))
+        return func(*args, **kwargs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A call as the device saw it: the function and CPU copies of its arguments, in the device's dtypes."""
+
+    function: Callable[..., Any]
+    name: str
+    traits: OpTraits
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    grad_outputs: Sequence[Tensor | None] | None = None
+    device: str = ""  # the type of the device: what is known of its kernels is taken into account
+    rounded_to: torch.dtype | None = None  # autocast rounded the float32 arguments to this dtype first
+    autocast: torch.dtype | None = None  # the lower precision of the autocast region around the call
+    outputs: Any = None  # what the device returned, for gradients of results whose signs are free
+
+    @functools.cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors among the arguments, in order (`source.tensors[0]`)."""
+        return tuple(tensors_in((self.args, self.kwargs)))
+
+
+@dataclasses.dataclass
+class Run:
+    """What one execution left behind: results, arguments as they are afterwards, gradients of the arguments."""
+
+    outputs: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    grad_inputs: list[Tensor | None] | None = None
+
+
+@dataclasses.dataclass
+class Graph:
+    """A forward pass that can be gone back through, once."""
+
+    outputs: Any
+    prepared: _Copies
+
+
+@dataclasses.dataclass
+class GoldenResult:
+    """The reference for one call, or the reason why there is none.
+
+    >>> result = run(torch.add, (torch.ones(2, dtype=torch.bfloat16), 1))
+    >>> result.comparable, result.outputs
+    (True, tensor([2., 2.], dtype=torch.float64))
+    """
+
+    comparable: bool
+    reason: str
+    source: Source
+    cast: Cast = dataclasses.field(default_factory=dict)
+    run: Run | None = None
+    seconds: float = 0.0
+    note: str = ""
+    random: bool = False
+    graph: Graph | None = None  # of a run that was asked to keep it
+
+    @property
+    def outputs(self) -> Any:
+        """What the call returned, a tree of CPU tensors (`result.outputs`)."""
+        return self.run.outputs if self.run else None
+
+    @property
+    def inputs_after(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments after the call: where in-place and `out=` results are (`result.inputs_after[0][0]`)."""
+        return (self.run.args, self.run.kwargs) if self.run else ((), {})
+
+    @property
+    def grad_inputs(self) -> list[Tensor | None] | None:
+        """One gradient (or None) for each tensor among the arguments, in order (`result.grad_inputs[0]`)."""
+        return self.run.grad_inputs if self.run else None
+
+    @property
+    def cast_info(self) -> dict[torch.dtype, torch.dtype]:
+        """The casts that took place, as the console shows them (`{torch.bfloat16: torch.float64}`)."""
+        present = {t.dtype for t in self.source.tensors}
+        return {source: target for source, target in self.cast.items() if source in present}
+
+    def at(self, shape: tuple[int, ...], places: Tensor, backward: bool) -> GoldenResult | None:
+        """The same elementwise call on some elements only; None where it is not that simple (`result.at(...)`)."""
+        source = self.source
+        made: dict[Any, Tensor] = {}
+
+        def pick(tensor: Tensor) -> Tensor:
+            if tensor.dim() == 0 and facts.is_optimizer(source.name):  # a number of steps
+                return tensor
+            key = (tensor.data_ptr(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad)
+            if key not in made:
+                picked = tensor.detach().expand(shape).reshape(-1)[places]
+                made[key] = picked.requires_grad_(tensor.requires_grad)
+            return made[key]
+
+        if backward and any(t.requires_grad and t.shape != shape for t in source.tensors):
+            return None
+        try:
+            sent = [None if g is None else pick(g) for g in source.grad_outputs or ()]
+            fewer = dataclasses.replace(
+                source,
+                args=map_tensors(source.args, pick),
+                kwargs=map_tensors(source.kwargs, pick),
+                grad_outputs=sent if source.grad_outputs is not None else None,
+            )
+            return dataclasses.replace(self, source=fewer, run=_execute(fewer, self.cast, backward, None)[0])
+        except Exception:  # shapes that do not broadcast, arguments that name a shape
+            return None
+
+    def again(self, mode: TorchDispatchMode | None = None, backward: bool = False) -> Run:
+        """Run once more on fresh copies, under a dispatch mode (`result.again(noise)`)."""
+        return _execute(self.source, self.cast, backward, mode)[0]
+
+
+def run(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    dtype_cast: Cast | None = None,
+    grad_outputs: Sequence[Tensor | None] | None = None,
+    name: str | None = None,
+    traits: OpTraits | None = None,
+    device: str = "",
+    rounded_to: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
+    max_bytes: int | None = None,
+    keep_graph: bool = False,
+    outputs: Any = None,
+) -> GoldenResult:
+    """Do a call again on the CPU, float64 in place of every float; never raises for what the call does.
+
+    `args` and `kwargs` are CPU copies of the arguments from *before* the call, in the device's dtypes.
+    `grad_outputs`, one per tensor of the result, adds the backward pass. `dtype_cast` overrides the casts.
+    `device` is the type of the device whose result will be judged (`"cuda"`); `rounded_to` is the dtype to which
+    autocast rounded the float32 arguments there (see `autocast_rounds_to`), `autocast` that of the region.
+    With `keep_graph` the backward pass can be added later, by `backward`. `outputs` are CPU copies of what the device
+    returned: vectors whose signs are free decide about the gradients that come back to them.
+
+    >>> run(torch.mul, (torch.ones(2, requires_grad=True), 3), grad_outputs=[torch.ones(2)]).grad_inputs
+    [tensor([3., 3.], dtype=torch.float64)]
+    """
+    if traits is None:
+        traits = traits_of(function)
+    source = Source(
+        function,
+        name or traits.name,
+        traits,
+        tuple(args),
+        dict(kwargs or {}),
+        grad_outputs,
+        device,
+        rounded_to,
+        autocast,
+        outputs,
+    )
+    reason = _why_not(source, max_bytes)
+    if reason:
+        return GoldenResult(False, reason, source)
+    started = time.perf_counter()
+    keep_graph = keep_graph and grad_outputs is None and _has_a_plain_backward(source)
+    result = _first_that_works(source, dtype_cast, grad_outputs is not None, keep_graph)
+    result.seconds = time.perf_counter() - started
+    return result
+
+
+def backward(result: GoldenResult, grad_outputs: Sequence[Tensor | None], outputs: Any = None) -> GoldenResult:
+    """The backward pass of a run that kept its graph, which is used up (`backward(result, [torch.ones(2)])`)."""
+    graph, result.graph = result.graph, None
+    if graph is None or result.run is None:
+        raise ValueError("this golden run has no graph: run it with keep_graph=True, and go back through it once")
+    source = dataclasses.replace(result.source, grad_outputs=grad_outputs, outputs=outputs)
+    with neutral(grad=True):
+        grads = _gradients(source, graph.outputs, graph.prepared)
+    return dataclasses.replace(result, source=source, run=dataclasses.replace(result.run, grad_inputs=grads))
+
+
+def _has_a_plain_backward(source: Source) -> bool:
+    if source.traits.mutates or facts.may_mutate(source.name, source.kwargs):
+        return False
+    return any(t.requires_grad for t in source.tensors)
+
+
+def as_is(
+    function: Callable[..., Any],
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    grad_outputs: Sequence[Tensor | None] | None = None,
+) -> tuple[Any, list[Tensor | None] | None]:
+    """The call on the CPU in the device's dtypes, on these very arguments: for calls that only move values.
+
+    >>> as_is(torch.t, "torch.t", (torch.ones(2, 1),), {})[0].shape
+    torch.Size([1, 2])
+    """
+    with neutral(grad=grad_outputs is not None):
+        args, kwargs = facts.adapt(name, args, kwargs)
+        args, kwargs = _map_settings(args, AS_IS), _map_settings(kwargs, AS_IS)
+        outputs = facts.on_cpu(name, function)(*args, **kwargs)
+        if grad_outputs is None:
+            return outputs, None
+        tensors = list(tensors_in((args, kwargs)))
+        leaves = [t for t in tensors if t.requires_grad]
+        pairs = [(o, g) for o, g in zip(tensors_in(outputs), grad_outputs) if o.requires_grad and g is not None]
+        found = iter(differentiated([p[0] for p in pairs], leaves, [p[1] for p in pairs]))
+        return outputs, [next(found) if t.requires_grad else None for t in tensors]
+
+
+def casts_of(op: str) -> dict[torch.dtype, torch.dtype] | None:
+    """Casts that the user asked for, or None for double precision (`casts_of("torch.add")`).
+
+    `<OP>_OP_DTYPE_CAST_DICT` wins over `OP_DTYPE_CAST_DICT`.
+    """
+    for variable in (f"{settings.op_prefix(op)}_OP_DTYPE_CAST_DICT", "OP_DTYPE_CAST_DICT"):
+        text = settings.read(variable)
+        if text:
+            return settings.parse_dtype_map(text, variable)
+    return None
+
+
+def autocast_rounds_to(name: str, low: torch.dtype, result: Any) -> torch.dtype | None:
+    """The dtype to which autocast with dtype `low` rounded the arguments of a call, None if it did not.
+
+    Told by the result: `autocast_rounds_to("torch.nn.functional.linear", torch.bfloat16, y)`.
+    """
+    if facts.last_name(name) not in facts.AUTOCAST_LOW:
+        return None
+    return low if any(t.dtype == low for t in tensors_in(result)) else None
+
+
+def _why_not(source: Source, max_bytes: int | None) -> str:
+    if source.traits.collective:
+        return "a collective: its result depends on other processes"
+    if facts.last_name(source.name) in facts.UNINITIALISED:
+        return "returns uninitialised memory"
+    needed = 0
+    for tensor in source.tensors:
+        if tensor.is_meta:
+            return "a meta tensor has no values"
+        needed += 8 * tensor.numel()
+    if max_bytes is not None and needed > max_bytes:
+        return f"needs {needed / 2**20:,.0f} MiB in double precision; the limit is {max_bytes / 2**20:,.0f} MiB"
+    return ""
+
+
+def _first_that_works(
+    source: Source, dtype_cast: Cast | None, backward: bool, keep_graph: bool = False
+) -> GoldenResult:
+    """Double precision if the CPU has a kernel for it, then single, then the dtypes as they are."""
+    if facts.is_bound_to_dtype(source.name, source.args, source.kwargs):
+        candidates: tuple[Cast, ...] = (AS_IS,)
+    elif dtype_cast is not None:
+        candidates = (dtype_cast,)
+    else:
+        candidates = (DOUBLE, SINGLE, AS_IS)
+    first_error = ""
+    guard = _NoRandomNumbers() if source.traits.random is not False else None
+    for cast in candidates:
+        try:
+            done, graph = _execute(source, cast, backward, guard, keep_graph)
+        except _DrawsRandomNumbers:
+            return GoldenResult(False, "random: two runs draw different numbers", source, random=True)
+        except Exception as error:
+            first_error = first_error or _one_line(error)
+            continue
+        note = "" if cast is candidates[0] else f"the CPU has no double-precision kernel ({first_error})"
+        return GoldenResult(True, "", source, cast, done, note=note, graph=graph)
+    return GoldenResult(False, f"the CPU cannot run it: {first_error}", source)
+
+
+def _one_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200] if text else ''}"
+
+
+# --- one execution ------------------------------------------------------------------------------------
+
+
+def _execute(
+    source: Source, cast: Cast, backward: bool, mode: TorchDispatchMode | None, keep_graph: bool = False
+) -> tuple[Run, Graph | None]:
+    with neutral(grad=backward or keep_graph):
+        enter = backward and facts.may_mutate(source.name, source.kwargs)
+        prepared = _Copies(cast, enter, whole="as_strided" in source.name, rounded_to=source.rounded_to)
+        args, kwargs = facts.adapt(source.name, source.args, source.kwargs)
+        args, kwargs = prepared.of((args, kwargs), source.tensors)
+        function = facts.on_cpu(source.name, source.function)
+        if mode is None:
+            outputs = function(*args, **kwargs)
+            grads = _gradients(source, outputs, prepared) if backward else None
+        else:
+            with mode:
+                outputs = function(*args, **kwargs)
+                grads = _gradients(source, outputs, prepared) if backward else None
+    graph = Graph(outputs, prepared) if keep_graph else None
+    args, kwargs = _detached((args, kwargs))
+    return Run(_detached(outputs), args, kwargs, grads), graph
+
+
+class neutral:
+    """Whatever modes the calling thread is in, the golden run is in none of them."""
+
+    __slots__ = ("_functions", "_grad", "_more", "_wanted")
+
+    def __init__(self, grad: bool) -> None:
+        self._wanted = grad
+
+    def __enter__(self) -> None:
+        self._functions = torch._C.DisableTorchFunction()
+        self._functions.__enter__()
+        self._more = _less_common_modes(self._wanted)
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(self._wanted)
+
+    def __exit__(self, *error: Any) -> None:
+        torch._C._set_grad_enabled(self._grad)
+        if self._more is not None:
+            self._more.__exit__(*error)
+        self._functions.__exit__(*error)
+
+
+def _less_common_modes(grad: bool) -> contextlib.ExitStack | None:
+    inference, autocast = torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
+    hooks = grad and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if not (inference or autocast or hooks):
+        return None
+    stack = contextlib.ExitStack()
+    if inference:
+        stack.enter_context(torch.inference_mode(False))
+    if autocast:
+        stack.enter_context(torch.autocast("cpu", enabled=False))
+    if hooks:
+        # checkpointing counts what is saved under its hooks: the golden run is not to be counted
+        stack.enter_context(_without_hooks())
+    return stack
+
+
+@contextlib.contextmanager
+def _without_hooks() -> Iterator[None]:
+    """Take the hooks for saved tensors off. Hooks that only pass tensors on would hold whole graphs for ever."""
+    taken = []
+    while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        taken.append(hooks)
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(taken):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def differentiated(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], sent: Sequence[Tensor], keep: bool = False
+) -> Sequence[Tensor | None]:
+    """`torch.autograd.grad` without its checks, which import SymPy, and not seen as a pass of the training.
+
+    >>> x = torch.ones(1, requires_grad=True)
+    >>> differentiated([3 * x], [x], [torch.ones(1)])
+    (tensor([3.]),)
+    """
+    found = _ENGINE.run_backward(tuple(outputs), tuple(sent), keep, False, tuple(inputs), True, accumulate_grad=False)
+    return tuple(found)
+
+
+def _gradients(source: Source, outputs: Any, prepared: _Copies) -> list[Tensor | None]:
+    pairs = []
+    theirs = list(tensors_in(source.outputs)) if facts.has_free_vectors(source.name) else []
+    for number, (output, grad) in enumerate(zip(tensors_in(outputs), source.grad_outputs or ())):
+        if output.requires_grad and grad is not None:
+            sent = grad.detach().to(device="cpu", dtype=output.dtype)
+            if number < len(theirs):
+                sent = facts.gradient_turned(source.name, number, theirs[number], output, sent)
+            pairs.append((output, sent))
+    leaves = prepared.leaves()
+    wanted = [leaf for leaf in leaves if leaf is not None]
+    if not pairs or not wanted:
+        return [None] * len(leaves)
+    unique = list({id(leaf): leaf for leaf in wanted}.values())
+    found = differentiated([p[0] for p in pairs], unique, [p[1] for p in pairs])
+    by_leaf = {id(leaf): grad for leaf, grad in zip(unique, found)}
+    return [None if leaf is None else by_leaf[id(leaf)] for leaf in leaves]
+
+
+def _detached(value: Any) -> Any:
+    return map_tensors(value, lambda t: t.detach() if t.requires_grad or t.grad_fn is not None else t)
+
+
+class Enter(torch.autograd.Function):
+    """Gives a prepared tensor a history, so that in-place operators may change it."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, holder: list[Tensor]) -> Tensor:
+        return holder[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+class _Copies:
+    """Casts a tree of arguments to private CPU tensors that share memory exactly where the originals do."""
+
+    def __init__(self, cast: Cast, enter: bool, whole: bool, rounded_to: torch.dtype | None = None) -> None:
+        self._cast, self._enter = cast, enter
+        self._whole, self._rounded_to = whole, rounded_to
+        self._storages: dict[tuple[int, torch.dtype], tuple[Tensor, int]] = {}
+        self._made: dict[Any, tuple[Tensor, Tensor | None]] = {}
+        self._order: list[Tensor | None] = []
+        self._spans: dict[tuple[int, torch.dtype], tuple[int, int]] = {}
+
+    def of(self, value: Any, tensors: Sequence[Tensor]) -> Any:
+        """Copies of a tree with these tensors in it."""
+        for tensor in tensors:
+            self._note_span(tensor)
+        return self._map(value)
+
+    def leaves(self) -> list[Tensor | None]:
+        """For each tensor of the arguments the one to differentiate by, None where no gradient is asked."""
+        return self._order
+
+    def _map(self, value: Any) -> Any:
+        mapped = map_tensors(value, self._tensor)
+        return _map_settings(mapped, self._cast)
+
+    def _note_span(self, tensor: Tensor) -> None:
+        if not _is_strided(tensor):
+            return
+        key = (tensor.untyped_storage()._cdata, tensor.dtype)
+        first = last = int(tensor.storage_offset())
+        if tensor.numel():
+            last += 1 + sum(int(n - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride()))
+        known = self._spans.get(key)
+        self._spans[key] = (first, last) if known is None else (min(first, known[0]), max(last, known[1]))
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        if not _is_strided(tensor):
+            copy = tensor.detach().clone()
+            target = self._cast.get(copy.dtype)
+            copy = copy if target is None else copy.to(target)
+            leaf = copy.requires_grad_() if tensor.requires_grad and torch.is_grad_enabled() else None
+            self._order.append(leaf)
+            return copy
+        storage = (tensor.untyped_storage()._cdata, tensor.dtype)
+        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+        needs_grad = tensor.requires_grad and torch.is_grad_enabled()
+        key = (storage, tensor.storage_offset(), shape, stride, needs_grad, tensor.is_conj(), tensor.is_neg())
+        made = self._made.get(key)
+        if made is None:
+            made = self._made[key] = self._make(tensor, storage, needs_grad)
+        self._order.append(made[1])
+        return made[0]
+
+    def _make(self, tensor: Tensor, storage: tuple[int, torch.dtype], needs_grad: bool) -> tuple[Tensor, Tensor | None]:
+        flat, start = self._flat(tensor, storage)
+        copy = flat.as_strided(tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset() - start)
+        copy = copy.detach()
+        if tensor.is_conj():
+            copy = torch._conj(copy)
+        if tensor.is_neg():
+            copy = torch._neg_view(copy)
+        if not needs_grad or not (copy.is_floating_point() or copy.is_complex()):
+            return copy, None
+        if not self._enter:
+            leaf = copy.detach().requires_grad_()
+            return leaf, leaf
+        leaf = torch.empty_like(copy).requires_grad_()
+        return Enter.apply(leaf, [copy]), leaf
+
+    def _flat(self, tensor: Tensor, key: tuple[int, torch.dtype]) -> tuple[Tensor, int]:
+        found = self._storages.get(key)
+        if found is None:
+            start, end = self._spans[key]
+            source = tensor.detach()
+            total = source.untyped_storage().nbytes() // source.element_size()
+            if self._whole or total <= _KEEP_WHOLE:  # the call may look at memory around the tensor
+                start, end = 0, total
+            if source.is_conj() or source.is_neg():
+                plain = torch.empty(0, dtype=source.dtype, device=source.device)
+                plain.set_(source.untyped_storage(), start, (end - start,), (1,))
+            else:
+                plain = source.as_strided((end - start,), (1,), start)
+            target = self._cast.get(source.dtype, source.dtype)
+            if self._rounded_to is not None and source.dtype == torch.float32:
+                plain = plain.to(self._rounded_to)
+            found = self._storages[key] = (plain.to(device="cpu", dtype=target, copy=True), start)
+        return found
+
+
+def _is_strided(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def _map_settings(value: Any, cast: Cast) -> Any:
+    """Dtypes follow the cast, devices become the CPU, generators of a device go."""
+    kind = type(value)
+    if kind is torch.dtype:
+        return cast.get(value, value)
+    if kind is torch.device:
+        return torch.device("cpu")
+    if kind is str:
+        return "cpu" if facts.names_a_device(value) else value
+    if kind is torch.Generator:
+        return None
+    if kind is list:
+        return [_map_settings(v, cast) for v in value]
+    if kind is tuple:
+        return tuple([_map_settings(v, cast) for v in value])
+    if kind is dict:
+        return {k: _map_settings(v, cast) for k, v in value.items()}
+    return value

@@ -1,0 +1,320 @@
+"""How far a result is from its reference: the columns of a comparison, and the elements that a bound leaves in doubt.
+
+The quick way is one pass in machine code (`native.py`, on a GPU `device_measures.py`), or where there is none a few in
+float32, on differences that were taken in float64: enough for what is shown, and for saying "within so many units of
+rounding". Whatever is not finite, tiny, huge or complex is measured in float64 throughout.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+from ..native import device_measures, measuring
+
+Tensor = torch.Tensor
+
+_EXPONENT: Final = 0x7FF0000000000000  # of a float64
+_EXPONENT_OF_SINGLE: Final = 0x7F800000
+_QUICK: Final = (torch.float32, torch.bfloat16, torch.float16)
+_PIECE: Final = 1 << 15
+_NEARLY_NOTHING: Final = 1e-3  # a result so much smaller than its reference leaves no digits for the cosine
+
+
+class Columns(NamedTuple):
+    """What is shown of one pair; `units` is its largest error in units of rounding, None if that is not known."""
+
+    allclose: bool
+    max_abs_diff: float
+    max_relative_diff: float
+    cosine: float
+    max_ulp: float
+    units: float | None = None
+
+
+class Sides:
+    """A result and its reference, widened once."""
+
+    def __init__(self, device: Tensor, golden: Tensor) -> None:
+        self.device, self.golden = device.detach(), golden.detach()
+
+    @functools.cached_property
+    def left(self) -> Tensor:
+        """The result in float64 (or complex128)."""
+        return wide(self.device)
+
+    @functools.cached_property
+    def right(self) -> Tensor:
+        """The reference in float64 (or complex128)."""
+        return wide(self.golden)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Dense, in the widest dtype, without lazy signs (`wide(torch.ones(2)).dtype == torch.float64`)."""
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).resolve_conj().resolve_neg()
+
+
+def measure(sides: Sides, atol: float, rtol: float, quick: bool = True) -> Columns:
+    """The columns of one pair of at least one element.
+
+    >>> measure(Sides(torch.ones(2), torch.ones(2, dtype=torch.float64)), 1e-5, 1e-5).max_abs_diff
+    0.0
+    """
+    found = _quickly(sides, atol, rtol) if quick else None
+    return found or _fully(sides, atol, rtol)
+
+
+def ulps(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Distance between neighbouring numbers of a dtype at these float64 magnitudes (`ulps(x, torch.half)`)."""
+    info = torch.finfo(dtype)
+    power = exact.to(torch.float64).contiguous().view(torch.int64).bitwise_and(_EXPONENT).view(torch.float64)
+    return (power * info.eps).clamp_(min=info.smallest_normal * info.eps)
+
+
+# --- the quick way ------------------------------------------------------------------------------------------
+
+
+def _quickly(sides: Sides, atol: float, rtol: float) -> Columns | None:
+    device, golden = sides.device, sides.golden
+    if device.dtype not in _QUICK or golden.dtype != torch.float64:
+        return None
+    if device.layout != torch.strided or golden.layout != torch.strided:
+        return None
+    so_far = _SoFar(device.dtype, atol, rtol)
+    found = measuring.measure(device, golden, atol, rtol)
+    if found is not None:
+        return so_far.taken_from(found).columns() if found.regular else None
+    if not all(so_far.add(*pieces) for pieces in pieces_of(device, golden)):
+        return None
+    return so_far.columns()
+
+
+def pieces_of(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of one shape cut into pieces whose temporaries stay in the cache (`pieces_of(x, y)`)."""
+    flat = [t.resolve_neg().reshape(-1) for t in tensors]
+    size = _PIECE if flat[0].is_cpu else max(1, flat[0].numel())  # a device would be asked again for each piece
+    for start in range(0, flat[0].numel(), size):
+        yield tuple([t[start : start + size] for t in flat])
+
+
+class _SoFar:
+    """The columns of the pieces that were looked at."""
+
+    def __init__(self, dtype: torch.dtype, atol: float, rtol: float) -> None:
+        self.dtype, self.atol, self.rtol = dtype, atol, rtol
+        self.info = torch.finfo(dtype)
+        self.ee = self.eg = self.gg = self.units = self.ulp = self.largest = self.relative = 0.0
+        self.close = self.equal = True
+
+    def taken_from(self, found: measuring.Columns) -> _SoFar:
+        """The same from one pass over everything."""
+        self.ee, self.eg, self.gg, self.largest, self.relative = (
+            found.ee,
+            found.eg,
+            found.gg,
+            found.largest,
+            found.relative,
+        )
+        self.units, self.ulp = found.units / (self.info.eps / 2), found.ulp / self.info.eps
+        self.close, self.equal = bool(found.close), bool(found.equal)
+        return self
+
+    def add(self, device: Tensor, exact: Tensor) -> bool:
+        """Look at one more piece; False if it takes the full way."""
+        error = torch.sub(device.to(torch.float64), exact).to(torch.float32)
+        near = exact.to(torch.float32)
+        ee, gg = float(torch.dot(error, error)), float(torch.dot(near, near))
+        if not math.isfinite(ee + gg):
+            return False
+        self.ee, self.eg, self.gg = self.ee + ee, self.eg + float(torch.dot(error, near)), self.gg + gg
+        rounded = near if self.dtype == torch.float32 else exact.to(self.dtype)
+        scale = near.abs().clamp_(min=self.info.smallest_normal)
+        self.units = max(self.units, _span(error / scale) / (self.info.eps / 2))
+        power = scale.view(torch.int32).bitwise_and_(_EXPONENT_OF_SINGLE).view(torch.float32)
+        self.ulp = max(self.ulp, _span(error.div_(power)) / self.info.eps)
+        if not torch.equal(device, rounded):
+            self.equal = False
+            self._compare(device.to(torch.float32), rounded.to(torch.float32))
+        return True
+
+    def _compare(self, device: Tensor, rounded: Tensor) -> None:
+        difference = device - rounded
+        largest = _span(difference)
+        self.largest = max(self.largest, largest)
+        if self.close and not largest <= self.atol:
+            self.close = float(difference.abs().sub_(rounded.abs(), alpha=self.rtol).max()) <= self.atol
+        relative = difference.div_(rounded)
+        most = _span(relative)
+        if math.isnan(most):  # zero instead of zero
+            most = _span(relative.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf))
+        self.relative = max(self.relative, most)
+
+    def columns(self) -> Columns | None:
+        cosine = self._cosine()
+        if cosine is None:
+            return None
+        return Columns(self.close, self.largest, self.relative, cosine, self.ulp, self.units)
+
+    def _cosine(self) -> float | None:
+        """Of the reference and itself plus the error, to all digits; None where it takes more than float32 to say."""
+        if self.gg == 0:
+            return 1.0 if self.equal else None
+        square = self.gg + 2 * self.eg + self.ee
+        if square < _NEARLY_NOTHING * self.gg:
+            return None
+        apart = (2 * self.eg + self.ee) / (math.sqrt(square) + math.sqrt(self.gg))
+        return 1.0 - max(0.0, self.ee - apart * apart) / (2 * math.sqrt(square) * math.sqrt(self.gg))
+
+
+def _span(values: Tensor) -> float:
+    """The largest magnitude, NaN if there is one."""
+    low, high = torch.aminmax(values)
+    return max(abs(float(low)), abs(float(high)))
+
+
+# --- bounds ---------------------------------------------------------------------------------------------------
+
+
+class Bound(NamedTuple):
+    """How far each element may be off: `max(|y| factor, lowest) + sigmas · max(sigma, |y| least)`.
+
+    Sigma, if there are squares, is the root of `of_squares · squares + of_result · y²`.
+    """
+
+    factor: float
+    lowest: float
+    sigmas: float
+    least: float
+    of_squares: float = 0.0
+    of_result: float = 0.0
+
+
+class Beyond(NamedTuple):
+    """What a bound leaves over: the largest error beside its bound, how many exceed it, and where (the first ones)."""
+
+    worst: float
+    exceeding: int
+    places: Tensor
+
+
+def beyond(sides: Sides, bound: Bound, squares: Tensor | None = None, most: int = 0) -> Beyond | None:
+    """Which elements are further off than their bound; None where not all numbers are finite, or of another kind.
+
+    >>> beyond(Sides(torch.ones(2), torch.ones(2, dtype=torch.float64)), Bound(1e-7, 1e-45, 6.0, 0.0)).exceeding
+    0
+    """
+    device, golden = sides.device, sides.golden
+    if device.dtype not in _QUICK or golden.dtype != torch.float64 or device.shape != golden.shape:
+        return None
+    if device.layout != torch.strided or golden.layout != torch.strided or not device.numel():
+        return None
+    found = measuring.beyond(device, golden, bound, squares, most)
+    if found is not None:
+        return Beyond(found.worst, found.exceeding, found.places) if found.regular else None
+    return _beyond(device, golden, bound, squares, most)
+
+
+def _beyond(device: Tensor, golden: Tensor, bound: Bound, squares: Tensor | None, most: int) -> Beyond | None:
+    worst, count, start = 0.0, 0, 0
+    places: list[Tensor] = []
+    for pieces in pieces_of(device, golden, *(() if squares is None else (squares,))):
+        exact = pieces[1]
+        size = exact.abs()
+        variance = exact.square().mul_(bound.of_result)
+        if squares is not None:
+            variance.add_(pieces[2].to(torch.float64), alpha=bound.of_squares)
+        sigma = torch.maximum(variance.sqrt_(), size * bound.least)
+        limit = (size * bound.factor).clamp_(min=bound.lowest).add_(sigma, alpha=bound.sigmas)
+        error = torch.sub(pieces[0].to(torch.float64), exact).abs_()
+        if not math.isfinite(float((error + limit).sum())):
+            return None
+        ratio = error.div_(limit)
+        most_here = float(ratio.max())
+        if most_here > 1:
+            over = (ratio > 1).nonzero().reshape(-1)
+            places.append(over + start)
+            count += over.numel()
+        worst = max(worst, most_here)
+        start += exact.numel()
+    found = torch.cat(places)[:most] if places else torch.empty(0, dtype=torch.int64)
+    return Beyond(worst, count, found)
+
+
+# --- on a device ----------------------------------------------------------------------------------------------
+
+
+class Look(NamedTuple):
+    """A pair on a device: which columns it has, and how far it is beyond a bound."""
+
+    sides: Sides
+    atol: float
+    rtol: float
+    bound: Bound
+    squares: Tensor | None
+
+
+def looks(asked: Sequence[Look]) -> list[tuple[Columns | None, float]]:
+    """Columns (None where they take another way) and the largest error beside its bound, of several pairs at once."""
+    found = (
+        device_measures.looks([(look.sides.device, look.sides.golden, *look[1:]) for look in asked]) if asked else []
+    )
+    if found is not None:
+        return [
+            (_SoFar(look.sides.device.dtype, look.atol, look.rtol).taken_from(columns).columns(), worst)
+            if columns.regular
+            else (None, math.inf)
+            for look, (columns, worst) in zip(asked, found)
+        ]
+    answers = []
+    for look in asked:
+        over = beyond(look.sides, look.bound, look.squares)
+        answers.append((_quickly(look.sides, look.atol, look.rtol), math.inf if over is None else over.worst))
+    return answers
+
+
+# --- the full way -------------------------------------------------------------------------------------------
+
+
+def _fully(sides: Sides, atol: float, rtol: float) -> Columns:
+    """The seeds' columns (golden rounded to the device's dtype, as they do it), cosine and the error in ulp."""
+    device, left, exact = sides.device, sides.left, sides.right
+    rounded = exact
+    if device.is_floating_point() or device.is_complex():
+        rounded = wide(exact.to(device.dtype))
+    cosine, ulp = _cosine(left, exact), _largest_ulp(left, exact, device.dtype)
+    if torch.equal(left, rounded):  # nothing to measure but the rounding of the reference
+        return Columns(True, 0.0, 0.0, cosine if bool(left.any()) else 1.0, ulp)  # nothing instead of next to nothing
+    close = torch.isclose(left, rounded, atol=atol, rtol=rtol, equal_nan=True)
+    difference = (left - rounded).abs()
+    difference = difference.masked_fill(left == rounded, 0.0)
+    difference = difference.masked_fill(left.isnan() & rounded.isnan(), 0.0)
+    relative = (difference / rounded.abs()).masked_fill(difference == 0, 0.0)
+    return Columns(bool(close.all()), _largest(difference), _largest(relative), cosine, ulp)
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.nan_to_num(nan=math.inf, posinf=math.inf).max()) if values.numel() else 0.0
+
+
+def _cosine(left: Tensor, right: Tensor) -> float:
+    a, b = left.reshape(-1), right.reshape(-1)
+    size = float(torch.linalg.vector_norm(a) * torch.linalg.vector_norm(b))
+    if size == 0:
+        return 1.0 if bool((a == b).all()) else 0.0
+    return float(torch.vdot(b, a).real) / size
+
+
+def _largest_ulp(left: Tensor, exact: Tensor, dtype: torch.dtype) -> float:
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    ratio = (left - exact).abs().div_(ulps(exact.abs(), dtype))
+    return float(ratio.nan_to_num_(nan=0.0, posinf=0.0).max())

@@ -1,0 +1,127 @@
+"""Operators that others have defined: whether ATen operators do all of their work, or some of it goes on unseen.
+
+A kernel in C++, in numpy or behind ctypes writes to memory that no operator seems to write to. So an operator is run
+once under watch: memory that changes between two operators, or that is used though nobody has filled it, tells.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from ..call import facts
+from ..call.description import Tensor, map_tensors, tensors_in
+from .dispatch_watch import Watcher, address, mutated, redispatched, tensors_of
+
+
+def works_unseen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether some of an operator's work cannot be watched (`works_unseen(torch.ops.mine.scan.default, args, {})`)."""
+    args, kwargs = map_tensors((args, kwargs), lambda t: t.detach().clone())
+    watch = _Watch(list(tensors_in((args, kwargs))))
+    try:
+        result = redispatched(watch, func, args, kwargs)
+    except Exception:  # what fails under watch is not seen
+        return True
+    for tensor in tensors_in((args, kwargs, result)):
+        watch.look_at(tensor)
+    return watch.unseen
+
+
+class _Watch(Watcher):
+    """Keeps what every operator has left in memory, and compares when the next one reads it."""
+
+    def __init__(self, inputs: list[Tensor]) -> None:
+        super().__init__()
+        self.unseen = False
+        self._left: dict[int, Tensor | None] = {}  # None: nobody has written there yet
+        self._alive: list[Tensor] = []  # an address is not given to another tensor meanwhile
+        for tensor in inputs:
+            self._keep(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if facts.is_composition(func):
+            return redispatched(self, func, args, kwargs)
+        view = facts.facts_of(func).kind == facts.Kind.VIEW
+        written = [] if view else mutated(func, args, kwargs)
+        if not view:
+            for tensor in tensors_in((args, kwargs)):
+                if not any(tensor is w for w in written):
+                    self.look_at(tensor)
+        result = func(*args, **kwargs)
+        blank = facts.base_name(func) in _BLANK
+        for tensor in (*written, *(() if view else tensors_in(result))):
+            self._keep(tensor, blank)
+        if view:
+            for tensor in tensors_in(result):
+                if tensor.numel() == 1 and address(tensor) not in self._left:  # a number that became a tensor
+                    self._keep(tensor)
+        return result
+
+    def look_at(self, tensor: Tensor) -> None:
+        """Note whether somebody unseen has written to a tensor."""
+        if tensor.numel() == 0 or tensor.layout != torch.strided:
+            return
+        left = self._left.get(address(tensor))
+        self.unseen = self.unseen or left is None or not torch.equal(left, _bytes(tensor))
+
+    def _keep(self, tensor: Tensor, blank: bool = False) -> None:
+        if tensor.numel() == 0 or tensor.layout != torch.strided:
+            return
+        self._alive.append(tensor)
+        self._left[address(tensor)] = None if blank else _bytes(tensor).clone()
+
+
+_BLANK: Final = frozenset(name.strip("_") for name in facts.UNINITIALISED)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+_NARROW: Final = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+_WIDER: Final = {narrow: wide for wide, narrow in _NARROW.items()}
+_TRUSTED: Final = 2.0**-10  # error of a run in single precision, relative to the size of the result
+
+
+def errors_in_single_precision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
+    """What an operator's own kernel for float32 adds to its results by rounding; None where there is no such kernel.
+
+    One tensor for each result and each argument that is written to. The arguments, in float64, stay as they are.
+    """
+    narrow = map_tensors((args, kwargs), lambda t: t.to(_NARROW.get(t.dtype, t.dtype), copy=True))
+    wide = map_tensors(narrow, lambda t: t.to(_WIDER.get(t.dtype, t.dtype), copy=True))
+    try:
+        rounded, exact = (results_of(func, *copies) for copies in (narrow, wide))
+    except Exception:  # it takes nothing but float64
+        return None
+    if len(rounded) != len(exact):
+        return None
+    return [_error(r, e) for r, e in zip(rounded, exact)]
+
+
+def results_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Everything that a run returns or writes to, in order (`results_of(torch.ops.mine.scan.default, (x,), {})`)."""
+    result = func(*args, **kwargs)
+    return [*tensors_of((result,)), *mutated(func, args, kwargs)]
+
+
+def has_a_single_precision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator's kernel for float32 exists and is about right (`has_a_single_precision(f, (x,), {})`)."""
+    errors = errors_in_single_precision(func, args, kwargs)
+    if errors is None:
+        return False
+    args, kwargs = map_tensors((args, kwargs), lambda t: t.detach().clone())
+    sizes = (torch.where(r.isfinite(), r, 0).norm() for r in results_of(func, args, kwargs))
+    return all(bool(e.nan_to_num(0, 0, 0).norm() <= _TRUSTED * size) for e, size in zip(errors, sizes) if e.numel())
+
+
+def _error(rounded: Tensor, exact: Tensor) -> Tensor:
+    if not (exact.is_floating_point() or exact.is_complex()) or rounded.shape != exact.shape:
+        return torch.zeros(())
+    error = rounded.to(exact.dtype).sub_(exact)
+    if bool(error.sum().isfinite()):
+        return error
+    return error.masked_fill_(~(rounded.isfinite() | exact.isfinite()), 0)

@@ -1,0 +1,174 @@
+"""Measuring in machine code: one pass over a result and its reference, without the interpreter lock.
+
+A small library of plain functions, compiled once with the compiler of the machine and kept in the build cache. Where
+there is no compiler, `measures.py` does the same in PyTorch: slower, with the same verdicts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from . import compiling
+
+Tensor = torch.Tensor
+
+_SOURCE: Final = compiling.SOURCES / "measure.cpp"
+_FLAGS: Final = (
+    *("-std=c++17", "-O3", "-fopenmp-simd"),
+    *("-fno-exceptions", "-fno-rtti", "-fno-math-errno", "-fno-trapping-math"),
+)
+_LIBRARIES: Final = ("-nodefaultlibs", "-lc", "-lm", "-lgcc")  # no C++ runtime: some machines have only a static one
+_KINDS: Final = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_MOST_DIMS: Final = 64
+
+
+class Columns(ctypes.Structure):
+    """Of one pair; `units` and `ulp` are still to be divided by the unit of rounding."""
+
+    _fields_ = (
+        *[(name, ctypes.c_double) for name in ("largest", "relative", "ee", "eg", "gg", "units", "ulp")],
+        *[(name, ctypes.c_int32) for name in ("close", "equal", "regular")],
+    )
+
+
+class _Bound(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_double) for name in ("factor", "lowest", "sigmas", "least", "of_squares", "of_result")
+    )
+
+
+class _Beyond(ctypes.Structure):
+    _fields_ = (
+        *[(name, ctypes.c_double) for name in ("worst", "largest")],
+        ("count", ctypes.c_int64),
+        ("regular", ctypes.c_int32),
+    )
+
+
+class Found(NamedTuple):
+    """What a bound leaves over: see `measures.Beyond`."""
+
+    worst: float
+    largest: float
+    exceeding: int
+    places: Tensor
+    regular: bool
+
+
+def available() -> bool:
+    """Whether there is machine code to call (`available()`); where it is not built yet, this waits for it."""
+    return _built.wait() is not None
+
+
+def prepare() -> None:
+    """Have the library built in the background, if it is not yet: until it is there, Python measures (`prepare()`)."""
+    _built.get()
+
+
+def measure(device: Tensor, golden: Tensor, atol: float, rtol: float) -> Columns | None:
+    """The sums and maxima behind the columns of one pair; None where Python must do it.
+
+    >>> measure(torch.ones(2), torch.ones(2, dtype=torch.float64), 1e-5, 1e-5).equal  # doctest: +SKIP
+    1
+    """
+    library = _built.get()
+    if library is None or not _plain(device) or not _plain(golden) or golden.dtype != torch.float64:
+        return None
+    dims, shape, (of_device, of_golden) = _laid_out(device, golden)
+    columns = Columns()
+    library.op_tools_measure(
+        dims,
+        shape,
+        device.data_ptr(),
+        of_device,
+        _KINDS[device.dtype],
+        golden.data_ptr(),
+        of_golden,
+        atol,
+        rtol,
+        torch.finfo(device.dtype).smallest_normal,
+        ctypes.byref(columns),
+    )
+    return columns
+
+
+def beyond(device: Tensor, golden: Tensor, bound: tuple[float, ...], squares: Tensor | None, most: int) -> Found | None:
+    """Elements further off than their bound; None where Python must do it.
+
+    `bound` are the numbers of `measures.Bound`, in their order (`beyond(device, golden, bound, None, 100)`).
+    """
+    library = _built.get()
+    if library is None or not _plain(device) or not _plain(golden) or golden.dtype != torch.float64:
+        return None
+    if squares is not None and (not _plain(squares) or squares.shape != golden.shape):
+        return None
+    given = (device, golden) if squares is None else (device, golden, squares)
+    dims, shape, strides = _laid_out(*given)
+    places = torch.empty(most, dtype=torch.int64)
+    found = _Beyond()
+    library.op_tools_beyond(
+        dims,
+        shape,
+        device.data_ptr(),
+        strides[0],
+        _KINDS[device.dtype],
+        golden.data_ptr(),
+        strides[1],
+        None if squares is None else squares.data_ptr(),
+        None if squares is None else strides[2],
+        0 if squares is None else _KINDS[squares.dtype],
+        ctypes.byref(_Bound(*bound)),
+        places.data_ptr(),
+        most,
+        ctypes.byref(found),
+    )
+    count = int(found.count)
+    return Found(found.worst, found.largest, count, places[: min(count, most)], bool(found.regular))
+
+
+def _plain(tensor: Tensor) -> bool:
+    return (
+        tensor.dtype in _KINDS
+        and tensor.layout == torch.strided
+        and tensor.is_cpu
+        and not tensor.is_neg()
+        and not tensor.is_quantized
+        and not tensor._is_zerotensor()  # which has no memory
+        and tensor.numel() > 0
+        and tensor.dim() <= _MOST_DIMS
+    )
+
+
+def _laid_out(*tensors: Tensor) -> tuple[int, Any, list[Any]]:
+    """Dimensions, sizes and strides as C has them; tensors in order are one long row."""
+    if all(t.is_contiguous() for t in tensors):
+        return 1, (ctypes.c_int64 * 1)(tensors[0].numel()), [_ONE] * len(tensors)
+    shape = tensors[0].shape
+    array = ctypes.c_int64 * len(shape)
+    return len(shape), array(*shape), [array(*t.stride()) for t in tensors]
+
+
+_ONE: Final = (ctypes.c_int64 * 1)(1)
+
+
+# --- building it ----------------------------------------------------------------------------------------------
+
+
+def _load() -> Any:
+    path = compiling.compiled(_SOURCE, _FLAGS, _LIBRARIES)
+    return None if path is None else _declared(ctypes.CDLL(str(path)))
+
+
+_built: Final = compiling.Library("native", _load)
+
+
+def _declared(library: Any) -> Any:
+    number, size, address = ctypes.c_double, ctypes.c_int64, ctypes.c_void_p
+    pair: list[Any] = [ctypes.c_int32, address, address, address, ctypes.c_int32, address, address]
+    library.op_tools_measure.argtypes = [*pair, number, number, number, address]
+    library.op_tools_beyond.argtypes = [*pair, address, address, ctypes.c_int32, address, address, size, address]
+    library.op_tools_measure.restype = library.op_tools_beyond.restype = None
+    return library

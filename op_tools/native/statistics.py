@@ -1,0 +1,319 @@
+"""Statistics of tensors, computed where they are and read back in batches.
+
+On a GPU that Triton serves one kernel reads a tensor once and writes a few rows of partial results, which the host
+puts together. Elsewhere PyTorch's own reductions do it, in several passes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from typing import Any, Final, Protocol
+
+import numpy as np
+import torch
+
+from ..call.devices import quiet
+from .kernels import Kernels
+
+Tensor = torch.Tensor
+
+NAMES: Final = ("inf", "nan", "min", "max", "mean", "std", "norm")
+_IN_BATCH: Final = 256  # tensors whose statistics go to the host together
+_MEASURED_AS_THEY_ARE: Final = frozenset({torch.float32, torch.float64})
+_AT_ONCE: Final = frozenset({"cpu", "soft"})  # devices whose results need not be waited for
+_WIDE: Final = {torch.float64: torch.float64, torch.complex128: torch.float64}
+
+
+class Measure:
+    """One version of one tensor, whose statistics arrive with its batch; `bad` is what is in it of "inf" and "nan"."""
+
+    __slots__ = ("bad", "number", "numel")
+
+    def __init__(self, numel: int) -> None:
+        self.numel = numel
+        self.number = next(_numbers)
+        self.bad: tuple[str, ...] = ()
+
+
+_numbers = itertools.count()
+
+
+def completed(measures: list[Measure], inf: Any, low: Any, high: Any, mean: Any, var: Any) -> Any:
+    """Statistics of some measures as rows in the order of NAMES, from what comes from the device as columns.
+
+    >>> completed([Measure(2)], *np.array([[0.0], [1.0], [3.0], [2.0], [1.0]]))[0, 3]
+    3.0
+    """
+    n = np.array([measure.numel for measure in measures], dtype=np.float64)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        infinite, nan = inf > 0, np.isnan(low) | np.isnan(high)
+        one_sided = infinite & ~nan
+        if one_sided.any():  # as PyTorch has it, in whichever order the elements were added
+            both = (low == -np.inf) & (high == np.inf)
+            mean = np.where(one_sided, np.where(both, np.nan, np.where(low == -np.inf, low, high)), mean)
+            var = np.where(one_sided, np.nan, var)
+        spread = np.where(var < 0, 0.0, var)
+        std = np.where(n > 1, np.sqrt(spread * n / np.maximum(n - 1, 1)), 0.0)
+        norm = np.sqrt(n * (spread + mean * mean))
+    for place in np.flatnonzero(infinite | nan):
+        measures[place].bad = tuple([name for name, there in (("inf", infinite), ("nan", nan)) if there[place]])
+    return np.stack([infinite, nan, low, high, mean, std, norm], axis=1).astype(np.float64)
+
+
+class Batch(Protocol):
+    """Measurements of one device that have not been sent to the host yet."""
+
+    measures: list[Measure]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Batch:
+        """A new one for tensors like this."""
+
+    def add(self, tensor: Tensor) -> Measure:
+        """Start measuring a tensor (strided, floating or complex, not empty)."""
+
+    @property
+    def full(self) -> bool:
+        """Whether it should be sent."""
+
+    def values(self) -> Tensor:
+        """What the host needs, as one tensor on the device."""
+
+    def land(self, values: Tensor) -> Any:
+        """One row of statistics per measure, in the order of NAMES; `values` are those of `values()`, on the host."""
+
+
+def batch_for(tensor: Tensor) -> tuple[Any, type[Batch]]:
+    """The batch that a tensor belongs to: its key, and its kind."""
+    device = tensor.device
+    if device.type == "cuda" and fused(device.index) is not None:
+        return device, FusedBatch
+    return (device, _WIDE.get(tensor.dtype, torch.float32)), TorchBatch
+
+
+# -- with PyTorch's reductions --------------------------------------------------------------------------
+
+
+class TorchBatch:
+    """Some reductions per tensor, each into its place."""
+
+    __slots__ = ("_at_once", "_dtype", "extremes", "infinite", "means", "measures", "slots", "variances")
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TorchBatch:
+        return cls(tensor.device, _WIDE.get(tensor.dtype, torch.float32))
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._at_once = device.type in _AT_ONCE
+        self.extremes = torch.empty(2 * _IN_BATCH, dtype=dtype, device=device)
+        self.slots = list(self.extremes.unbind())  # reductions write there: nothing is gathered afterwards
+        self.slots.reverse()
+        self.variances: list[Tensor] = []
+        self.means: list[Tensor] = []
+        self.infinite: list[Any] = []
+        self.measures: list[Measure] = []
+
+    def add(self, tensor: Tensor) -> Measure:
+        with quiet():
+            return self._add(tensor)
+
+    def _add(self, tensor: Tensor) -> Measure:
+        data = tensor
+        if data.is_complex():
+            data = torch.view_as_real(data.resolve_conj())
+        if data.dtype not in _MEASURED_AS_THEY_ARE:
+            data = data.float()
+        if not data.is_contiguous() and is_dense(data):
+            data = data.as_strided((data.numel(),), (1,))  # the order does not matter, and a copy is saved
+        slots = self.slots
+        torch.aminmax(data, out=(slots[-1], slots[-2]))
+        var, mean = torch.var_mean(data, correction=0)
+        infinite = self._has_infinity(data, slots[-1], slots[-2]) if self._at_once else data.isinf().any()
+        del slots[-2:]  # only now: a reduction that the device lacks leaves the batch as it was
+        self.variances.append(var)
+        self.means.append(mean)
+        self.infinite.append(infinite)
+        measure = Measure(data.numel())
+        self.measures.append(measure)
+        return measure
+
+    def _has_infinity(self, data: Tensor, low: Tensor, high: Tensor) -> bool:
+        """A minimum that is NaN hides infinities; elsewhere the extremes tell."""
+        extremes = (low.item(), high.item())
+        if math.isnan(extremes[0]) or math.isnan(extremes[1]):
+            return bool(data.isinf().any())
+        return math.isinf(extremes[0]) or math.isinf(extremes[1])
+
+    @property
+    def full(self) -> bool:
+        return not self.slots
+
+    def values(self) -> Tensor:
+        count = 2 * len(self.measures)
+        given = (
+            torch.tensor(self.infinite, device=self.extremes.device) if self._at_once else torch.stack(self.infinite)
+        )
+        infinite = given.to(self._dtype)
+        return torch.cat([self.extremes[:count], torch.stack(self.variances + self.means), infinite])
+
+    def land(self, values: Tensor) -> Any:
+        n = len(self.measures)
+        numbers = values.numpy().astype(np.float64)
+        var, mean, infinite = (numbers[k * n : (k + 1) * n] for k in (2, 3, 4))
+        return completed(self.measures, infinite, numbers[: 2 * n : 2], numbers[1 : 2 * n : 2], mean, var)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill one stretch of memory, in whichever order (`is_dense(x.t())`)."""
+    if tensor.is_contiguous():
+        return not tensor.is_neg() and not tensor.is_conj()
+    expected = 1
+    for step, size in sorted([(st, n) for st, n in zip(tensor.stride(), tensor.shape) if n > 1]):
+        if step != expected:
+            return False
+        expected *= size
+    return not tensor.is_neg() and not tensor.is_conj()
+
+
+# -- with one kernel ------------------------------------------------------------------------------------
+
+_ROWS: Final = 4_096  # of partial results in a batch
+# Columns: count, mean, sum of squared distances from it, infinities, minimum, maximum; a NaN spreads to the last two.
+_WIDTH: Final = 6
+_SHARE: Final = 8_192  # elements that one program of the kernel takes at least
+_MOST_PROGRAMS: Final = 256
+_AS_REAL: Final = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
+_KERNEL_DTYPES: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+
+
+class FusedBatch:
+    """One kernel per tensor; it leaves rows of partial results, which the host puts together."""
+
+    __slots__ = ("_address", "_free", "_kernels", "_starts", "_streams", "measures", "rows")
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> FusedBatch:
+        return cls(tensor.device)
+
+    def __init__(self, device: torch.device) -> None:
+        kernels = fused(device.index)
+        assert kernels is not None
+        self._kernels = kernels
+        self.rows = torch.empty((_ROWS, _WIDTH), dtype=torch.float64, device=device)
+        self._address = self.rows.data_ptr()
+        self._free = 0
+        self._starts: list[int] = []
+        self._streams: set[int] = set()
+        self.measures: list[Measure] = []
+
+    def add(self, tensor: Tensor) -> Measure:
+        dtype = tensor.dtype
+        numel = tensor.numel()
+        if dtype not in _KERNEL_DTYPES or not is_dense(tensor):
+            tensor, dtype, numel = _in_one_piece(tensor)
+        kernels, free = self._kernels, self._free
+        programs = 1 if numel <= _SHARE else min(-(-numel // _SHARE), _MOST_PROGRAMS)
+        launch, stream = kernels.launch(dtype, programs), kernels.stream()
+        numbers = (tensor.data_ptr(), self._address + free * (_WIDTH * 8), numel, -(-numel // programs))
+        if kernels.current():
+            launch(stream, *numbers)
+        else:
+            with torch.cuda.device(kernels.index):
+                launch(stream, *numbers)
+        self._streams.add(stream)
+        self._starts.append(free)
+        self._free = free + programs
+        measure = Measure(numel)
+        self.measures.append(measure)
+        return measure
+
+    @property
+    def full(self) -> bool:
+        return self._free > _ROWS - _MOST_PROGRAMS
+
+    def values(self) -> Tensor:
+        if self._streams != {self._kernels.stream()}:  # the copy to the host waits for one stream only
+            torch.cuda.synchronize(self._kernels.index)
+        return self.rows[: self._free]
+
+    def land(self, values: Tensor) -> Any:
+        return completed(self.measures, *put_together(values.numpy(), self._starts))
+
+
+def _in_one_piece(tensor: Tensor) -> tuple[Tensor, torch.dtype, int]:
+    """The same elements one after the other, in a dtype that the kernel knows, which that is, and how many."""
+    with quiet():
+        dtype, numel = tensor.dtype, tensor.numel()
+        if tensor.is_complex():
+            tensor = tensor.resolve_conj()
+        tensor = tensor.resolve_neg().contiguous()
+        real = _AS_REAL.get(dtype)
+        if real is not None:
+            return tensor, real, 2 * numel
+        if dtype not in _KERNEL_DTYPES:
+            return tensor.float(), torch.float32, numel
+        return tensor, dtype, numel
+
+
+def put_together(rows: Any, starts: list[int]) -> Any:
+    """Infinities, minimum, maximum, mean and variance of each tensor, as columns, from its rows of partial results.
+
+    >>> put_together(np.array([[2.0, 1.0, 0.0, 0.0, 1.0, 1.0], [2.0, 3.0, 0.0, 0.0, 3.0, 3.0]]), [0])[:, 0]
+    array([0., 1., 3., 2., 1.])
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        count, mean, distances, infinite, low, high = rows.T
+        total = np.add.reduceat(count, starts)
+        means = np.add.reduceat(count * mean, starts) / total
+        lengths = np.diff([*starts, len(rows)])
+        apart = mean - np.repeat(means, lengths)
+        variances = np.add.reduceat(distances + count * apart * apart, starts) / total
+        found = (
+            np.add.reduceat(infinite, starts),
+            np.minimum.reduceat(low, starts),  # a NaN stays one
+            np.maximum.reduceat(high, starts),
+            means,
+            variances,
+        )
+    return np.stack(found)
+
+
+@functools.cache
+def fused(index: int) -> Kernels | None:
+    """The kernels of a GPU, or None where Triton is missing or its answer is not the right one."""
+    with contextlib.suppress(Exception), quiet():
+        kernels = Kernels(index, "triton_statistics", arguments=4)
+        if _agrees(kernels, index):
+            return kernels
+    return None
+
+
+def _agrees(kernels: Kernels, index: int) -> bool:
+    """Whether the kernel finds in a trial what PyTorch finds; another Triton may read its arguments differently."""
+    whole = torch.linspace(-3.0, 5.0, 20_001, dtype=torch.float64)
+    programs = 3
+
+    def found_in(data: Tensor) -> Any:
+        rows = torch.full((programs, _WIDTH), -1.0, dtype=torch.float64, device=data.device)
+        numel = data.numel()
+        launch = kernels.launch(data.dtype, programs)
+        with torch.cuda.device(index):
+            launch(kernels.stream(), data.data_ptr(), rows.data_ptr(), numel, -(-numel // programs))
+        return put_together(rows.cpu().numpy(), [0])[:, 0]
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        data = whole.to(dtype).to(f"cuda:{index}")[1:]  # not aligned
+        exact = data.cpu().double()
+        found = found_in(data)
+        expected = (0.0, exact.min().item(), exact.max().item(), exact.mean().item(), exact.var(correction=0).item())
+        if not all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-5) for a, b in zip(found, expected)):
+            return False
+        data[7], data[20] = math.inf, math.nan
+        inf, low, high, _, _ = found_in(data)
+        if inf != 1.0 or low == low or high == high:
+            return False
+    return True

@@ -1,0 +1,265 @@
+"""apply_feature: a tool on chosen functions, PyTorch's or anyone's, while a condition holds."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from types import ModuleType, TracebackType
+from typing import Any, Final
+
+from torch.overrides import get_testing_overrides
+
+from ..call.traits import OpTraits, name_of, traits_of
+from ..settings import SettingsError, near_misses
+from ..watch.intercept import _UNPLANNED, INTERCEPTOR, _put_on, _take_off
+from .auto_compare import OpAutoCompare
+from .base import Tool
+from .capture import OpCapture
+from .dtype_cast import OpDtypeCast
+from .fallback import OpFallback
+from .observe import OpObserve
+from .overflow_check import OpOverflowCheck
+from .time_measure import OpTimeMeasure
+
+FEATURES: Final[dict[str, type[Tool]]] = {
+    "fallback": OpFallback,
+    "cast_dtype": OpDtypeCast,
+    "op_capture": OpCapture,
+    "autocompare": OpAutoCompare,
+    "dump_op_args": OpObserve,
+    "measure_op_time": OpTimeMeasure,
+    "overflow_check": OpOverflowCheck,
+}
+
+
+class FeatureHandle:
+    """What `apply_feature` returns; `remove()` undoes it, and so does leaving a `with` block.
+
+    >>> handle = op_tools.apply_feature("torch.add", "dump_op_args")  # doctest: +SKIP
+    >>> handle.remove()                                               # doctest: +SKIP
+    """
+
+    def __init__(self, tool: Tool, ops: list[str], undo: list[Callable[[], None]]) -> None:
+        self.tool, self.ops = tool, ops
+        self._undo = undo
+        _handles.append(self)
+
+    def remove(self) -> None:
+        """End the feature; calling it twice does no harm."""
+        if self in _handles:
+            _handles.remove(self)
+            self.tool.stop()
+            while self._undo:
+                self._undo.pop()()
+
+    undo = remove
+
+    def __enter__(self) -> FeatureHandle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"<{self.tool.name} on {', '.join(self.ops[:5])}{' …' if len(self.ops) > 5 else ''}>"
+
+
+_handles: list[FeatureHandle] = []
+
+
+@atexit.register
+def _remove_all() -> None:
+    for handle in list(_handles):
+        handle.remove()
+
+
+def apply_feature(
+    ops: Any,
+    feature: str,
+    condition_func: Callable[..., Any] = lambda *args, **kwargs: True,
+) -> FeatureHandle:
+    """Let a tool work on these operators from now on, where `condition_func(*args, **kwargs)` is true.
+
+    `ops` is a name, a function, a module, or a list of these, of PyTorch or of another package.
+
+    >>> op_tools.apply_feature("torch.add", "fallback", lambda a, b: a.dim() == 2)  # doctest: +SKIP
+    """
+    kind = FEATURES.get(feature)
+    if kind is None:
+        raise SettingsError(f"feature {feature!r} is unknown; choose one of {', '.join(FEATURES)}")
+    if not callable(condition_func):
+        raise SettingsError(f"condition_func must be callable, not {type(condition_func).__name__}")
+    wanted = _resolve(ops)
+    names = {name for name, _ in wanted}
+    undo = [_wrap(name, function) for name, function in wanted if not _passes_through_mode(name, function)]
+    tool = kind()
+    tool.only = lambda traits: traits.name in names
+    tool.condition = condition_func
+    try:
+        tool.start()
+    except BaseException:
+        for one in undo:
+            one()
+        raise
+    return FeatureHandle(tool, sorted(names), undo)
+
+
+# -- finding functions --------------------------------------------------------------------------------
+
+
+def _resolve(ops: Any) -> list[tuple[str, Callable[..., Any]]]:
+    if isinstance(ops, str):
+        return [(ops, _by_name(ops))] if not isinstance(_by_name(ops), ModuleType) else _resolve(_by_name(ops))
+    if isinstance(ops, ModuleType):
+        found = [
+            (f"{ops.__name__}.{name}", member)
+            for name, member in vars(ops).items()
+            if callable(member)
+            and not name.startswith("_")
+            and not isinstance(member, type)
+            and _home(member).startswith(ops.__name__.split(".")[0])
+        ]
+        if not found:
+            raise SettingsError(f"module {ops.__name__} has no public functions to apply a feature to")
+        return [(name_of(f) if n.startswith("torch.") else n, f) for n, f in found]
+    if isinstance(ops, (list, tuple, set, frozenset)):
+        return [pair for op in ops for pair in _resolve(op)]
+    if callable(ops):
+        return [(name_of(ops), ops)]
+    raise SettingsError(f"cannot apply a feature to {ops!r}: give a name, a function, a module or a list of these")
+
+
+def _home(function: Any) -> str:
+    return getattr(function, "__module__", None) or "torch"
+
+
+def _by_name(name: str) -> Any:
+    parts = name.split(".")
+    for split in range(len(parts), 0, -1):
+        module_name = ".".join(parts[:split])
+        try:
+            found: Any = importlib.import_module(module_name) if module_name != "__main__" else sys.modules["__main__"]
+        except ImportError:
+            continue
+        try:
+            for part in parts[split:]:
+                found = getattr(found, part)
+        except AttributeError:
+            break
+        if callable(found) or isinstance(found, ModuleType):
+            return found
+        break
+    known = {name_of(f) for f in get_testing_overrides()} if parts[0] == "torch" else set()
+    near = near_misses(name, known)
+    hint = f"; did you mean {', '.join(near)}?" if near else "; write the full name, such as torch.nn.functional.linear"
+    raise SettingsError(f"there is no function {name!r}{hint}")
+
+
+def _passes_through_mode(name: str, function: Callable[..., Any]) -> bool:
+    if not name.startswith("torch."):
+        return False
+    if name.startswith("torch.distributed."):
+        return True  # the interceptor enters collectives by itself
+    return function in get_testing_overrides() or not hasattr(function, "__code__") or _asks_modes(function)
+
+
+def _asks_modes(function: Any) -> bool:
+    return any("torch_function" in used for used in function.__code__.co_names)
+
+
+# -- functions that no function mode sees -------------------------------------------------------------
+
+
+def _wrap(name: str, function: Callable[..., Any]) -> Callable[[], None]:
+    """Replace a function wherever it is referred to by name; the returned function undoes that."""
+    present = _wrapped.get(name)
+    if present is not None:
+        present.users += 1
+        return present.release
+    wrapped = _Wrapped(name, function)
+    _wrapped[name] = wrapped
+    return wrapped.release
+
+
+class _Wrapped:
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name, self.users = name, 1
+        traits = traits_of(function, name)
+        self._places: list[tuple[Any, str]] = []
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            return _watch(traits, watched, function, args, kwargs)
+
+        for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
+            if hasattr(function, attribute):
+                setattr(watched, attribute, getattr(function, attribute))
+        watched.__wrapped__ = function  # type: ignore[attr-defined]
+        self._function, self._watched = function, watched
+        for owner in _owners(name):
+            self._replace(owner, function, watched)
+        if not self._places:
+            raise SettingsError(f"{name} cannot be watched: it is not an attribute of any module")
+
+    def _replace(self, owner: Any, function: Any, watched: Any) -> None:
+        for attribute, value in list(vars(owner).items()):
+            if value is function:
+                try:
+                    setattr(owner, attribute, watched)
+                except (AttributeError, TypeError):
+                    continue
+                self._places.append((owner, attribute))
+
+    def release(self) -> None:
+        self.users -= 1
+        if self.users:
+            return
+        _wrapped.pop(self.name, None)
+        for owner, attribute in self._places:
+            if getattr(owner, attribute, None) is self._watched:
+                setattr(owner, attribute, self._function)
+
+
+_wrapped: dict[str, _Wrapped] = {}
+
+
+def _owners(name: str) -> Iterable[Any]:
+    """The place a name points to, then every module that may have imported the function by name."""
+    path = name.rsplit(".", 1)[0]
+    try:
+        owner = _by_name(path) if "." in name else None
+    except SettingsError:
+        owner = None
+    if isinstance(owner, type):
+        yield owner
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and getattr(module, "__name__", "") != __name__:
+            yield module
+
+
+def _watch(
+    traits: OpTraits, key: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    plan = INTERCEPTOR._plans.get(key, _UNPLANNED)
+    if plan is _UNPLANNED:
+        plan = INTERCEPTOR._plans[key] = INTERCEPTOR.plan_for(traits)
+    if plan is None:
+        return function(*args, **kwargs)
+
+    def one_unit(*args: Any, **kwargs: Any) -> Any:
+        # The function is the operator: what it calls inside is not watched on its own.
+        _take_off(INTERCEPTOR)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            if INTERCEPTOR.tools:
+                _put_on(INTERCEPTOR)
+
+    one_unit.op_tools_function = function  # type: ignore[attr-defined]
+    return INTERCEPTOR.watch(plan, one_unit, args, kwargs)
+
+
+__all__ = ["FEATURES", "FeatureHandle", "apply_feature"]

@@ -1,0 +1,214 @@
+"""Everything the tools show on the console: a view on their data, the one place that prints."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Final
+
+from ..call.description import Described, Finding, TensorMeta, labelled, short
+
+# The column orders of the documented tables.
+CAPTURE_COLUMNS: Final = ["name", "device", "dtype", "numel", "shape", "stride", "requires_grad", "layout", "data_ptr"]
+DEFAULT_COLUMNS: Final = ["name", "shape", "stride", "numel", "dtype", "device", "requires_grad", "layout", "data_ptr"]
+COMPARE_COLUMNS: Final = ["name", "allclose", "max_abs_diff", "max_relative_diff", "atol", "rtol", "error_info"]
+VERDICT_COLUMNS: Final = ["cosine", "max_ulp", "verdict"]
+CAST_COLUMNS: Final = ["name", "target", "action", "config"]
+_MOST_TEMPLATES: Final = 20_000
+
+LabelledRows = list[tuple[str, "TensorMeta | str"]]
+
+
+def _centre(text: str, width: int) -> str:
+    excess = width - len(text)
+    half = excess // 2
+    if excess % 2 and len(text) % 2 == 0:  # an odd space goes to the left of a text of even length
+        return " " * (half + 1) + text + " " * half
+    return " " * half + text + " " * (excess - half)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A boxed table with centred cells.
+
+    >>> print(table(["a"], [["1"]]))
+    +---+
+    | a |
+    +---+
+    | 1 |
+    +---+
+    """
+    body = [list(row) for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(header, *body)]
+    rule = "+" + "+".join("-" * (w + 2) for w in widths) + "+"
+    lines = [rule, _line(header, widths), rule, *(_line(row, widths) for row in body)]
+    if body:
+        lines.append(rule)
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "| " + " | ".join([_centre(cell, width) for cell, width in zip(cells, widths)]) + " |"
+
+
+def _cells(meta: TensorMeta, pointer: str, columns: Sequence[str]) -> list[str]:
+    values = {
+        "shape": str(tuple(meta.shape)),
+        "stride": "" if meta.stride is None else str(tuple(meta.stride)),
+        "numel": str(meta.numel),
+        "dtype": short(meta.dtype),
+        "device": str(meta.device),
+        "requires_grad": str(meta.requires_grad),
+        "layout": str(meta.layout),
+        "data_ptr": pointer,
+    }
+    return [values[c] for c in columns[1:]]
+
+
+def tensor_table(
+    op: str, rows: LabelledRows, pointers: Sequence[int | str], columns: Sequence[str] = DEFAULT_COLUMNS
+) -> str:
+    """The table of a call's arguments; the `value` column appears where some argument is no tensor."""
+    remaining = iter(pointers)
+    with_value = any(not isinstance(part, TensorMeta) for _, part in rows)
+    body = []
+    for label, part in rows:
+        name = f"{op} {label}"
+        if isinstance(part, TensorMeta):
+            cells = [name, *_cells(part, str(next(remaining, "")), columns)]
+            body.append([*cells, ""] if with_value else cells)
+        else:
+            body.append([name, *[""] * (len(columns) - 1), part])
+    return table([*columns, "value"] if with_value else list(columns), body)
+
+
+class TableCache:
+    """Tables that differ only in addresses are laid out once; later ones are filled in."""
+
+    def __init__(self) -> None:
+        self._templates: dict[Hashable, list[str]] = {}
+
+    def render(
+        self,
+        key: Hashable,
+        op: str,
+        rows: Callable[[], LabelledRows],
+        pointers: Sequence[int],
+        columns: Sequence[str] = DEFAULT_COLUMNS,
+    ) -> str:
+        """The table of `rows()` with these addresses; `key` says which calls look the same."""
+        texts = [str(p) for p in pointers]
+        full_key = (key, tuple([len(t) for t in texts]))
+        template = self._templates.get(full_key)
+        if template is None:
+            if len(self._templates) >= _MOST_TEMPLATES:
+                self._templates.clear()
+            blank = tensor_table(op, rows(), ["\0" * len(t) for t in texts], columns)
+            template = self._templates[full_key] = re.split("\0+", blank)
+        pieces = [template[0]]
+        for text, piece in zip(texts, template[1:]):
+            pieces.append(text)
+            pieces.append(piece)
+        return "".join(pieces)
+
+
+def call_rows(inputs: Described, outputs: Described) -> LabelledRows:
+    """Rows of the inputs, then of the outputs, labelled as documented."""
+    return labelled(inputs, "inputs") + labelled(outputs, "outputs")
+
+
+def number(value: float | None) -> str:
+    """A number of a comparison with nine decimals; missing ones are zero (`number(0.5) == "0.500000000"`)."""
+    return f"{0.0 if value is None else value:.9f}"
+
+
+def emit(text: str) -> None:
+    """Write a block to the standard output of now, so that redirection works."""
+    try:
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    except (OSError, ValueError):  # a closed pipe or file must not stop a training
+        pass
+
+
+def complain(text: str, who: str = "op_tools") -> None:
+    """One line on stderr about a command that cannot be carried out (`complain("there is no script x.py")`)."""
+    sys.stderr.write(f"{who}: {text}\n")
+
+
+def note(text: str) -> None:
+    """One line on stderr about something that takes a while, unless OP_TOOLS_CONSOLE=off (`note("compiling ...")`)."""
+    if os.environ.get("OP_TOOLS_CONSOLE", "").lower() != "off":
+        sys.stderr.write(f"op_tools: {text}\n")
+
+
+class View:
+    """What one tool shows, at the chosen level; `full` repeats each call, `summary` speaks at the end only."""
+
+    def __init__(self, level: str) -> None:
+        self.full = level == "full"
+        self.on = level != "off"
+        self.tables = TableCache()
+
+    def skip(self, hook: str, op: str) -> None:
+        """`skip OpXHook on <op>`: this call was left alone."""
+        if self.full:
+            emit(f"skip {hook} on {op}")
+
+    def apply(self, hook: str, op: str) -> None:
+        """`apply OpXHook on <op>`: the tool works on this call."""
+        if self.full:
+            emit(f"apply {hook} on {op}")
+
+    def block(self, *lines: str) -> None:
+        """A block of a single call, at level full."""
+        if self.full:
+            emit("\n".join(lines))
+
+    def say(self, *lines: str) -> None:
+        """A message at the end or about the tool itself, at levels full and summary."""
+        if self.on:
+            emit("\n".join(lines))
+
+    def finding(self, finding: Finding) -> None:
+        """One line about something found."""
+        if self.on:
+            emit(finding_line(finding))
+
+
+def finding_line(finding: Finding) -> str:
+    """`[OpCapture] torch.add: disk full (train.py:3 f: ...)`."""
+    where = f" ({finding.location})" if finding.location else ""
+    return f"[{finding.tool}] {finding.op}: {finding.message}{where}"
+
+
+def summary_text(title: str, facts: Sequence[str], rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
+    """What a tool says at stop: a title, facts, and at most one table."""
+    lines = [title, *(f"  {fact}" for fact in facts)]
+    if rows:
+        lines.append(table(header, rows))
+    return "\n".join(lines)
+
+
+def wait_with_progress(what: str, total: int, left: Callable[[], int]) -> None:
+    """A progress bar on stderr until nothing is left (`wait_with_progress("comparing", 100, count)`)."""
+    import time
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        while (remaining := left()) > 0:
+            progress.update(task, completed=total - remaining)
+            time.sleep(0.1)
+
+
+def html_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A plain HTML table for notebooks."""
+    from html import escape
+
+    head = "".join(f"<th>{escape(str(h))}</th>" for h in header)
+    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

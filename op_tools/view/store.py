@@ -1,0 +1,224 @@
+"""Records of a run in one crash-safe sqlite file per process, written in batches.
+
+Batches are written by the thread that fills them: a second Python thread would make the training wait for
+the interpreter far longer than the write takes. A thread of its own only writes what is left when nothing
+happens any more, so that a run that hangs leaves all its records behind.
+"""
+
+from __future__ import annotations
+
+import atexit
+import csv
+import functools
+import json
+import os
+import sqlite3
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from .. import settings
+
+_BATCH: Final = 4_000
+_MOST_SITES: Final = 50_000
+_PERIOD: Final = 0.5  # seconds after which records are on disk
+
+
+class Store:
+    """Append-only tables of one process; reading flushes first, so what was added is what is read.
+
+    >>> store = Store(Path("/tmp/example.sqlite"))            # doctest: +SKIP
+    >>> store.table("ops", {"name": "TEXT"})(("torch.add",))  # doctest: +SKIP
+    """
+
+    def __init__(self, path: Path, most_rows: int = 5_000_000) -> None:
+        self.path = path
+        self.pid = os.getpid()
+        self.failure: str | None = None
+        self.dropped = 0
+        self._most_rows = most_rows
+        self._rows_written = 0
+        self._waiting: deque[tuple[str, tuple[Any, ...]]] = deque()
+        self._inserts: dict[str, str] = {}
+        self._sites: dict[Hashable, int] = {}
+        self._next_site = 0
+        self._lock = threading.Lock()
+        self._wake = threading.Event()
+        self._due = time.monotonic() + _PERIOD
+        self._closed = False
+        self._foreign = False  # in a forked child
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._connection = sqlite3.connect(str(path), check_same_thread=False, isolation_level=None)
+        # A write-ahead log keeps what was committed readable after kill -9.
+        self._connection.execute("PRAGMA journal_mode=WAL")
+        self._connection.execute("PRAGMA synchronous=OFF")
+        self._site = self.table(
+            "sites", {"site": "INTEGER PRIMARY KEY", "op": "TEXT", "location": "TEXT", "described": "TEXT"}
+        )
+        self._thread = threading.Thread(target=self._write_forever, name="op_tools-store", daemon=True)
+        self._thread.op_tools_internal = True  # type: ignore[attr-defined]
+        self._thread.start()
+
+    def table(self, name: str, columns: Mapping[str, str]) -> Callable[[tuple[Any, ...]], None]:
+        """Declare a table and get the function that appends one row to it (`add = store.table(...)`)."""
+        if name not in self._inserts:
+            declared = ", ".join(f"{column} {kind}" for column, kind in columns.items())
+            with self._lock:
+                self._connection.execute(f"CREATE TABLE IF NOT EXISTS {name} ({declared})")
+            self._inserts[name] = f"INSERT OR IGNORE INTO {name} VALUES ({', '.join('?' * len(columns))})"
+        waiting = self._waiting
+
+        def add(row: tuple[Any, ...]) -> None:
+            if self._foreign:
+                return
+            waiting.append((name, row))
+            size = len(waiting)
+            if size >= _BATCH or (size % 64 == 0 and time.monotonic() > self._due):
+                self.flush()
+
+        return add
+
+    def site(self, key: Hashable, op: str, location: str, describe: Callable[[], Any]) -> int:
+        """The number of a call site and signature; its description is written the first time only."""
+        number = self._sites.get(key)
+        if number is None:
+            if len(self._sites) >= _MOST_SITES:
+                self._sites.clear()
+            number = self._next_site
+            self._next_site += 1
+            self._sites[key] = number
+            self._site((number, op, location, json.dumps(describe())))
+        return number
+
+    def flush(self) -> None:
+        """Write everything that was added so far (`store.flush()`)."""
+        with self._lock:
+            self._write()
+            self._due = time.monotonic() + _PERIOD
+
+    def _write(self) -> None:
+        while self._waiting and self.failure is None:
+            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), _BATCH))]
+            if self._rows_written + len(batch) > self._most_rows:
+                self.dropped += len(batch)
+                continue
+            try:
+                self._connection.execute("BEGIN")
+                # rows of one table follow each other mostly, so few statements are needed
+                start = 0
+                while start < len(batch):
+                    name, end = batch[start][0], start
+                    while end < len(batch) and batch[end][0] == name:
+                        end += 1
+                    self._connection.executemany(self._inserts[name], [row for _, row in batch[start:end]])
+                    start = end
+                self._connection.execute("COMMIT")
+                self._rows_written += len(batch)
+            except sqlite3.Error as error:
+                self.failure = f"{type(error).__name__}: {error}"
+                self.dropped += len(batch)
+                try:
+                    self._connection.execute("ROLLBACK")
+                except sqlite3.Error:
+                    pass
+        if self.failure is not None:  # the disk is full or gone: keep memory flat and the run alive
+            self.dropped += len(self._waiting)
+            self._waiting.clear()
+
+    def _write_forever(self) -> None:
+        while not self._wake.wait(_PERIOD):
+            if self._waiting and time.monotonic() > self._due + _PERIOD:
+                self.flush()
+
+    def rows(self, query: str, parameters: Sequence[Any] = ()) -> list[dict[str, Any]]:
+        """Run a query after a flush (`store.rows("SELECT * FROM findings")`)."""
+        self.flush()
+        with self._lock:
+            cursor = self._connection.execute(query, parameters)
+            names = [d[0] for d in cursor.description]
+            return [dict(zip(names, row)) for row in cursor.fetchall()]
+
+    def tuples(self, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        """The same without names, for many rows (`store.tuples("SELECT op FROM sites")`)."""
+        self.flush()
+        with self._lock:
+            return self._connection.execute(query, parameters).fetchall()
+
+    def close(self) -> None:
+        """Write the rest and close the file (`store.close()`)."""
+        if self._closed or self.pid != os.getpid():
+            return
+        self.flush()
+        self._closed = True
+        self._wake.set()
+        self._thread.join(timeout=5)
+        with self._lock:
+            try:
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                self._connection.close()
+            except sqlite3.Error:
+                pass
+
+
+_current: Store | None = None
+_guard = threading.Lock()
+
+
+def current() -> Store:
+    """The store of this process under the results folder of now, opened on first use (`current().path`)."""
+    global _current
+    folder = settings.results_dir() / "op_tools_records"
+    with _guard:
+        store = _current
+        if store is None or store.pid != os.getpid() or store.path.parent != folder.absolute():
+            if store is not None:
+                store.close()
+            name = f"records_pid{settings.process_label()}_{time_label()}_{time.monotonic_ns() % 10**6:06d}.sqlite"
+            try:
+                _current = Store(folder.absolute() / name, int(settings.number("OP_TOOLS_MAX_RECORDS", 5e6)))
+            except (OSError, sqlite3.Error) as error:
+                raise settings.SettingsError(
+                    f"OP_TOOLS_RESULTS_DIR: no records can be written under {folder} ({error}); "
+                    "set OP_TOOLS_RESULTS_DIR to a folder you may write to"
+                ) from None
+        assert _current is not None
+        return _current
+
+
+def forget_in_child() -> None:
+    """After a fork the child must neither write to nor close its parent's file."""
+    global _current, _guard
+    if _current is not None:
+        _current._foreign = True
+    _current, _guard = None, threading.Lock()
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    if _current is not None:
+        _current.close()
+
+
+def time_label() -> str:
+    """The time in file names (`"2024-10-09-11-42-15"`)."""
+    return _label_of(int(time.time()))
+
+
+@functools.lru_cache(maxsize=2)
+def _label_of(second: int) -> str:
+    return time.strftime("%Y-%m-%d-%H-%M-%S", time.localtime(second))
+
+
+def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
+    """Write a CSV file with one header, whole or not at all (`write_csv(path, ["a"], [[1]])`)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with partial.open("w", newline="") as handle:
+        writer = csv.writer(handle)
+        writer.writerow(columns)
+        writer.writerows(rows)
+    os.replace(partial, path)
+    return path

@@ -1,0 +1,334 @@
+"""The gradients of one API call, found on its own edges of the autograd graph.
+
+A call may be made of many autograd nodes. Its nodes are those between its outputs and the gradient edges
+of its inputs, which are noted before the call because in-place operators move them. The gradient that the
+call sends to an input is the sum of what its nodes send over the edges that lead to that input.
+Hooks hold descriptions, never nodes: a hook that held its node would keep the graph alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from ..call.description import Tensor
+from ..call.devices import quiet
+
+if TYPE_CHECKING:
+    from ..tools.base import Tool
+    from .intercept import Call
+
+_sequence_now: Final[Callable[[], int]] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
+_MOST_NODES: Final = 2_000
+WITHOUT_KERNEL: Final = frozenset(
+    [
+        "AliasBackward0",
+        "PermuteBackward0",
+        "SqueezeBackward0",
+        "SqueezeBackward1",
+        "TBackward0",
+        "TransposeBackward0",
+        "UnsafeViewBackward0",
+        "UnsqueezeBackward0",
+        "ViewBackward0",
+    ]
+)
+
+
+class _Slice(NamedTuple):
+    """Where a view lies in the gradient of its base."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype | None = None  # of a complex view of real numbers, or the other way round
+
+    def of(self, grad: Tensor) -> Tensor:
+        """That part of the gradient of the base."""
+        if self.dtype is not None:
+            grad = grad.resolve_conj().contiguous().view(self.dtype)
+        return grad.as_strided(self.shape, self.stride, self.offset)
+
+
+def _place(view: Tensor, base: Tensor) -> _Slice:
+    start, first = int(view.storage_offset()), int(base.storage_offset())
+    if view.dtype == base.dtype:
+        return _Slice(view.shape, view.stride(), start - first)
+    size = view.element_size()
+    return _Slice(view.shape, view.stride(), start - first * base.element_size() // size, view.dtype)
+
+
+_NO_GRADIENTS: Final[list[Tensor | None]] = []
+_NO_TOKENS: Final[list[Any]] = []
+_TO_LEAF: Final = _Slice((), (), 0)
+
+
+class Edges(NamedTuple):
+    """The gradient edges of a call's inputs, as they were before the call."""
+
+    tensors: int  # among the inputs
+    targets: dict[Any, tuple[int, ...]]  # inputs by (node, output number); by id where they are leaves
+    bases: dict[tuple[Any, int], tuple[int, _Slice]]  # edges of the bases of inputs that are views
+    since: int
+
+
+def edges_of(tensors: list[Tensor]) -> Edges | None:
+    """Note where gradients of these arguments would flow to; None when none of them needs one."""
+    targets: dict[Any, tuple[int, ...]] = {}
+    bases: dict[tuple[Any, int], tuple[int, _Slice]] = {}
+    index = 0
+    for tensor in tensors:
+        if tensor.requires_grad:
+            node = tensor.grad_fn
+            key = id(tensor) if node is None else (node, tensor.output_nr)
+            known = targets.get(key)
+            targets[key] = (index,) if known is None else (*known, index)
+        if tensor._is_view():
+            base = tensor._base
+            if base is not None and base.requires_grad:
+                node = base.grad_fn
+                if node is not None:
+                    bases.setdefault((node, base.output_nr), (index, _place(tensor, base)))
+        index += 1
+    if not targets and not bases:
+        # closures may bring in tensors that need gradients; such calls have none among their arguments
+        return None
+    return Edges(index, targets, bases, _sequence_now())
+
+
+def attach(call: Call, edges: Edges, outputs: list[Tensor], listeners: tuple[Tool, ...]) -> None:
+    """Hook the nodes of a call so that `listeners` hear of its backward pass."""
+    sources: dict[Any, list[tuple[int, int]]] = {}
+    targets = edges.targets
+    for index, tensor in enumerate(outputs):
+        node = tensor.grad_fn
+        if node is None:
+            continue
+        number = tensor.output_nr
+        if (node, number) in targets:
+            continue  # an input handed back as it is
+        present = sources.get(node)
+        if present is None:
+            sources[node] = [(number, index)]
+        else:
+            present.append((number, index))
+    if not sources:
+        return
+    starters = tuple([t for t in listeners if t.wants_backward_start])
+    state = _Backward(call, listeners, starters, len(outputs), edges.tensors)
+    stand_ins = _bases_of_results(outputs, edges) if state.gradients else {}
+    state.stand_ins = bool(stand_ins)
+    nodes = _hooks_of_call(state, sources, edges, stand_ins)
+    if len(nodes) > 1 and not state.gradients:  # nobody looks at the gradients: nodes that run no kernel are left out
+        nodes = [pair for pair in nodes if type(pair[0]).__name__ not in WITHOUT_KERNEL] or nodes
+    state.nodes = len(nodes)
+    for node, hook in nodes:
+        if starters:
+            node.register_prehook(hook)
+        node.register_hook(hook)
+
+
+def _bases_of_results(outputs: list[Tensor], edges: Edges) -> dict[Any, list[tuple[int, int, _Slice]]]:
+    """Nodes that made what results are whole views of: where these are changed in place, gradients come by there."""
+    found: dict[Any, list[tuple[int, int, _Slice]]] = {}
+    for index, tensor in enumerate(outputs):
+        if tensor.grad_fn is None or not tensor._is_view():
+            continue
+        base = tensor._base
+        node = None if base is None else base.grad_fn
+        if base is None or node is None or node is tensor.grad_fn or node._sequence_nr() < edges.since:
+            continue
+        whole = tensor.numel() == base.numel() and base.is_contiguous() and tensor.dtype == base.dtype
+        if whole and (node, base.output_nr) not in edges.targets:
+            found.setdefault(node, []).append((base.output_nr, index, _place(tensor, base)))
+    return found
+
+
+def _hooks_of_call(
+    state: _Backward,
+    sources: dict[Any, list[tuple[int, int]]],
+    edges: Edges,
+    stand_ins: dict[Any, list[tuple[int, int, _Slice]]],
+) -> list[tuple[Any, _Hook]]:
+    found: list[tuple[Any, _Hook]] = []
+    seen: set[Any] | None = None
+    stack = list(sources)
+    known, bases = edges.targets, edges.bases
+    while stack:
+        node = stack.pop()
+        targets: list[tuple[int, tuple[int, ...], _Slice | None]] = []
+        edge = -1
+        for following in node.next_functions:  # pairs of a node and the number of its output
+            edge += 1
+            if following[0] is None:
+                continue
+            inputs = known.get(following)
+            if inputs is not None:
+                targets.append((edge, inputs, None))
+                continue
+            if following in bases:
+                index, place = bases[following]
+                targets.append((edge, (index,), place))
+                continue
+            next_node = following[0]
+            variable = getattr(next_node, "variable", None)
+            if variable is not None:
+                inputs = known.get(id(variable))
+                if inputs is not None:
+                    targets.append((edge, inputs, _TO_LEAF))
+                continue
+            if seen is None:
+                seen = set(sources)
+                seen.update([key[0] for key in known if type(key) is tuple])
+            if next_node not in seen and next_node._sequence_nr() >= edges.since:
+                seen.add(next_node)
+                stack.append(next_node)
+                if len(seen) > _MOST_NODES:
+                    return []
+        found.append((node, _Hook(state, len(found), targets, sources.get(node, ()), stand_ins.get(node, ()))))
+    return found
+
+
+class _Backward:
+    """What has been heard so far of the backward pass of one call."""
+
+    __slots__ = (
+        "call",
+        "grad_inputs",
+        "grad_outputs",
+        "gradients",
+        "heard",
+        "listeners",
+        "nodes",
+        "passed_on",
+        "queued",
+        "sizes",
+        "stand_ins",
+        "starters",
+    )
+
+    def __init__(
+        self, call: Call, listeners: tuple[Tool, ...], starters: tuple[Tool, ...], outputs: int, inputs: int
+    ) -> None:
+        self.call, self.listeners, self.starters = call, listeners, starters
+        self.gradients = False
+        for tool in listeners:
+            if tool.wants_gradients:
+                self.gradients = True
+        self.nodes = 0
+        self.stand_ins = False
+        self.sizes = (outputs, inputs)
+        self.heard: set[int] | None = None
+
+    def hear(self, hook: _Hook, to_inputs: Sequence[Any], from_outputs: Sequence[Any]) -> None:
+        if self.gradients:
+            with quiet():
+                self._hear(hook, to_inputs, from_outputs)
+        elif self.nodes == 1:
+            self._tell(_NO_GRADIENTS, _NO_GRADIENTS)
+        else:
+            self._hear(hook, to_inputs, from_outputs)
+
+    def _hear(self, hook: _Hook, to_inputs: Sequence[Any], from_outputs: Sequence[Any]) -> None:
+        if self.heard is None:
+            self.heard = set()
+            self.grad_outputs: list[Tensor | None] = [None] * self.sizes[0]
+            self.grad_inputs: list[Tensor | None] = [None] * self.sizes[1]
+            self.passed_on: dict[int, set[int]] = {}
+            self.queued = False
+        if self.gradients:
+            self._add(hook, to_inputs, from_outputs)
+        self.heard.add(hook.number)
+        if len(self.heard) >= self.nodes:
+            self._finish()
+        elif not self.queued:
+            # Some nodes may never run (unused outputs, `inputs=`): the end of the pass is then the end.
+            self.queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+
+    def _add(self, hook: _Hook, to_inputs: Sequence[Any], from_outputs: Sequence[Any]) -> None:
+        for output_number, index in hook.sources:
+            if output_number < len(from_outputs):
+                self.grad_outputs[index] = from_outputs[output_number]
+                if self.stand_ins:
+                    self.passed_on[index] = {g.data_ptr() for g in to_inputs if g is not None}
+        for output_number, index, whole in hook.stand_ins:
+            grad = from_outputs[output_number] if output_number < len(from_outputs) else None
+            # the same as what came to the result, or all there is if that was changed in place
+            if grad is not None and grad.data_ptr() not in self.passed_on.get(index, ()):
+                self.grad_outputs[index] = whole.of(grad.contiguous())
+        for edge, inputs, place in hook.targets:
+            grad = to_inputs[edge] if edge < len(to_inputs) else None
+            if grad is None:
+                continue
+            if place is _TO_LEAF:
+                grad = grad.detach()  # a gradient that somebody else holds would be copied into `.grad`
+            elif place is not None:
+                grad = place.of(grad)
+            for index in inputs:
+                present = self.grad_inputs[index]
+                self.grad_inputs[index] = grad if present is None else present + grad
+
+    def finish(self) -> None:
+        """The backward pass is over, whether or not all nodes were heard."""
+        if self.heard:
+            with quiet():
+                self._finish()
+
+    def _finish(self) -> None:
+        grad_outputs, grad_inputs = self.grad_outputs, self.grad_inputs
+        self.heard = None
+        del self.grad_outputs, self.grad_inputs, self.passed_on
+        self._tell(grad_outputs, grad_inputs)
+
+    def _tell(self, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
+        for tool in self.listeners:
+            try:
+                tool.after_backward(self.call, grad_outputs, grad_inputs)
+            except Exception as error:
+                tool.failed(self.call, error)
+
+
+class _Hook:
+    """Called before and after one node of a call runs; it holds descriptions, never nodes."""
+
+    __slots__ = ("number", "sources", "stand_ins", "started", "state", "targets")
+
+    def __init__(
+        self,
+        state: _Backward,
+        number: int,
+        targets: list[tuple[int, tuple[int, ...], _Slice | None]],  # edges out of the call, the inputs they serve
+        sources: Sequence[tuple[int, int]],  # (output number of the node, output of the call)
+        stand_ins: Sequence[tuple[int, int, _Slice]],  # the same of nodes that made what these are views of
+    ) -> None:
+        self.state, self.number, self.targets, self.sources = state, number, targets, sources
+        self.stand_ins = stand_ins
+        self.started: list[Any] = _NO_TOKENS
+
+    def __call__(self, grads: Any, grad_outputs: Any = None) -> None:
+        state = self.state
+        starters = state.starters
+        if grad_outputs is None:  # a hook before the node gets one argument, a hook after it two
+            self.started = started = []
+            for tool in starters:
+                try:
+                    started.append(tool.before_node(state.call, self.number))
+                except Exception as error:
+                    started.append(None)
+                    tool.failed(state.call, error)
+            return
+        if starters:
+            for tool, token in zip(starters, self.started):
+                if token is not None:
+                    try:
+                        tool.after_node(state.call, token)
+                    except Exception as error:
+                        tool.failed(state.call, error)
+            self.started = _NO_TOKENS
+        try:
+            state.hear(self, grads, grad_outputs)
+        except Exception as error:
+            state.listeners[0].failed(state.call, error)
