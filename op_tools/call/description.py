@@ -325,10 +325,11 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     if not any(True for _ in tensors_in(value)):
         return value
     members = [map_tensors(v, change) for v in parts[1]]
-    return _rebuild(value, kind, members)
+    return rebuild_container(value, kind, members)
 
 
-def _rebuild(value: Any, kind: type, members: list[Any]) -> Any:
+def rebuild_container(value: Any, kind: type, members: list[Any]) -> Any:
+    """A container of this kind, like `value`, with other members (`rebuild_container((1,), tuple, [2]) == (2,)`)."""
     if isinstance(value, dict):
         if kind is dict:
             return dict(zip(value, members))

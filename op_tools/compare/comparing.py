@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -17,12 +17,12 @@ import torch
 from ..call import facts
 from ..call.description import Tensor, map_tensors, tensors_in
 from ..call.traits import OpTraits
-from ..copies.operands import Ref, Whole, map_leaves
+from ..copies.memory import MemoryBudget, Reservation
 from ..judge import golden, verdict
 from ..judge.golden import GoldenResult
 from ..judge.verdict import NOT_COMPARABLE, RIGHT, Judgement, Row, Rules
 from . import cores, pieces
-from .precheck import Room, Taken, compared, gradient_labels
+from .precheck import compared, gradient_labels
 
 _MOST_KINDS: Final = 20_000
 _LONGEST_WAIT: Final = 60.0  # seconds
@@ -32,7 +32,7 @@ class _Kept(NamedTuple):
     """A golden forward pass that waits for its backward, and the room it takes."""
 
     result: GoldenResult
-    room: Taken
+    room: Reservation
 
 
 @dataclasses.dataclass
@@ -86,7 +86,7 @@ class Comparer:
     """
 
     rules: Rules
-    room: Room = dataclasses.field(default_factory=lambda: Room(1 << 28))  # for golden runs that wait for a backward
+    room: MemoryBudget = dataclasses.field(default_factory=lambda: MemoryBudget(1 << 28))  # for kept golden runs
     max_bytes: int = 8 * 2**30
     max_seconds: float = 10.0
     threads: int = 1  # for calls that are compared in pieces
@@ -150,7 +150,7 @@ class Comparer:
             if kept is not None:
                 return golden.backward(kept.result, sent, returned)
         keeps = not backward and memory is not None and call.grad_enabled
-        room = self.room.take(4 * call.nbytes) if keeps else None  # arguments and results in double precision
+        room = self.room.reserve(4 * call.nbytes) if keeps else None  # arguments and results in double precision
         result = golden.run(
             call.function,
             args,
@@ -282,29 +282,6 @@ class Comparer:
         )
         rows = tuple(itertools.compress(judged.rows, present)) if len(judged.rows) == len(present) else judged.rows
         return Judgement(judged.verdict, judged.reason, rows, judged.probes)
-
-
-def rebuilt(tree: Any, flats: Sequence[Tensor]) -> Any:
-    """Tensors again, from a staged tree and the bytes of its storages, wherever these lie."""
-    typed: dict[tuple[int, torch.dtype], Tensor] = {}
-
-    def make(leaf: Any) -> Any:
-        if type(leaf) is not Ref:
-            return leaf.copy.cpu().requires_grad_(leaf.requires_grad) if isinstance(leaf, Whole) else leaf
-        base = typed.get((leaf.storage, leaf.dtype))
-        if base is None:
-            flat = flats[leaf.storage]
-            rest = flat.numel() % leaf.dtype.itemsize
-            base = (flat[:-rest] if rest else flat).view(leaf.dtype)
-            typed[(leaf.storage, leaf.dtype)] = base
-        tensor = base.as_strided(leaf.shape, leaf.stride, base.storage_offset() + leaf.offset)
-        if leaf.conjugated:
-            tensor = torch._conj(tensor)
-        if leaf.negated:
-            tensor = torch._neg_view(tensor)
-        return tensor.requires_grad_() if leaf.requires_grad else tensor
-
-    return map_leaves(tree, make)
 
 
 def _only_moves(call: Comparison, result: GoldenResult, judgement: Judgement) -> bool:

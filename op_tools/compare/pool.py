@@ -25,7 +25,8 @@ import torch
 
 from ..call.description import Tensor
 from ..call.devices import can_pin
-from ..copies.operands import Layout, Ref, Staged, Unpacker, bytes_in, padded
+from ..copies.operands import Layout, Operands, Ref
+from ..copies.transport import Fetcher, bytes_in, padded
 from .worker import Answer, Options, Spans, Task
 
 _RING: Final = 64 << 20  # bytes that wait for one process
@@ -272,7 +273,7 @@ class Pool:
             remote.helper.load += remote.nbytes
             return remote
 
-    def send(self, remote: Remote, task: Task, parts: Sequence[Staged], unpacker: Unpacker, given: Any) -> bool:
+    def send(self, remote: Remote, task: Task, parts: Sequence[Operands], fetcher: Fetcher, given: Any) -> bool:
         """Copy a call to its process; whether it has gone there. The numbers of trees and spans are filled in."""
         helper = remote.helper
         weight, remote.nbytes = remote.nbytes or task.nbytes + _CALL, 0
@@ -293,7 +294,7 @@ class Pool:
         sent = False
         try:
             with self._sending:  # one after the other: threads that copy at once wait for the interpreter
-                spans = _copied(parts, start, helper.buffer, unpacker)
+                spans = _copied(parts, start, helper.buffer, fetcher)
                 trees = [(self._number(part), part.tree) for part in parts]
                 if parts:
                     task = task._replace(after=trees[-1][0], after_spans=spans[-1])
@@ -315,7 +316,7 @@ class Pool:
         with self._lock:
             helper.load += weight
 
-    def _number(self, staged: Staged) -> int:
+    def _number(self, staged: Operands) -> int:
         """The number of a tree, given once to each layout."""
         layout = staged.layout
         assert layout is not None
@@ -419,7 +420,7 @@ def most_bytes() -> int:
     return _RING // 2
 
 
-def sendable(staged: Staged) -> bool:
+def sendable(staged: Operands) -> bool:
     """Whether a process can be told all about the staged tensors (`sendable(stage((x, 2)))`)."""
     layout = staged.layout
     if layout is None:
@@ -468,7 +469,7 @@ def _command(sock: int, memory: int) -> list[str]:
     return [sys.executable, "-c", code]
 
 
-def _copied(parts: Sequence[Staged], start: int, buffer: Tensor, unpacker: Unpacker) -> list[Spans]:
+def _copied(parts: Sequence[Operands], start: int, buffer: Tensor, fetcher: Fetcher) -> list[Spans]:
     """Copy the storages of all parts one behind the other, and wait for it; where they are."""
     spans: list[Spans] = []
     places: list[tuple[int, int]] = []
@@ -482,5 +483,5 @@ def _copied(parts: Sequence[Staged], start: int, buffer: Tensor, unpacker: Unpac
         places += mine
     storages = [storage for part in parts for storage in part.storages]
     event = next((part.event for part in reversed(parts) if part.event is not None), None)
-    unpacker.put(storages, event, buffer, places)
+    fetcher.put(storages, event, buffer, places)
     return spans

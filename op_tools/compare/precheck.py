@@ -21,6 +21,7 @@ import torch
 from ..call import facts
 from ..call.description import Tensor, map_tensors, tensors_in
 from ..call.devices import module_of, quiet
+from ..copies.memory import MemoryBudget, Reservation
 from ..copies.operands import is_plain
 from ..judge import golden, uncertainty, verdict
 from ..judge.golden import AS_IS, DOUBLE, GoldenResult, Run, Source
@@ -42,38 +43,6 @@ class Kind:
     writes: bool = False  # to its arguments
 
 
-class Room:
-    """Memory of a device that calls in float64 may take; what was taken is free again when it is let go."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.left = nbytes
-        self._lock = threading.RLock()  # letting go may happen at any time, also in between
-
-    def take(self, nbytes: int) -> Taken | None:
-        """Some of it, or None where it is not there (`Room(10).take(20) is None`)."""
-        with self._lock:
-            if nbytes > self.left:
-                return None
-            self.left -= nbytes
-            return Taken(self, nbytes)
-
-    def _give(self, nbytes: int) -> None:
-        with self._lock:
-            self.left += nbytes
-
-
-class Taken:
-    """Some room."""
-
-    __slots__ = ("_nbytes", "_room")
-
-    def __init__(self, room: Room, nbytes: int) -> None:
-        self._room, self._nbytes = room, nbytes
-
-    def __del__(self) -> None:
-        self._room._give(self._nbytes)
-
-
 @dataclasses.dataclass
 class Question:
     """A call that is about to be looked at: what is known of its kind, and of the region it is in."""
@@ -81,7 +50,7 @@ class Question:
     kind: Kind
     key: Hashable
     device: str
-    room: Taken | None  # to keep it for its backward
+    room: Reservation | None  # to keep it for its backward
     rounded_to: torch.dtype | None = None
     autocast: torch.dtype | None = None
     grad_enabled: bool = True
@@ -118,7 +87,7 @@ class FirstLook:
         self._kinds: dict[Hashable, Kind] = {}
         self._needs: dict[tuple[str, int], set[int]] = {}
         self._moves_only_forward: set[Hashable] = set()  # and sums in its backward, as an embedding
-        self._room: Room | None = None
+        self._room: MemoryBudget | None = None
         self._lock = threading.Lock()
         self.settled = self.passed_on = 0
 
@@ -276,10 +245,10 @@ class FirstLook:
             else:
                 self.settled += 1
 
-    def _taken(self, device: torch.device, nbytes: int) -> Taken | None:
+    def _taken(self, device: torch.device, nbytes: int) -> Reservation | None:
         if self._room is None:
-            self._room = Room(_free_memory(device) // _SHARE)
-        return self._room.take(nbytes)
+            self._room = MemoryBudget(_free_memory(device) // _SHARE)
+        return self._room.reserve(nbytes)
 
 
 class _Copies:

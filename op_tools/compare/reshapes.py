@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ..call.description import Tensor
-from ..copies.operands import Staged, is_plain
+from ..copies.operands import Operands, is_plain
 from ..judge.verdict import RIGHT, Judgement
 
 _MOST_KINDS: Final = 20_000
@@ -54,10 +54,10 @@ class View(NamedTuple):
     tree: Any
     sizes: tuple[int, ...]
 
-    def arguments(self) -> Staged:
+    def arguments(self) -> Operands:
         """Arguments for a golden run of the backward, which does not ask for their values."""
         storages = tuple([torch.zeros(size, dtype=torch.uint8) for size in self.sizes])
-        return Staged(self.tree, storages, None, sum(self.sizes))
+        return Operands(self.tree, storages, None, sum(self.sizes))
 
 
 class Views:
@@ -73,7 +73,7 @@ class Views:
         """What is known of a kind of call."""
         return self._known.get(kind)
 
-    def learn(self, kind: Hashable, results: Hashable, where: Places, judgement: Judgement, before: Staged) -> None:
+    def learn(self, kind: Hashable, results: Hashable, where: Places, judgement: Judgement, before: Operands) -> None:
         """A call was compared in full, and only moved values."""
         if judgement.verdict == RIGHT and len(self._known) < _MOST_KINDS:
             sizes = tuple([s.nbytes for s in before.storages])

@@ -18,11 +18,12 @@ import torch
 
 from ..call.description import Tensor
 from ..call.traits import OpTraits, traits_of
+from ..copies.memory import MemoryBudget
+from ..copies.operands import tensors_over
 from ..judge.verdict import RIGHT, Rules
 from ..native import measuring
 from ..replay import captured
-from .comparing import Comparer, Comparison, Memory, rebuilt
-from .precheck import Room
+from .comparing import Comparer, Comparison, Memory
 
 _AT_ONCE: Final = 8  # answers
 Spans = tuple[tuple[int, int], ...]  # of each storage: where its bytes begin in the shared memory, and how many
@@ -76,7 +77,7 @@ class Helper:
 
     def __init__(self, buffer: Tensor, options: Options) -> None:
         self._buffer = buffer
-        self._comparer = Comparer(options.rules, Room(options.room), options.max_bytes, options.max_seconds)
+        self._comparer = Comparer(options.rules, MemoryBudget(options.room), options.max_bytes, options.max_seconds)
         self._trees: dict[int, Any] = {}
         self._remembered: dict[int, _Remembered] = {}
 
@@ -123,8 +124,8 @@ class Helper:
                 self._remembered[task.memory] = _Remembered(tree, flats, memory)
         else:
             tree, flats, memory = self._remembered[task.memory]
-        args, kwargs = rebuilt(tree, flats)
-        after = rebuilt(self._trees[task.after], self._flats(task.after_spans))
+        args, kwargs = tensors_over(tree, flats)
+        after = tensors_over(self._trees[task.after], self._flats(task.after_spans))
         names = ("args", "kwargs", "result") if task.phase == "forward" else ("grad_outputs", "grad_inputs")
         function, traits = _operator(task.op)
         comparison = Comparison(

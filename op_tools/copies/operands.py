@@ -1,26 +1,24 @@
-"""Private copies of tensors that keep what matters: strides, offsets, sharing of memory, requires_grad.
+"""Operands: snapshots of a call's tensors that keep strides, offsets, shared memory and requires_grad.
 
-Staging copies storages on the device they live on, which is quick and needs no sync; unpacking turns
-staged copies into CPU tensors of the same layout, on whichever thread has the time.
+`stage` copies storages on the device where they live: quick, and without a sync. `transport.Fetcher` brings the bytes
+to the host later, on any thread; `Operands.tensors` puts tensors over them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..call.description import Tensor, map_tensors, tensors_in
-from ..call.devices import can_pin, event_class, module_of
-from ..native.kernels import copy_to_host
+from ..call.description import Tensor, children, map_tensors, rebuild_container, tensors_in
+from ..call.devices import event_class
 
 _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)})
 # A small view of a large storage is cut out of it; a view of most of a storage keeps its offset.
 _KEEP_WHOLE_BELOW: Final = 1 << 16
 _KEEP_WHOLE_FACTOR: Final = 4
 _MOST_LAYOUTS: Final = 2_000
-MOST_BORROWED: Final = 1 << 28  # bytes that go through the pinned buffer at once
 
 
 class Ref(NamedTuple):
@@ -49,15 +47,19 @@ class Opaque(NamedTuple):
     kind: str
 
 
-class Staged(NamedTuple):
-    """Copies of all storages under a tree of arguments, still on their device."""
+class Operands(NamedTuple):
+    """A snapshot of the tensors in a tree of arguments: the tree, and a copy of every storage under it."""
 
     tree: Any
     storages: tuple[Tensor, ...]
-    event: Any
+    event: Any  # after the last copy on the device; None on the host
     nbytes: int
-    opaque: tuple[str, ...] = ()  # kinds of tensors that could not be copied
-    layout: Layout | None = None  # shared with calls that look alike, where the tree is
+    opaque: tuple[str, ...] = ()  # types of tensors that could not be copied
+    layout: Layout | None = None  # shared with calls that look alike, and so is the tree
+
+    def tensors(self, flats: Sequence[Tensor] | None = None) -> Any:
+        """The tree with tensors over the storages, or over these bytes of them; nothing is copied."""
+        return tensors_over(self.tree, [bytes_of(s) for s in self.storages] if flats is None else flats)
 
 
 class Layout:
@@ -81,7 +83,7 @@ class Layouts:
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Layout] = {}
 
-    def stage(self, number: int, tensors: list[Tensor], value: Any, event: bool = True) -> Staged:
+    def stage(self, number: int, tensors: list[Tensor], value: Any, event: bool = True) -> Operands:
         """Copy the storages under `value`; `number` is that of its description, `tensors` are all in it."""
         if not number:
             return stage(value, event)
@@ -99,7 +101,7 @@ class Layouts:
                 self._known.clear()
             layout = self._known[tuple(key)] = _lay_out(value, tensors, [])
         copies = tuple([_copy_storage(tensors[at], start, end) for at, start, end in layout.parts])
-        return Staged(layout.tree, copies, mark_after(copies) if event else None, layout.nbytes, (), layout)
+        return Operands(layout.tree, copies, mark_after(copies) if event else None, layout.nbytes, (), layout)
 
 
 def span_of(tensor: Tensor) -> tuple[int, int]:
@@ -138,13 +140,13 @@ def measure(value: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors_in(value) if t.layout == torch.strided)
 
 
-def stage(value: Any, event: bool = True) -> Staged:
+def stage(value: Any, event: bool = True) -> Operands:
     """Copy every storage under `value` on its own device (`stage((args, kwargs))`)."""
     tensors = list(tensors_in(value))
     opaque: list[str] = []
     layout = _lay_out(value, tensors, opaque)
     copies = tuple([_copy_storage(tensors[at], start, end) for at, start, end in layout.parts])
-    return Staged(layout.tree, copies, mark_after(copies) if event else None, layout.nbytes, tuple(opaque))
+    return Operands(layout.tree, copies, mark_after(copies) if event else None, layout.nbytes, tuple(opaque))
 
 
 def _lay_out(value: Any, tensors: list[Tensor], opaque: list[str]) -> Layout:
@@ -227,175 +229,43 @@ def _stage_odd(tensor: Tensor) -> Whole | Opaque:
         return Opaque(f"{type(tensor).__name__} ({type(error).__name__})")
 
 
-class _PinnedBuffer:
-    """One reused pinned buffer: device memory reaches the host through it at full speed."""
-
-    def __init__(self) -> None:
-        self._buffer: Tensor | None = None
-
-    def room(self, size: int) -> Tensor:
-        if self._buffer is None or self._buffer.numel() < size:
-            self._buffer = torch.empty(max(size, 1 << 24), dtype=torch.uint8, pin_memory=True)
-        return self._buffer
-
-
-class Unpacker:
-    """Turns staged copies into CPU tensors; each thread has its own, with its own stream and buffer."""
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, Any] = {}
-        self._pinned = _PinnedBuffer()
-
-    def unpack(self, staged: Staged) -> Any:
-        """The staged tree with CPU tensors (`Unpacker().unpack(stage(args))`)."""
-        return rebuild(staged.tree, self.fetch(staged))
-
-    def fetch(self, staged: Staged) -> list[Tensor]:
-        """The bytes of the staged storages on the host, to keep."""
-        together = [staged.storages] if staged.nbytes <= MOST_BORROWED else [(s,) for s in staged.storages]
-        return [
-            flat if storage.is_cpu else flat.clone()
-            for some in together
-            for storage, flat in zip(some, self.borrow(some, staged.event))
-        ]
-
-    def borrow(self, storages: Sequence[Tensor], event: Any) -> list[Tensor]:
-        """The bytes of staged storages on the host, valid until this unpacker is used again."""
-        flats = [_bytes_of(s) for s in storages]
-        devices = {f.device for f in flats if not f.is_cpu}
-        if not devices:
-            return flats
-        device = devices.pop()
-        if devices or not can_pin(device.type):
-            if event is not None:
-                event.synchronize()
-            return [f.cpu() for f in flats]
-        buffer = self._pinned.room(sum([padded(f.numel()) for f in flats if not f.is_cpu]))
-        found, position = [], 0
-        for flat in flats:
-            if flat.is_cpu:
-                found.append(flat)
-            else:
-                found.append(buffer[position : position + flat.numel()])
-                position += padded(flat.numel())
-        self._copy([(view, flat) for view, flat in zip(found, flats) if view is not flat], device, event)
-        return found
-
-    def put(self, storages: Sequence[Tensor], event: Any, buffer: Tensor, spans: Sequence[tuple[int, int]]) -> None:
-        """Copy the bytes of staged storages to a buffer on the host: each has a span, of as many as `bytes_in` says."""
-        devices = {s.device for s in storages}
-        device = devices.pop() if len(devices) == 1 else None
-        if device is not None and device.type == "cuda" and self._put_by_driver(storages, device, event, buffer, spans):
-            return
-        pairs = [(buffer[start : start + count], _bytes_of(s)) for (start, count), s in zip(spans, storages)]
-        if device is not None and can_pin(device.type):
-            self._copy(pairs, device, event)
-            return
-        if event is not None:
-            event.synchronize()
-        for place, flat in pairs:
-            place.copy_(flat)
-
-    def _put_by_driver(
-        self,
-        storages: Sequence[Tensor],
-        device: torch.device,
-        event: Any,
-        buffer: Tensor,
-        spans: Sequence[tuple[int, int]],
-    ) -> bool:
-        """The same in fewer words: most of these copies take less time than PyTorch needs to ask for them."""
-        stream, first = self._stream(device), buffer.data_ptr()
-        if event is not None:
-            stream.wait_event(event)
-        copies = [(first + start, _address(s), count) for (start, count), s in zip(spans, storages)]
-        with module_of(device.type).device(device):
-            done = copy_to_host(copies, stream.cuda_stream)
-            stream.synchronize()
-        return done
-
-    def _stream(self, device: torch.device) -> Any:
-        stream = self._streams.get(device)
-        if stream is None:
-            stream = self._streams[device] = module_of(device.type).Stream(device)
-        return stream
-
-    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, event: Any) -> None:
-        """Copy from a device on a stream of this unpacker, and wait for it."""
-        stream = self._stream(device)
-        with module_of(device.type).stream(stream):
-            if event is not None:
-                stream.wait_event(event)
-            for view, flat in pairs:
-                view.copy_(flat, non_blocking=True)
-            stream.synchronize()
-
-
-def _is_flat(copy: Tensor) -> bool:
+def is_flat(copy: Tensor) -> bool:
+    """Whether a staged storage is a plain row of bytes (`is_flat(torch.ones(2)) is False`)."""
     return copy.dtype == torch.uint8 and copy.dim() == 1
 
 
-def _address(copy: Tensor) -> int:
-    if _is_flat(copy):
-        return copy.data_ptr()
-    return int(copy.untyped_storage().data_ptr())
-
-
-def bytes_in(copy: Tensor) -> int:
-    """How many bytes a staged storage has (`bytes_in(torch.ones(2)) == 8`)."""
-    if _is_flat(copy):
-        return copy.numel()
-    return int(copy.untyped_storage().nbytes())
-
-
-def padded(nbytes: int) -> int:
-    """So many bytes, up to where the next storage begins (`padded(1) == 64`)."""
-    return (nbytes + 63) & -64
-
-
-def _bytes_of(copy: Tensor) -> Tensor:
-    if _is_flat(copy):
+def bytes_of(copy: Tensor) -> Tensor:
+    """The bytes of a staged storage, without a copy (`bytes_of(torch.ones(2)).numel() == 8`)."""
+    if is_flat(copy):
         return copy
     flat = torch.empty(0, dtype=torch.uint8, device=copy.device)
     return flat.set_(copy.untyped_storage())
 
 
-def rebuild(tree: Any, storages: Iterable[Tensor], cast: Mapping[torch.dtype, torch.dtype] | None = None) -> Any:
-    """Tensors again, from a staged tree and the bytes of its storages; `cast` changes dtypes, not layouts."""
-    flats = list(storages)
-    changed: dict[tuple[int, torch.dtype], Tensor] = {}
-
-    def storage_of(leaf: Ref, dtype: torch.dtype) -> Tensor:
-        flat = flats[leaf.storage]
-        if dtype == leaf.dtype:
-            return flat
-        key = (leaf.storage, leaf.dtype)  # tensors of one dtype keep sharing their memory
-        if key not in changed:
-            size = torch.empty(0, dtype=leaf.dtype).element_size()
-            count = flat.numel() // size
-            typed = torch.empty(0, dtype=leaf.dtype, device=flat.device)
-            changed[key] = typed.set_(flat.untyped_storage(), 0, (count,), (1,)).to(dtype)
-        return changed[key]
+def tensors_over(tree: Any, flats: Sequence[Tensor]) -> Any:
+    """A staged tree with tensors over the bytes of its storages, wherever these lie; nothing is copied."""
+    typed: dict[tuple[int, torch.dtype], Tensor] = {}
 
     def make(leaf: Any) -> Any:
-        if isinstance(leaf, Ref):
-            dtype = cast.get(leaf.dtype, leaf.dtype) if cast else leaf.dtype
-            flat = storage_of(leaf, dtype)
-            tensor = torch.empty(0, dtype=dtype, device=flat.device)
-            tensor.set_(flat.untyped_storage(), leaf.offset, leaf.shape, leaf.stride)
-            if leaf.conjugated:
-                tensor = torch._conj(tensor)
-            if leaf.negated:
-                tensor = torch._neg_view(tensor)
-            return tensor.requires_grad_(leaf.requires_grad)
-        if isinstance(leaf, Whole):
-            return leaf.copy.cpu().requires_grad_(leaf.requires_grad)
-        return leaf
+        if type(leaf) is not Ref:
+            return leaf.copy.cpu().requires_grad_(leaf.requires_grad) if isinstance(leaf, Whole) else leaf
+        base = typed.get((leaf.storage, leaf.dtype))
+        if base is None:
+            flat = flats[leaf.storage]
+            rest = flat.numel() % leaf.dtype.itemsize
+            base = (flat[:-rest] if rest else flat).view(leaf.dtype)
+            typed[(leaf.storage, leaf.dtype)] = base
+        tensor = base.as_strided(leaf.shape, leaf.stride, base.storage_offset() + leaf.offset)
+        if leaf.conjugated:
+            tensor = torch._conj(tensor)
+        if leaf.negated:
+            tensor = torch._neg_view(tensor)
+        return tensor.requires_grad_() if leaf.requires_grad else tensor
 
     return map_leaves(tree, make)
 
 
-def map_leaves(value: Any, change: Any) -> Any:
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     """Apply `change` to the staged leaves of a tree, keeping its containers."""
     if isinstance(value, (Ref, Whole, Opaque)):
         return change(value)
@@ -406,11 +276,9 @@ def map_leaves(value: Any, change: Any) -> Any:
         return tuple([map_leaves(v, change) for v in value])
     if kind is dict:
         return {k: map_leaves(v, change) for k, v in value.items()}
-    from ..call.description import _rebuild, children
-
     parts = children(value)
     if parts is None:
         if kind is slice:
             return slice(*(map_leaves(v, change) for v in (value.start, value.stop, value.step)))
         return value
-    return _rebuild(value, kind, [map_leaves(v, change) for v in parts[1]])
+    return rebuild_container(value, kind, [map_leaves(v, change) for v in parts[1]])

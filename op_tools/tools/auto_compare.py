@@ -31,15 +31,17 @@ from ..call.module_path import module_path
 from ..compare import cores, lineage
 from ..compare import pool as compare_pool
 from ..compare.choose import MODES, Chooser, kind_of, parse_budget
-from ..compare.comparing import Comparer, Comparison, Memory, rebuilt
+from ..compare.comparing import Comparer, Comparison, Memory
 from ..compare.lineage import Blame, Lineage
 from ..compare.pool import Pool, Remote, needs_gradients, sendable
-from ..compare.precheck import FirstLook, Question, Room
+from ..compare.precheck import FirstLook, Question
 from ..compare.precheck import Kept as Looked
 from ..compare.reshapes import Places, View, Views, places
 from ..compare.worker import Answer, Options, Task
-from ..copies.operands import MOST_BORROWED, Layouts, Staged, Unpacker, rebuild, stage
+from ..copies.memory import MemoryBudget
+from ..copies.operands import Layouts, Operands, stage
 from ..copies.queue import Writer
+from ..copies.transport import MOST_BORROWED, Fetcher
 from ..files import archive, reproducer
 from ..judge import golden
 from ..judge.golden import GoldenResult
@@ -57,7 +59,7 @@ _MOST_BLAMES: Final = 10_000
 _MOST_WAITING: Final = 2_000  # comparisons
 _MOST_CORES: Final = 4  # for one comparison, unless it is large
 _MOST_SHOWN: Final = 5_000  # rows of the table at the end
-_UNSTAGED: Final = Staged(None, (), None, 0)
+_UNSTAGED: Final = Operands(None, (), None, 0)
 _LOST: Final = Judgement(NOT_COMPARABLE, "the process that had its arguments ended")
 _CORES_FOR_PROCESSES: Final = 8
 _MOST_PROCESSES: Final = 12
@@ -77,9 +79,9 @@ class _Job:
     module: str
     kind: Hashable
     function: Any
-    before: Staged
-    after: Staged | None = None  # (args, kwargs, result)
-    grads: Staged | None = None  # (grad_outputs, grad_inputs)
+    before: Operands
+    after: Operands | None = None  # (args, kwargs, result)
+    grads: Operands | None = None  # (grad_outputs, grad_inputs)
     rounded_to: torch.dtype | None = None
     autocast: torch.dtype | None = None
     grad_enabled: bool = True
@@ -194,7 +196,7 @@ class OpAutoCompare(Tool):
         self._look = self._first_look()
         self._comparer = Comparer(
             self._rules,
-            Room(queued // 4),
+            MemoryBudget(queued // 4),
             int(settings.number("OP_AUTOCOMPARE_MAX_BYTES", 8 * 2**30)),
             settings.number("OP_AUTOCOMPARE_MAX_SECONDS", 10.0),
             self._threads,
@@ -377,7 +379,7 @@ class OpAutoCompare(Tool):
         found: tuple[Judgement, Looked | None] | None
         if question.kind.writes:
             with quiet():
-                arguments = rebuild(job.before.tree, job.before.storages)
+                arguments = job.before.tensors()
             written = look.written(question, job.call, job.function, arguments)
             found = None if written is None else (written, None)
         else:
@@ -451,7 +453,7 @@ class OpAutoCompare(Tool):
         self._submit(job)
         self._chooser.spend(job.kind, time.perf_counter() - started)
 
-    def _stage_gradients(self, sent: list[Tensor | None], found: list[Tensor | None]) -> Staged:
+    def _stage_gradients(self, sent: list[Tensor | None], found: list[Tensor | None]) -> Operands:
         grads = [*sent, *found]
         if any(g is not None and g.layout != torch.strided for g in grads):
             return stage((sent, found))
@@ -540,7 +542,7 @@ class OpAutoCompare(Tool):
         pool, call, before, twin = self._pool, job.call, job.before, job.twin  # which is gone with an answer
         assert pool is not None
         backward = job.phase == "backward"
-        parts: list[Staged]
+        parts: list[Operands]
         if backward:
             remote.tried.wait()
             job.remote = None
@@ -566,7 +568,7 @@ class OpAutoCompare(Tool):
         sent = False
         try:
             with quiet():
-                sent = bool(parts) and pool.send(remote, task, parts, self._workers.unpacker, (number, job))
+                sent = bool(parts) and pool.send(remote, task, parts, self._workers.fetcher, (number, job))
             if sent and twin is not None:
                 remote.there = True
                 twin.before = _UNSTAGED  # no device memory is held for a backward to come
@@ -586,15 +588,15 @@ class OpAutoCompare(Tool):
         job.remote = None
         if answer is not None and answer.before is not None:
             flats = [torch.frombuffer(bytearray(b or b"\0"), dtype=torch.uint8)[: len(b)] for b in answer.before]
-            job.before = Staged(answer.tree, tuple(flats), None, sum([len(b) for b in answer.before]))
+            job.before = Operands(answer.tree, tuple(flats), None, sum([len(b) for b in answer.before]))
         if job.phase == "backward" and job.before is _UNSTAGED:
             job.judgement = _LOST
         self._writer.submit(0, functools.partial(self._work, number, job))
 
     def _prepare_thread(self, job: _Job) -> None:
         workers, limit = self._workers, self._kernel_threads(job.nbytes)
-        if not hasattr(workers, "unpacker"):
-            workers.unpacker, workers.limit = Unpacker(), 0
+        if not hasattr(workers, "fetcher"):
+            workers.fetcher, workers.limit = Fetcher(), 0
         if workers.limit != limit:
             cores.limit_kernels(limit)
             workers.limit = limit
@@ -631,7 +633,7 @@ class OpAutoCompare(Tool):
             self._look.learn(call, result, found, job.grad_enabled, done.moves, job.looks)
         if found.verdict == WRONG or shown:
             with quiet():  # what was borrowed is shown and saved later
-                self._unpack(job, self._workers.unpacker.fetch)
+                self._unpack(job, self._workers.fetcher.fetch)
 
     def _learn_view(self, job: _Job, found: Judgement) -> None:
         call, kind = job.call, _view_kind(job)
@@ -643,29 +645,29 @@ class OpAutoCompare(Tool):
 
     def _fetch(self, job: _Job) -> tuple[Any, Any]:
         """The arguments on the host, to keep; results and gradients in `job.host`, valid until the next comparison."""
-        unpacker, before = self._workers.unpacker, job.before
+        fetcher, before = self._workers.fetcher, job.before
         later = job.after or job.grads
         assert later is not None
         together = before.nbytes + later.nbytes <= MOST_BORROWED
         if together and job.after is not None:  # the later event includes the earlier one
-            flats = unpacker.borrow((*before.storages, *later.storages), later.event or before.event)
+            flats = fetcher.borrow((*before.storages, *later.storages), later.event or before.event)
             count = len(before.storages)
             own = [f if s.is_cpu else f.clone() for s, f in zip(before.storages, flats)]
             self._unpack(job, lambda _: flats[count:])
         else:
-            own = unpacker.fetch(before)
-            self._unpack(job, unpacker.fetch if not together else lambda s: unpacker.borrow(s.storages, s.event))
+            own = fetcher.fetch(before)
+            self._unpack(job, fetcher.fetch if not together else lambda s: fetcher.borrow(s.storages, s.event))
         before = before._replace(storages=tuple(own), event=None)
         if job.twin is not None:
             job.twin.before = before  # no device memory is held for a backward to come
-        return rebuilt(before.tree, own)
+        return before.tensors(own)
 
-    def _unpack(self, job: _Job, fetch: Callable[[Staged], Sequence[Tensor]]) -> None:
+    def _unpack(self, job: _Job, fetch: Callable[[Operands], Sequence[Tensor]]) -> None:
         host = job.host
         if job.after is not None:
-            host["args"], host["kwargs"], host["result"] = rebuilt(job.after.tree, fetch(job.after))
+            host["args"], host["kwargs"], host["result"] = job.after.tensors(fetch(job.after))
         if job.grads is not None:
-            host["grad_outputs"], host["grad_inputs"] = rebuilt(job.grads.tree, fetch(job.grads))
+            host["grad_outputs"], host["grad_inputs"] = job.grads.tensors(fetch(job.grads))
 
     # -- telling, in the order of the calls -----------------------------------------------------------
 

@@ -17,8 +17,9 @@ import torch
 from .. import settings
 from ..call.description import Described, Descriptions, Tensor, TensorMeta, describe, labelled
 from ..call.devices import accelerator_type, get_rng_state, module_of, quiet
-from ..copies.operands import MOST_BORROWED, Layouts, Staged, Unpacker, mark_after, measure
+from ..copies.operands import Layouts, Operands, mark_after, measure
 from ..copies.queue import Writer
+from ..copies.transport import MOST_BORROWED, Fetcher
 from ..files import archive
 from ..view import console, store
 from ..watch.intercept import Call
@@ -73,7 +74,7 @@ class OpCapture(Tool):
         self._inputs, self._outputs, self._grads = Layouts(), Layouts(), Layouts()
         self._gradients = Descriptions()
         self._shown: deque[_Shown] = deque()
-        self._unpackers: dict[int, Unpacker] = {}
+        self._fetchers: dict[int, Fetcher] = {}
         self.bytes_written = 0
         self.files_written = 0
         self.write_seconds = 0.0
@@ -170,14 +171,14 @@ class OpCapture(Tool):
         call: Call,
         folder: str,
         parts: tuple[str, ...],
-        staged: tuple[Staged, ...],
+        staged: tuple[Operands, ...],
         state: tuple[Any, ...] | None,
         shown: _Shown | None,
     ) -> None:
         try:
             began = time.perf_counter()
             facts = _facts(call, state)
-            written = _Files(folder, self._unpackers.setdefault(threading.get_ident(), Unpacker()))
+            written = _Files(folder, self._fetchers.setdefault(threading.get_ident(), Fetcher()))
             event = next((s.event for s in reversed(staged) if s.event is not None), None)
             described = []
             for part, one in zip(parts, staged):
@@ -242,7 +243,7 @@ class OpCapture(Tool):
         assert self.writer is not None
         self.writer.close()
         self._show_done()
-        self._unpackers.clear()
+        self._fetchers.clear()
 
     def summary(self) -> list[str]:
         assert self.writer is not None
@@ -339,10 +340,10 @@ def _facts(call: Call, state: tuple[Any, ...] | None) -> dict[str, Any]:
 class _Files:
     """Writes the files of one call; what calls that look alike have in common is worked out once."""
 
-    def __init__(self, folder: str, unpacker: Unpacker) -> None:
-        self._folder, self._unpacker = folder, unpacker
+    def __init__(self, folder: str, fetcher: Fetcher) -> None:
+        self._folder, self._fetcher = folder, fetcher
 
-    def add(self, part: str, staged: Staged, facts: dict[str, Any]) -> str:
+    def add(self, part: str, staged: Operands, facts: dict[str, Any]) -> str:
         """Write one part; returns the description of its tensors as JSON."""
         layout = staged.layout
         known = layout.notes.get(part) if layout is not None else None
@@ -359,7 +360,7 @@ class _Files:
             return described
         pickled, described = known
         fragments = [archive.fragment(archive.encode(v)) for pair in facts.items() for v in pair]
-        borrow, event, storages = self._unpacker.borrow, staged.event, staged.storages
+        borrow, event, storages = self._fetcher.borrow, staged.event, staged.storages
         buffers: list[Any]
         if staged.nbytes <= MOST_BORROWED:
             buffers = [_buffer(flat) for flat in borrow(storages, event)]
@@ -368,8 +369,8 @@ class _Files:
         self._with_folder(lambda: archive.save_fragments(f"{self._folder}/{part}.pth", [*fragments, pickled], buffers))
         return described
 
-    def _add_odd(self, part: str, staged: Staged, facts: dict[str, Any]) -> str:
-        value = self._unpacker.unpack(staged)
+    def _add_odd(self, part: str, staged: Operands, facts: dict[str, Any]) -> str:
+        value = self._fetcher.unpack(staged)
         content = {**{key: archive.encode(v) for key, v in facts.items()}, **_payload(part, value)}
         self._with_folder(lambda: archive.save(Path(f"{self._folder}/{part}.pth"), content))
         return json.dumps(_described(part, value), default=str)

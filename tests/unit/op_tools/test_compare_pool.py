@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from op_tools.call.description import tensors_in
 from op_tools.compare.pool import Ring, needs_gradients, sendable
 from op_tools.compare.worker import Answer, Helper, Options, Task
-from op_tools.copies.operands import Layouts, Staged, stage
+from op_tools.copies.operands import Layouts, Operands, stage
 from op_tools.judge.verdict import Rules
 
 OPTIONS = Options(Rules(), 1 << 20, 1 << 30, 10.0)
@@ -56,7 +56,7 @@ def test_a_call_without_bytes_has_a_place_of_its_own() -> None:
     assert ring.take(64) is None, "the rest is in use"
 
 
-def staged(*args: Any, **kwargs: Any) -> Staged:
+def staged(*args: Any, **kwargs: Any) -> Operands:
     tensors = list(tensors_in((args, kwargs)))
     return Layouts().stage(1, tensors, (args, kwargs))
 
