@@ -170,8 +170,7 @@ class Runner:
         _count(outcome.verdicts, judgement.verdict)
         outcome.probes += judgement.probes
         for row in judgement.rows:
-            part = row.name.rsplit(" ", 1)[1].partition("[")[0]
-            outcome.excess[part] = max(outcome.excess.get(part, 0.0), row.excess)
+            outcome.excess[row.part] = max(outcome.excess.get(row.part, 0.0), row.excess)
             if row.verdict == self.verdict.WRONG and len(outcome.alarms) < 6:
                 outcome.alarms.append(
                     {

@@ -22,7 +22,7 @@ from ..judge import golden, verdict
 from ..judge.golden import GoldenResult
 from ..judge.verdict import NOT_COMPARABLE, RIGHT, Judgement, Row, Rules
 from . import cores, pieces
-from .precheck import compared, gradient_labels
+from .precheck import compared, gradient_indices
 
 _MOST_KINDS: Final = 20_000
 _LONGEST_WAIT: Final = 60.0  # seconds
@@ -246,20 +246,20 @@ class Comparer:
     def _rows_of_unchanged(self, name: str, leaves: list[Any], references: list[Any]) -> tuple[Row, ...]:
         rows = []
         for number, leaf in enumerate(leaves):
-            label = f"{name} input" if len(leaves) == 1 else f"{name} input[{number}]"
-            rows.append(self._same_row(name, label, leaf, references[number] if number < len(references) else None))
+            index = None if len(leaves) == 1 else number
+            rows.append(self._same_row(name, index, leaf, references[number] if number < len(references) else None))
         return tuple(rows)
 
-    def _same_row(self, name: str, label: str, leaf: Any, reference: Any) -> Row:
+    def _same_row(self, name: str, index: int | None, leaf: Any, reference: Any) -> Row:
         dtype = leaf.dtype if isinstance(leaf, Tensor) else None
         number = isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
         if dtype is None and not number:
-            return Row(label, True, 0.0, 0.0, 0.0, 0.0, "", cosine=1.0)
+            return Row(name, "input", index, True, 0.0, 0.0, 0.0, 0.0, "", cosine=1.0)
         atol, rtol, _ = self.rules.tolerance(name, dtype)
         info = ""
         if dtype is not None and isinstance(reference, Tensor) and reference.dtype != dtype:
             info = f"Inconsistent dtypes: {dtype} {reference.dtype}"
-        return Row(label, True, 0.0, 0.0, atol, rtol, info, cosine=1.0)
+        return Row(name, "input", index, True, 0.0, 0.0, atol, rtol, info, cosine=1.0)
 
     def _judge_backward(self, call: Comparison, result: GoldenResult) -> Judgement:
         name = call.op
@@ -269,7 +269,7 @@ class Comparer:
             return Judgement(NOT_COMPARABLE, "which signs the vectors had on the device is not known")
         expected = result.grad_inputs or []
         found = call.host["grad_inputs"]
-        labels, present = gradient_labels(name, found, expected)
+        indices, present = gradient_indices(found, expected)
         judged = verdict.judge(
             name,
             found,
@@ -278,7 +278,7 @@ class Comparer:
             part="grad_input",
             rules=self.rules,
             max_seconds=self.max_seconds,
-            labels=labels if len(found) == len(expected) else None,
+            indices=indices if len(found) == len(expected) else None,
         )
         rows = tuple(itertools.compress(judged.rows, present)) if len(judged.rows) == len(present) else judged.rows
         return Judgement(judged.verdict, judged.reason, rows, judged.probes)

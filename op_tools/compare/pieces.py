@@ -73,8 +73,7 @@ def together(op: str, judged: list[tuple[Piece, Judgement]]) -> Judgement | None
 
 def _named(op: str, part: str, rows: dict[int, Row]) -> Iterator[Row]:
     for number in sorted(rows):
-        label = f"{op} {part}" if len(rows) == 1 else f"{op} {part}[{number}]"
-        yield dataclasses.replace(rows[number], name=label)
+        yield rows[number]._replace(op=op, part=part, index=None if len(rows) == 1 else number)
 
 
 def _length(op: str, sides: Sides, kwargs: dict[str, Any]) -> int | None:

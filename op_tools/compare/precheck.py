@@ -221,8 +221,8 @@ class FirstLook:
                 raise verdict.InDoubt
             return kind.judgement
         result = GoldenResult(True, "", source, DOUBLE, Run(None, source.args, source.kwargs, expected))
-        labels, present = gradient_labels(source.name, found, expected)
-        judged = self._judged(source.name, list(found), expected, result, "grad_input", kind.structures[0], labels)
+        indices, present = gradient_indices(found, expected)
+        judged = self._judged(source.name, list(found), expected, result, "grad_input", kind.structures[0], indices)
         return Judgement(RIGHT, "", tuple(itertools.compress(judged.rows, present)))
 
     def _judged(
@@ -233,10 +233,10 @@ class FirstLook:
         result: GoldenResult,
         part: str,
         structure: uncertainty.Structure,
-        labels: Sequence[str] | None = None,
+        indices: Sequence[int | None] | None = None,
     ) -> Judgement:
         needs = self._needs.setdefault((part, id(structure)), set())  # which lives as long as its kind
-        return verdict.glance(name, ours, theirs, result, part, self._rules, structure, needs, labels)
+        return verdict.glance(name, ours, theirs, result, part, self._rules, structure, needs, indices)
 
     def _count(self, found: Any) -> None:
         with self._lock:
@@ -307,11 +307,11 @@ def _source(question: Question, call: Call, function: Any) -> Source:
     return Source(function, call.op, call.traits, args, kwargs, None, question.device, rounded_to, autocast)
 
 
-def gradient_labels(name: str, found: Sequence[Any], expected: Sequence[Any]) -> tuple[list[str], list[bool]]:
-    """Names of the rows of gradients, and which there are: arguments without gradients have none."""
+def gradient_indices(found: Sequence[Any], expected: Sequence[Any]) -> tuple[list[int | None], list[bool]]:
+    """Indices of the rows of gradients, and which there are: arguments without gradients have none."""
     present = [g is not None or e is not None for g, e in zip(found, expected)]
     single, numbers = sum(present) == 1, itertools.count()
-    return [f"{name} grad" if single or not there else f"{name} grad[{next(numbers)}]" for there in present], present
+    return [None if single or not there else next(numbers) for there in present], present
 
 
 @contextlib.contextmanager

@@ -145,7 +145,7 @@ class Helper:
             memory if task.memory else None,
         )
         found = self._comparer.compare(comparison)
-        return [tuple(vars(row).values()) for row in found.rows] if found.verdict == RIGHT else None
+        return list(map(tuple, found.rows)) if found.verdict == RIGHT else None
 
     def _flats(self, spans: Spans) -> list[Tensor]:
         return [self._buffer[start : start + count] for start, count in spans]

@@ -18,15 +18,13 @@ import torch
 from .. import settings
 from ..call import facts
 from ..call.description import Tensor, children, tensors_in
+from ..view.rows import NOT_COMPARABLE, RIGHT, WRONG, Row
 from . import formulas, random_draws
 from .golden import GoldenResult
 from .measures import Bound, Columns, Look, Sides, beyond, looks, measure
 from .rounding import PROBES, Precision, precision_of, unit
 from .uncertainty import Spread, Structure
 
-RIGHT: Final = "right"
-WRONG: Final = "wrong"
-NOT_COMPARABLE: Final = "not comparable"
 STANDARDS: Final = ("ulp", "torch", "dual", "seed")
 
 # bound = STORED · u|y| + SIGMAS · sigma: u is the dtype's unit of rounding (half an ulp), sigma how far the
@@ -59,28 +57,6 @@ _TORCH_TOLERANCE: Final[dict[torch.dtype, tuple[float, float]]] = {  # atol, rto
 
 class InDoubt(Exception):
     """Tensors on a device that are not settled at a glance: the question is one for their copies on the CPU."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One compared tensor or number: the seeds' columns, what was added to them, and the verdict.
-
-    `excess` is the largest error divided by its bound; `where` is the place of that element.
-    """
-
-    name: str
-    allclose: bool
-    max_abs_diff: float
-    max_relative_diff: float
-    atol: float
-    rtol: float
-    error_info: str
-    cosine: float = math.nan
-    max_ulp: float = 0.0
-    verdict: str = RIGHT
-    reason: str = ""
-    excess: float = 0.0
-    where: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,13 +119,13 @@ def judge(
     part: str = "output",
     rules: Rules | None = None,
     max_seconds: float | None = None,
-    labels: Sequence[str] | None = None,
+    indices: Sequence[int | None] | None = None,
 ) -> Judgement:
     """Compare trees of CPU tensors: what the device returned, and the same part of the golden run.
 
     `part` is `output`, `input` (arguments after the call) or `grad_input`. With `result`, elements that simple
-    rounding does not explain are examined by repeating the golden run with random roundings. `labels` are the names of
-    the rows, if they are to have others.
+    rounding does not explain are examined by repeating the golden run with random roundings. `indices` are those of
+    the rows, if they are to have others than the leaves.
 
     >>> judge("torch.add", torch.ones(2), torch.ones(2, dtype=torch.float64)).verdict
     'right'
@@ -157,18 +133,15 @@ def judge(
     rules = rules or Rules()
     pairs, mismatch = _pairs(device, golden)
     if mismatch:
-        row = Row(f"{name} {part}", False, math.inf, math.inf, 0, 0, mismatch, verdict=WRONG, reason=mismatch)
+        row = Row(name, part, None, False, math.inf, math.inf, 0, 0, mismatch, verdict=WRONG, reason=mismatch)
         return Judgement(WRONG, mismatch, (row,))
     doubts = None if result is None else _Doubts(result, part, [d for d, _ in pairs], max_seconds)
     if part == "output":
         pairs = [(d, facts.turned(name, number, d, g)) for number, (d, g) in enumerate(pairs)]
     rows = []
+    indices = indices or _indices(pairs)
     for number, (left, right) in enumerate(pairs):
-        if labels is not None:
-            label = labels[number]
-        else:
-            label = f"{name} {part}" if len(pairs) == 1 else f"{name} {part}[{number}]"
-        rows.append(_judge_pair(_Pair(name, label, number, left, right, rules, doubts)))
+        rows.append(_judge_pair(_Pair(name, part, indices[number], number, left, right, rules, doubts)))
     verdict = WRONG if any(r.verdict == WRONG for r in rows) else RIGHT
     worst = max(rows, key=lambda r: (r.verdict == WRONG, r.excess), default=None)
     reason = f"{worst.name}: {worst.reason}" if worst is not None and worst.reason else ""
@@ -262,7 +235,7 @@ def _judge_random(name: str, result: GoldenResult, outputs: Any) -> Judgement:
     if found is None:
         return Judgement(NOT_COMPARABLE, result.reason)
     right, reason = found
-    row = Row(f"{name} output", right, 0.0, 0.0, 0.0, 0.0, "random", verdict=RIGHT if right else WRONG, reason=reason)
+    row = _decided(Row(name, "output", None, right, 0.0, 0.0, 0.0, 0.0, "random"), right, reason)
     return Judgement(row.verdict, reason, (row,))
 
 
@@ -275,7 +248,7 @@ def glance(
     rules: Rules,
     structure: Structure,
     needs: set[int],
-    labels: Sequence[str] | None = None,
+    indices: Sequence[int | None] | None = None,
 ) -> Judgement:
     """`judge` for tensors that are still on the device, both sides; raises `InDoubt` unless all is right at once.
 
@@ -289,19 +262,17 @@ def glance(
     spread = _Doubts(result, part, [d for d, _ in pairs], None, structure).spread
     rows: list[Row] = []
     open_rows: list[tuple[int, Precision]] = []
+    indices = indices or _indices(pairs)
     for number, (left, right) in enumerate(pairs):
-        if labels is not None:
-            label = labels[number]
-        else:
-            label = f"{name} {part}" if len(pairs) == 1 else f"{name} {part}[{number}]"
+        index = indices[number]
         if not isinstance(left, Tensor) or not isinstance(right, Tensor):
-            rows.append(_judge_plain(_Pair(name, label, number, left, right, rules, None)))
+            rows.append(_judge_plain(_Pair(name, part, index, number, left, right, rules, None)))
             continue
         problem, info = _difference_of_kind(left, right)
         if problem:
             raise InDoubt
         atol, rtol, _ = rules.tolerance(name, left.dtype)
-        rows.append(Row(label, True, 0.0, 0.0, atol, rtol, info, 1.0))
+        rows.append(Row(name, part, index, True, 0.0, 0.0, atol, rtol, info, 1.0))
         if left.is_floating_point() and left.numel():
             open_rows.append((number, _precision_of_row(left.dtype, result, part)))
         elif not torch.equal(left, right):
@@ -324,8 +295,7 @@ def _settle(
                 raise InDoubt
             units = columns.units * precision_of(pairs[number][0].dtype).stored / precision.stored
             if units <= 1 or (worst <= 1 and not spread.structure.exact):
-                row = rows[number]
-                rows[number] = Row(row.name, *columns[:3], row.atol, row.rtol, row.error_info, *columns[3:5])
+                rows[number] = _with_columns(rows[number], columns)
             elif number in needs or spread.structure.exact:
                 raise InDoubt
             else:
@@ -361,6 +331,10 @@ def _pairs(device: Any, golden: Any) -> tuple[list[tuple[Any, Any]], str]:
     return list(zip(ours, theirs)), ""
 
 
+def _indices(pairs: Sequence[Any]) -> Sequence[int | None]:
+    return range(len(pairs)) if len(pairs) > 1 else (None,)
+
+
 def leaves_of(value: Any) -> Iterator[Any]:
     """Everything in a nest of containers that is compared on its own (`list(leaves_of([x, 1]))`)."""
     if isinstance(value, (Tensor, str)):
@@ -377,13 +351,18 @@ def leaves_of(value: Any) -> Iterator[Any]:
 @dataclasses.dataclass
 class _Pair:
     name: str
-    label: str
+    part: str
+    index: int | None
     number: int
     device: Any
     golden: Any
     rules: Rules
     doubts: _Doubts | None
     units: float | None = None  # the largest error in units of rounding, if it is known
+
+    def row(self, allclose: bool, largest: float, atol: float, rtol: float, info: str) -> Row:
+        """A row of this pair whose differences are all as large as `largest`."""
+        return Row(self.name, self.part, self.index, allclose, largest, largest, atol, rtol, info)
 
     @functools.cached_property
     def sides(self) -> Sides:
@@ -400,22 +379,13 @@ def _judge_pair(pair: _Pair) -> Row:
     problem, info = _difference_of_kind(pair.device, pair.golden)
     atol, rtol, user = pair.rules.tolerance(pair.name, pair.device.dtype)
     if problem:
-        return Row(pair.label, False, math.inf, math.inf, atol, rtol, info, verdict=WRONG, reason=problem)
+        return _decided(pair.row(False, math.inf, atol, rtol, info), False, problem)
+    row = pair.row(True, 0.0, atol, rtol, info)
     if pair.device.numel() == 0:
-        return Row(pair.label, True, 0.0, 0.0, atol, rtol, info)
+        return row
     columns = measure(pair.sides, atol, rtol, quick=not user and pair.rules.standard == "ulp")
     pair.units = columns.units
-    row = Row(
-        pair.label,
-        columns.allclose,
-        columns.max_abs_diff,
-        columns.max_relative_diff,
-        atol,
-        rtol,
-        info,
-        columns.cosine,
-        columns.max_ulp,
-    )
+    row = _with_columns(row, columns)
     if user or pair.rules.standard == "seed":
         why = f"allclose with {'the tolerance that was set' if user else 'the seed tolerance'}"
         return _decided(row, row.allclose, why)
@@ -429,18 +399,13 @@ def _judge_pair(pair: _Pair) -> Row:
 
 
 def _with_columns(row: Row, columns: Columns) -> Row:
-    return dataclasses.replace(
-        row,
-        allclose=columns.allclose,
-        max_abs_diff=columns.max_abs_diff,
-        max_relative_diff=columns.max_relative_diff,
-        cosine=columns.cosine,
-        max_ulp=columns.max_ulp,
-    )
+    measured = columns._asdict()
+    del measured["units"]
+    return row._replace(**measured)
 
 
 def _decided(row: Row, right: bool, reason: str) -> Row:
-    return dataclasses.replace(row, verdict=RIGHT if right else WRONG, reason="" if right else reason)
+    return row._replace(verdict=RIGHT if right else WRONG, reason="" if right else reason)
 
 
 def _judge_plain(pair: _Pair) -> Row:
@@ -452,14 +417,14 @@ def _judge_plain(pair: _Pair) -> Row:
         present = left if right is None else right
         zero = absent and isinstance(present, Tensor) and not bool(present.any())
         reason = "" if zero else f"{_kind(left)} instead of {_kind(right)}"
-        return Row(pair.label, zero, 0, 0, 0, 0, reason, verdict=RIGHT if zero else WRONG, reason=reason)
+        return _decided(pair.row(zero, 0, 0, 0, reason), zero, reason)
     if not numbers:
         same = left == right or (_kind(left) == _kind(right) and not isinstance(left, (str, bool, torch.Size)))
-        return _decided(Row(pair.label, bool(same), 0, 0, 0, 0, ""), bool(same), f"{left!r} instead of {right!r}")
+        return _decided(pair.row(bool(same), 0, 0, 0, ""), bool(same), f"{left!r} instead of {right!r}")
     atol, rtol, _ = pair.rules.tolerance(pair.name, None)
     dtype = torch.complex128 if isinstance(left, complex) or isinstance(right, complex) else torch.float64
     device, golden = torch.tensor(left, dtype=dtype), torch.tensor(right, dtype=dtype)
-    row = _with_columns(Row(pair.label, True, 0, 0, atol, rtol, ""), measure(Sides(device, golden), atol, rtol))
+    row = _with_columns(pair.row(True, 0, atol, rtol, ""), measure(Sides(device, golden), atol, rtol))
     if isinstance(left, int) and isinstance(right, int):
         return _decided(row, left == right, f"{left} instead of {right}")
     # The number was read out of a tensor of some dtype: the coarsest among the inputs is the measure.
@@ -509,7 +474,7 @@ def _by_torch(row: Row, pair: _Pair) -> Row:
     atol, rtol = _TORCH_TOLERANCE.get(pair.device.dtype, (0.0, 0.0))
     left, right = pair.sides.left, pair.sides.right
     close = torch.isclose(left, right, atol=atol, rtol=rtol, equal_nan=True)
-    row = dataclasses.replace(row, allclose=bool(close.all()), atol=atol, rtol=rtol)
+    row = row._replace(allclose=bool(close.all()), atol=atol, rtol=rtol)
     return _decided(row, row.allclose, f"{int((~close).sum())} elements outside torch.testing's tolerance")
 
 
@@ -540,18 +505,18 @@ def _judge_whole_numbers(row: Row, pair: _Pair) -> Row:
     if pair.spread is not None:
         chosen = facts.chosen_values(pair.name, pair.spread.result.source, pair.device, pair.golden, pair.number)
         if chosen is not None and not bool(chosen.any()):
-            return dataclasses.replace(row, error_info=_joined(row.error_info, "other places of equal values"))
+            return row._replace(error_info=_joined(row.error_info, "other places of equal values"))
         if chosen is None:
             different = different & ~pair.spread.unsettled(pair.number, different)
         else:
             different = chosen
     count = int(different.sum())
     if count == 0:
-        return dataclasses.replace(row, error_info=_joined(row.error_info, "differs where rounding decides"))
+        return row._replace(error_info=_joined(row.error_info, "differs where rounding decides"))
     where = _first(different)
     values = (pair.device[where].item(), pair.golden[where].item())
     reason = f"{count} of {different.numel()} differ, first at {list(where)}: {values[0]} instead of {values[1]}"
-    return dataclasses.replace(row, verdict=WRONG, reason=reason, excess=math.inf, where=where)
+    return row._replace(verdict=WRONG, reason=reason, excess=math.inf, where=where)
 
 
 def _joined(*texts: str) -> str:
@@ -584,18 +549,18 @@ def _judge_rounding(row: Row, pair: _Pair) -> Row:
     precision = precision_of(dtype) if doubts is None else _precision_of_row(dtype, doubts.result, doubts.part)
     units = None if pair.units is None else pair.units * precision_of(pair.device.dtype).stored / precision.stored
     if units is not None and units <= 1:  # as good as rounding the reference
-        return dataclasses.replace(row, excess=units) if units else row
+        return row._replace(excess=units) if units else row
     spread = pair.spread if pair.spread is None or pair.spread.usable else None
     if units is not None and spread is not None and not spread.structure.exact:
         least = STORED + SIGMAS * spread.least_error(pair.number) / precision.stored
         if units <= least:  # what any probes would allow
-            return dataclasses.replace(row, excess=units / least)
+            return row._replace(excess=units / least)
         worst = _worst_by_formula(pair, spread, precision)
         if worst <= 1:
-            return dataclasses.replace(row, excess=worst)
+            return row._replace(excess=worst)
     check = _Check(pair.sides.left, pair.sides.right, precision, pair.golden.dtype)
     if units is None and check.doubtful(1.0) is None:
-        return dataclasses.replace(row, excess=check.excess(1.0))
+        return row._replace(excess=check.excess(1.0))
     if pair.spread is None:
         return _concluded(row, check, check.doubtful(STORED), STORED)
     if spread is None:
@@ -866,7 +831,7 @@ def _concluded(
     hint: str = "",
 ) -> Row:
     if suspects is None:
-        return dataclasses.replace(row, excess=min(1.0, check.excess(stored, sigma)))
+        return row._replace(excess=min(1.0, check.excess(stored, sigma)))
     count = int(suspects.sum())
     strange = suspects & ~check.finite
     ratio = (check.error / check.bound(stored, sigma)).masked_fill(~suspects, 0.0).nan_to_num(nan=math.inf)
@@ -876,7 +841,7 @@ def _concluded(
     size = "" if bool(strange.any()) else f", {excess:.3g} times the rounding bound"
     share = f"{count} of {suspects.numel()} elements, worst at {list(where)}"
     reason = f"{share}: {device:.9g} instead of {golden:.9g}{size}"
-    return dataclasses.replace(row, verdict=WRONG, reason=_joined(reason, hint), excess=excess, where=where)
+    return row._replace(verdict=WRONG, reason=_joined(reason, hint), excess=excess, where=where)
 
 
 def _tf32_allowed(name: str) -> bool:

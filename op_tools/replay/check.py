@@ -116,7 +116,7 @@ class Outcome:
             "forward_ms": self.forward_ms,
             "backward_ms": self.backward_ms,
             "seconds": self.seconds,
-            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "rows": [row.as_dict() for row in self.rows],
         }
 
 
@@ -411,8 +411,8 @@ class Check:
         rows = []
         for number, tensor in enumerate(ours):
             atol, rtol, _ = self.rules.tolerance(name, tensor.dtype)
-            label = f"{name} input" if len(ours) == 1 else f"{name} input[{number}]"
-            rows.append(verdict.Row(label, True, 0.0, 0.0, atol, rtol, "", cosine=1.0))
+            index = None if len(ours) == 1 else number
+            rows.append(verdict.Row(name, "input", index, True, 0.0, 0.0, atol, rtol, "", cosine=1.0))
         return verdict.Judgement(verdict.RIGHT, "", tuple(rows))
 
     def _judge_capture(self, reference: golden.GoldenResult, output: Any, grads: Any) -> None:

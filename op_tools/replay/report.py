@@ -15,12 +15,10 @@ from typing import Any, Final
 
 from .. import settings
 from ..call.description import TensorMeta, labelled
-from ..judge.verdict import Row
-from ..view import console, store
+from ..view import console, rows, store
 from .captured import CapturedOp
 from .check import ERROR, IDENTICAL, WRONG, Options, Outcome, Shown, counts
 
-_COLUMNS: Final = [*console.COMPARE_COLUMNS, *console.VERDICT_COLUMNS]
 _MOST_FAILURES: Final = 50
 
 
@@ -76,11 +74,12 @@ class Report:
             return
         lines: list[str] = []
         backward = which == "backward"
-        rows = sorted((r for r in outcome.rows if _is_gradient(r) == backward), key=lambda r: " input" not in r.name)
-        if number == 0 and rows:
+        compared = [row for row in outcome.rows if (row.part == "grad_input") == backward]
+        if number == 0 and compared:
             cast = f"    cpu_dtype_cast_info(from:to): {shown.cast}" if shown.cast else ""
             lines += [f"{outcome.op} forward_id: {self._forward_id}{cast}", _place(outcome), _table(outcome, shown)]
-            lines.append(console.table(_COLUMNS, [_cells(r) for r in rows]))
+            compared.sort(key=lambda row: row.part != "input")
+            lines.append(console.table(rows.CONSOLE, [row.cells(replayed=True) for row in compared]))
         if number < len(times):
             if number or not lines:
                 lines += [] if backward else [_place(outcome)]
@@ -104,12 +103,12 @@ class Report:
     def _write_times(self) -> None:
         folder = settings.results_dir() / "op_time_measure_result"
         path = folder / f"op_elasped_info_pid{settings.process_label()}_{store.time_label()}.csv"
-        rows, number = [], 0
+        times, number = [], 0
         for outcome in self.outcomes:
             for run in range(max(len(outcome.forward_ms), len(outcome.backward_ms))):
                 number += 1
-                rows.append(_times_row(outcome, number, run))
-        store.write_csv(path, _TIME_COLUMNS, rows)
+                times.append(_times_row(outcome, number, run))
+        store.write_csv(path, _TIME_COLUMNS, times)
         if self._on:
             console.emit(f"op elasped info saved to {path}")
 
@@ -170,8 +169,7 @@ class Report:
 _TIME_COLUMNS: Final = ["name", "forward_id", "forward_elasped", "backward_elasped", "unit"]
 _CSV_COLUMNS: Final = [
     *("folder", "name", "status", "reason", "like_capture", "repeatable", "notes", "device", "location"),
-    *("forward_elasped", "backward_elasped", "unit", "worst"),
-    *("allclose", "max_abs_diff", "max_relative_diff", "atol", "rtol", "error_info", "cosine", "max_ulp"),
+    *("forward_elasped", "backward_elasped", "unit", *rows.REPLAY_CSV),
 ]
 
 
@@ -180,10 +178,7 @@ def _csv_row(outcome: Outcome) -> list[Any]:
     times = [min(t) if t else "" for t in (outcome.forward_ms, outcome.backward_ms)]
     facts: list[Any] = [str(outcome.folder), outcome.op, outcome.status, outcome.reason, outcome.like_capture]
     facts += [outcome.repeatable, "; ".join(outcome.notes), outcome.device, outcome.location, *times, "ms"]
-    if worst is None:
-        return [*facts, *[""] * 9]
-    row = [worst.name, worst.allclose, worst.max_abs_diff, worst.max_relative_diff, worst.atol, worst.rtol]
-    return [*facts, *row, worst.error_info, worst.cosine, worst.max_ulp]
+    return [*facts, *([""] * len(rows.REPLAY_CSV) if worst is None else worst.replay_csv())]
 
 
 def _times_row(outcome: Outcome, forward_id: int, number: int) -> list[str]:
@@ -215,27 +210,14 @@ def _conclusion(outcome: Outcome) -> str:
     return text
 
 
-def _is_gradient(row: Row) -> bool:
-    return " grad_input" in row.name
-
-
-def _cells(row: Row) -> list[str]:
-    name = row.name.replace(" grad_input", " grad")
-    info = "; ".join(dict.fromkeys(t for t in (row.error_info, row.reason) if t))
-    measures = [row.max_abs_diff, row.max_relative_diff, row.atol, row.rtol]
-    cosine = "" if math.isnan(row.cosine) else f"{row.cosine:.6f}"
-    numbers = [console.number(m) for m in measures]
-    return [f"{name:<30}", str(row.allclose), *numbers, info, cosine, f"{row.max_ulp:.2f}", row.verdict]
-
-
 def _table(outcome: Outcome, shown: Shown) -> str:
-    rows: list[tuple[str, TensorMeta | str]] = []
+    parts: list[tuple[str, TensorMeta | str]] = []
     pointers: list[int] = []
     for what, described in shown.parts:
         style = "gradients" if what.startswith("grad_") and not shown.cast else "inputs"
-        rows += labelled(described, what, style)
+        parts += labelled(described, what, style)
         pointers += described.data_ptrs
-    return console.tensor_table(outcome.op, rows, pointers)
+    return console.tensor_table(outcome.op, parts, pointers)
 
 
 @functools.cache

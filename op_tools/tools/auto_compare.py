@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import functools
-import math
 import os
 import pickle
 import sys
@@ -48,7 +47,7 @@ from ..judge.golden import GoldenResult
 from ..judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
 from ..native import device_measures, measuring
 from ..replay import captured
-from ..view import console, store
+from ..view import console, rows, store
 from ..watch.intercept import Call
 from .base import Tool
 
@@ -153,17 +152,7 @@ class OpAutoCompare(Tool):
         "call_id": "INTEGER",
         "site": "INTEGER",
         "phase": "TEXT",
-        "name": "TEXT",
-        "allclose": "INTEGER",
-        "max_abs_diff": "REAL",
-        "max_relative_diff": "REAL",
-        "atol": "REAL",
-        "rtol": "REAL",
-        "error_info": "TEXT",
-        "cosine": "REAL",
-        "max_ulp": "REAL",
-        "verdict": "TEXT",
-        "reason": "TEXT",
+        **rows.SQL,
         "module": "TEXT",
         "step": "INTEGER",
     }
@@ -582,7 +571,7 @@ class OpAutoCompare(Tool):
         """What another process found, if it is right; all else is looked at here."""
         number, job = given
         if answer is not None and answer.rows is not None:
-            job.judgement = Judgement(RIGHT, "", tuple([Row(*row) for row in answer.rows]))
+            job.judgement = Judgement(RIGHT, "", tuple(map(Row._make, answer.rows)))
             self._tell_in_order(number, job)
             return
         job.remote = None
@@ -699,24 +688,7 @@ class OpAutoCompare(Tool):
         self._verdicts[judgement.verdict] += 1
         self._compared_by_op[call.op] += 1
         for row in judgement.rows:
-            self.record(
-                call.id,
-                job.site,
-                job.phase,
-                row.name,
-                int(row.allclose),
-                row.max_abs_diff,
-                row.max_relative_diff,
-                row.atol,
-                row.rtol,
-                row.error_info,
-                row.cosine,
-                row.max_ulp,
-                row.verdict,
-                row.reason,
-                job.module,
-                call.step,
-            )
+            self.record(call.id, job.site, job.phase, *row.stored(), job.module, call.step)
         if isinstance(job, _Settled):
             return
         if self.view.full:
@@ -738,7 +710,7 @@ class OpAutoCompare(Tool):
                     call.id,
                     call.op,
                     job.phase,
-                    f"{worst.name}: {worst.reason}",
+                    f"{worst.label}: {worst.reason}",
                     worst.excess,
                     call.location,
                     job.module,
@@ -750,7 +722,7 @@ class OpAutoCompare(Tool):
         self.found(
             call,
             "difference",
-            f"{worst.name} is wrong{where}: {worst.reason} (max_abs_diff {worst.max_abs_diff:.6g}, "
+            f"{worst.label} is wrong{where}: {worst.reason} (max_abs_diff {worst.max_abs_diff:.6g}, "
             f"{worst.max_ulp:.3g} ulp)",
         )
 
@@ -802,7 +774,7 @@ class OpAutoCompare(Tool):
                 "device": job.device,
                 "location": call.location,
                 "module": job.module,
-                "reason": f"{worst.name}: {worst.reason}",
+                "reason": f"{worst.label}: {worst.reason}",
                 "part": "grad_input" if job.phase == "backward" else "output",
                 "observed": worst.max_abs_diff if worst.max_abs_diff < float("inf") else 0.0,
                 "rounded_to": job.rounded_to,
@@ -844,18 +816,16 @@ class OpAutoCompare(Tool):
         assert self._store is not None
         folder = settings.results_dir() / "op_autocompare_result"
         self.csv_path = folder / f"op_autocompare_info_pid{settings.process_label()}_{store.time_label()}.csv"
-        header = ["forward_id", *console.COMPARE_COLUMNS, *console.VERDICT_COLUMNS, "reason", "module", "location"]
-        rows = self._store.tuples(
-            "SELECT r.call_id, r.module, s.location, r.name, r.allclose, r.max_abs_diff, r.max_relative_diff, r.atol, "
-            "r.rtol, r.error_info, r.cosine, r.max_ulp, r.verdict, r.reason "
+        found = self._store.tuples(
+            f"SELECT r.call_id, r.module, s.location, {', '.join(f'r.{name}' for name in rows.SQL)} "
             f"FROM {self.table_name} r LEFT JOIN sites s ON s.site = r.site WHERE r.run = ? ORDER BY r.rowid",
             (self._run_key,),
         )
-        if self.view.full and rows and self.only is None:
-            body = [[str(row[0]), *_cells(_row(row[3:]))] for row in rows[:_MOST_SHOWN]]
-            self.view.block(console.table(header[: 1 + len(console.COMPARE_COLUMNS) + 3], body))
-        table = ([row[0], *[c.strip() for c in _cells(_row(row[3:]))], row[13], row[1], row[2]] for row in rows)
-        store.write_csv(self.csv_path, header, table)
+        if self.view.full and found and self.only is None:
+            body = [[str(call_id), *rows.console_cells(row)] for call_id, _, _, *row in found[:_MOST_SHOWN]]
+            self.view.block(console.table(["forward_id", *rows.CONSOLE], body))
+        table = ([call_id, *rows.csv_cells(row), module, where] for call_id, module, where, *row in found)
+        store.write_csv(self.csv_path, ["forward_id", *rows.CSV, "module", "location"], table)
 
     def summary(self) -> list[str]:
         total = sum(self._verdicts.values())
@@ -937,8 +907,8 @@ class OpAutoCompare(Tool):
             f"{call.op} forward_id: {call.id}{info}",
             call.location,
             console.tensor_table(call.op, shown, pointers),
-            console.table([*console.COMPARE_COLUMNS, *console.VERDICT_COLUMNS], [_cells(r) for r in judgement.rows]),
-            *[f"{r.name}: {r.reason}" for r in judgement.rows if r.verdict == WRONG],
+            console.table(rows.CONSOLE, [row.cells() for row in judgement.rows]),
+            *[f"{r.label}: {r.reason}" for r in judgement.rows if r.verdict == WRONG],
             "",
         )
 
@@ -988,25 +958,3 @@ def _looks_of(sent: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> 
         len(sent),
         *[None if g is None else (g.shape, g.stride(), g.dtype, g.requires_grad) for g in (*sent, *found)],
     )
-
-
-def _cells(row: Row) -> list[str]:
-    return [
-        f"{row.name:<30}",
-        str(row.allclose),
-        console.number(row.max_abs_diff),
-        console.number(row.max_relative_diff),
-        console.number(row.atol),
-        console.number(row.rtol),
-        row.error_info,
-        "" if row.cosine != row.cosine else f"{row.cosine:.6f}",
-        f"{row.max_ulp:.3g}",
-        row.verdict,
-    ]
-
-
-def _row(stored: Sequence[Any]) -> Row:
-    """A row again, from its columns in the records, where NaN is nothing."""
-    name, allclose, apart, relative, atol, rtol, info, cosine, ulp, found, reason = stored
-    apart, relative, cosine, ulp = [math.nan if v is None else v for v in (apart, relative, cosine, ulp)]
-    return Row(name, bool(allclose), apart, relative, atol, rtol, info, cosine, ulp, found, reason)

@@ -13,8 +13,6 @@ from ..call.description import Described, Finding, TensorMeta, labelled, short
 # The column orders of the documented tables.
 CAPTURE_COLUMNS: Final = ["name", "device", "dtype", "numel", "shape", "stride", "requires_grad", "layout", "data_ptr"]
 DEFAULT_COLUMNS: Final = ["name", "shape", "stride", "numel", "dtype", "device", "requires_grad", "layout", "data_ptr"]
-COMPARE_COLUMNS: Final = ["name", "allclose", "max_abs_diff", "max_relative_diff", "atol", "rtol", "error_info"]
-VERDICT_COLUMNS: Final = ["cosine", "max_ulp", "verdict"]
 CAST_COLUMNS: Final = ["name", "target", "action", "config"]
 _MOST_TEMPLATES: Final = 20_000
 
@@ -116,11 +114,6 @@ class TableCache:
 def call_rows(inputs: Described, outputs: Described) -> LabelledRows:
     """Rows of the inputs, then of the outputs, labelled as documented."""
     return labelled(inputs, "inputs") + labelled(outputs, "outputs")
-
-
-def number(value: float | None) -> str:
-    """A number of a comparison with nine decimals; missing ones are zero (`number(0.5) == "0.500000000"`)."""
-    return f"{0.0 if value is None else value:.9f}"
 
 
 def emit(text: str) -> None:

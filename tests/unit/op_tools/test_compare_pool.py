@@ -16,6 +16,7 @@ from op_tools.compare.pool import Ring, needs_gradients, sendable
 from op_tools.compare.worker import Answer, Helper, Options, Task
 from op_tools.copies.operands import Layouts, Operands, stage
 from op_tools.judge.verdict import Rules
+from op_tools.view.rows import Row
 
 OPTIONS = Options(Rules(), 1 << 20, 1 << 30, 10.0)
 
@@ -135,7 +136,7 @@ def test_right_calls_come_back_as_rows_and_wrong_ones_are_handed_back() -> None:
     with Conversation() as talk:
         right = talk.ask("forward", op, args, ((x, w), {}, y.detach()))
         assert right.rows is not None
-        assert [row[0] for row in right.rows] == [f"{op} input[0]", f"{op} input[1]", f"{op} output"]
+        assert [Row._make(row).name for row in right.rows] == [f"{op} input[0]", f"{op} input[1]", f"{op} output"]
         back = talk.ask("backward", op, None, ([sent], list(grads)))
         assert back.rows is not None
         assert len(back.rows) == 2

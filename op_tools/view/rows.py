@@ -1,0 +1,124 @@
+"""The rows of a comparison. Each column is declared once, in `Row`, with how it is stored and shown.
+
+The sqlite columns, the CSV files, the console tables and what worker processes send all follow from that declaration.
+A new column is one line here and one where it is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Final, NamedTuple, get_type_hints
+
+RIGHT: Final = "right"
+WRONG: Final = "wrong"
+NOT_COMPARABLE: Final = "not comparable"
+
+
+class Column(NamedTuple):
+    """How one column is stored and shown; `show` makes the text of a cell, in which None is a NaN read from sqlite."""
+
+    sql: str
+    show: Callable[[Any], str] = str
+    show_replayed: Callable[[Any], str] | None = None  # where the tables of a replay have another text
+    console: bool = True  # the columns that only files have come last
+    replay_csv: bool = True  # whether the CSV file of a replay has it for the worst tensor of a capture
+
+
+def _as(form: str) -> Callable[[float | None], str]:
+    return lambda value: format(math.nan if value is None else value, form)
+
+
+def _name(op: str, part: str, index: int | None) -> str:
+    return f"{op} {part}" if index is None else f"{op} {part}[{index}]"
+
+
+def _cosine(value: float | None) -> str:
+    return "" if value is None or value != value else f"{value:.6f}"
+
+
+class Row(NamedTuple):
+    """One compared tensor or number: which one it is, the columns, and what the verdict rests on.
+
+    `excess` is the largest error divided by its bound; `where` is the place of that element.
+
+    >>> Row("torch.sort", "output", 1, True, 0.0, 0.0, 1e-5, 1e-5, "").label
+    'torch.sort output[1]'
+    """
+
+    op: str
+    part: str  # output, input (an argument after the call) or grad_input
+    index: int | None  # type: ignore[assignment]  # of the tensor; None where there is only one
+    allclose: Annotated[bool, Column("INTEGER", lambda value: str(bool(value)))]
+    max_abs_diff: Annotated[float, Column("REAL", _as(".9f"))]
+    max_relative_diff: Annotated[float, Column("REAL", _as(".9f"))]
+    atol: Annotated[float, Column("REAL", _as(".9f"))]
+    rtol: Annotated[float, Column("REAL", _as(".9f"))]
+    error_info: Annotated[str, Column("TEXT")]
+    cosine: Annotated[float, Column("REAL", _cosine)] = math.nan
+    max_ulp: Annotated[float, Column("REAL", _as(".3g"), _as(".2f"))] = 0.0
+    verdict: Annotated[str, Column("TEXT", replay_csv=False)] = RIGHT
+    reason: Annotated[str, Column("TEXT", console=False, replay_csv=False)] = ""
+    excess: float = 0.0
+    where: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The tensor, as reasons and reports name it (`torch.mul grad_input[0]`)."""
+        return _name(self.op, self.part, self.index)
+
+    @property
+    def label(self) -> str:
+        """The tensor, as the console and the records name it (`torch.mul grad[0]`)."""
+        return _name(self.op, "grad" if self.part == "grad_input" else self.part, self.index)
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The values of `COLUMNS`."""
+        return tuple(self)[_FIRST:_END]
+
+    def stored(self) -> tuple[Any, ...]:
+        """The values for `SQL`; sqlite stores NaN as NULL."""
+        return (self.label, *self.values)
+
+    def cells(self, replayed: bool = False) -> list[str]:
+        """The texts for `CONSOLE`."""
+        if replayed:
+            info = "; ".join(dict.fromkeys(text for text in (self.error_info, self.reason) if text))
+            shown = self._replace(error_info=info).values
+            texts = [(column.show_replayed or column.show)(value) for column, value in zip(_CONSOLE, shown)]
+            return [f"{self.label:<30}", *texts]
+        return console_cells(self.stored())
+
+    def replay_csv(self) -> list[Any]:
+        """The values for `REPLAY_CSV`."""
+        return [getattr(self, name) for name in ("name", *REPLAY_CSV[1:])]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything by name, for JSON."""
+        return {"name": self.name, **dict(zip(COLUMNS, self.values)), "excess": self.excess, "where": self.where}
+
+
+COLUMNS: Final[dict[str, Column]] = {
+    name: hint.__metadata__[0]
+    for name, hint in get_type_hints(Row, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
+}
+_FIRST: Final = Row._fields.index(next(iter(COLUMNS)))
+_END: Final = _FIRST + len(COLUMNS)
+_CONSOLE: Final = [column for column in COLUMNS.values() if column.console]
+
+SQL: Final = {"name": "TEXT", **{name: column.sql for name, column in COLUMNS.items()}}
+CSV: Final = list(SQL)
+CONSOLE: Final = CSV[: 1 + len(_CONSOLE)]
+REPLAY_CSV: Final = ["worst", *[name for name, column in COLUMNS.items() if column.replay_csv]]
+
+
+def csv_cells(stored: Sequence[Any]) -> list[str]:
+    """The texts for `CSV` from what sqlite gives back (`csv_cells(row.stored())`)."""
+    return [stored[0], *[column.show(value) for column, value in zip(COLUMNS.values(), stored[1:])]]
+
+
+def console_cells(stored: Sequence[Any]) -> list[str]:
+    """The texts for `CONSOLE` from what sqlite gives back (`console_cells(row.stored())`)."""
+    return [f"{stored[0]:<30}", *[column.show(value) for column, value in zip(_CONSOLE, stored[1:])]]
