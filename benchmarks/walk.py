@@ -1,7 +1,7 @@
 """How far one call walks through op_tools: function calls, modules and changes of module, the second time it is made.
 
-    python -m benchmarks.walk                        # OpAutoCompare, OpCapture and replay, a table
-    python -m benchmarks.walk OpAutoCompare --list   # the modules of one tool, with their share
+python -m benchmarks.walk                        # OpAutoCompare, OpCapture and replay, a table
+python -m benchmarks.walk OpAutoCompare --list   # the modules of one tool, with their share
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 import ditorch  # noqa: F401  (a device on every machine)
-
 import op_tools
 
 PACKAGE = os.path.dirname(os.path.abspath(op_tools.__file__)) + os.sep

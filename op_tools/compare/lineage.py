@@ -1,7 +1,7 @@
-"""Who is to blame: the first wrong operator, whether its inputs were right, and what its error reached.
+"""Blame: the first wrong operator, whether its inputs were right, and what its error reached.
 
 Every comparison is an event; forward and backward of a call are two. An event knows which earlier events made
-the values that it worked on, so that errors can be told from their consequences.
+the values that it used, so that errors can be told from their consequences.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Lineage:
         return found
 
     def reached_by(self, event: int) -> int:
-        """How many later events worked on values that come from this one (`lineage.reached_by(event)`)."""
+        """How many later events used values that come from this one (`lineage.reached_by(event)`)."""
         reached = {event}
         for later, parents in self._parents.items():
             if later > event and any(p in reached for p in parents):
@@ -116,10 +116,10 @@ def report(wrong: Sequence[Blame], lineage: Lineage, compared: Counter[str]) -> 
     lines = [f"first wrong: {first.op} ({first.phase}), {first.where}", *_details(first)]
     causes = lineage.ancestors_among(first.event, events)
     lines.append(
-        "  from the operator itself: the CPU gets another result from the same inputs"
-        + (", which come from wrong results" if causes else ", and nothing wrong went into them")
+        "  root cause: with the same inputs the CPU computes a different result"
+        + ("; these inputs come from wrong results" if causes else "; nothing wrong went into them")
     )
-    lines.append(f"  {lineage.reached_by(first.event)} later events worked on values that come from it")
+    lines.append(f"  downstream calls affected: {lineage.reached_by(first.event)}")
     largest = max(ordered, key=lambda b: b.excess)
     if largest is not first:
         lines += [f"largest error: {largest.op} ({largest.phase}), {largest.where}", *_details(largest)]

@@ -1,7 +1,7 @@
-"""Processes that help to compare, for runs that last: threads of one process wait for its interpreter.
+"""Worker processes for long runs: the threads of one process compete for its GIL.
 
-A call goes to a process as bytes in memory that both map, pinned where the device can write to it directly, and a
-few words about it. Its backward goes to the same one, which has kept the arguments and the golden forward pass.
+A call goes to a worker as bytes in memory that both map, pinned where the device can write to it directly, and a
+short message. Its backward goes to the same worker, which has kept the arguments and the golden forward pass.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ..call.description import Tensor
 from ..call.devices import can_pin
 from ..copies.operands import Layout, Operands, Ref
 from ..copies.transport import Fetcher, bytes_in, padded
-from .worker import Answer, Options, Spans, Task
+from .worker import Answer, Message, Options, Spans
 
-_RING: Final = 64 << 20  # bytes that wait for one process
-_CALL: Final = 1 << 17  # bytes that take as long as what a call costs in any case
-_SECONDS_TO_END: Final = 5.0
-_MOST_TREES: Final = 50_000
+_RING: Final = 64 << 20  # bytes of calls that wait for one worker
+_CALL: Final = 1 << 17  # the fixed cost of a call, in bytes that take as long
+_MAX_SECONDS_TO_END: Final = 5.0
+_MAX_TREES: Final = 50_000
 # what means the same in another process
 _SIMPLE: Final = frozenset(
     {
@@ -47,7 +47,7 @@ _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
 class Ring:
-    """Places in a stretch of memory, given out in order and free again in almost the same order.
+    """A ring buffer: spans are taken in order, and given back in almost the same order.
 
     >>> ring = Ring(100)
     >>> ring.take(60), ring.take(60)
@@ -62,7 +62,7 @@ class Ring:
         self._taken: deque[list[int]] = deque()  # [start, end, whether it is free again]
 
     def take(self, nbytes: int) -> int | None:
-        """Where so many bytes may be put; None where there is no room."""
+        """Where a span of so many bytes begins, or None while there is no room."""
         nbytes = max(nbytes, 1)  # a place of its own
         if not self._taken:
             start = 0
@@ -82,7 +82,7 @@ class Ring:
         return start
 
     def give(self, start: int) -> None:
-        """Have a place back."""
+        """Give a span back."""
         for place in self._taken:
             if place[0] == start and not place[2]:
                 place[2] = 1
@@ -91,29 +91,29 @@ class Ring:
             self._taken.popleft()
 
 
-class Remote:
-    """Where a call and its backward are compared."""
+class Lease:
+    """A worker's promise to compare a call and its backward; ends with the object."""
 
-    def __init__(self, helper: _Helper, memory: int) -> None:
-        self.helper, self.memory = helper, memory
+    def __init__(self, worker: _Process, memory: int) -> None:
+        self.worker, self.memory = worker, memory
         self.nbytes = 0  # that wait to be sent
         self.tried = threading.Event()
         self.there = False  # the arguments have arrived
 
     def __del__(self) -> None:
-        self.helper.unneeded.append(self.memory)
-        self.helper.load -= self.nbytes  # if it was never sent
+        self.worker.unneeded.append(self.memory)
+        self.worker.load -= self.nbytes  # if it was never sent
 
 
 class _Flight:
     """A call that was sent and not answered."""
 
-    def __init__(self, start: int, given: Any, task: Task, weight: int) -> None:
-        self.start, self.given, self.task, self.weight = start, given, task, weight
+    def __init__(self, start: int, given: Any, message: Message, weight: int) -> None:
+        self.start, self.given, self.message, self.weight = start, given, message, weight
 
 
-class _Helper:
-    """One process, its memory, and what it is working on."""
+class _Process:
+    """One worker process, the memory shared with it, and the jobs that it has."""
 
     def __init__(self, options: Options, device: torch.device) -> None:
         self.device = device
@@ -148,7 +148,7 @@ class _Helper:
         self._connection.send(options)
 
     def wait_until_ready(self) -> None:
-        """Until it has started; raises EOFError if it ends instead."""
+        """Wait until it has started; raises EOFError if it exits instead."""
         self._connection.recv()
         if self.device.type == "cuda" and can_pin("cuda"):
             with torch.cuda.device(self.device):  # this thread would use the first GPU, of other ranks
@@ -156,7 +156,7 @@ class _Helper:
         self.ready = True
 
     def place(self, nbytes: int) -> int | None:
-        """Room for a call, waited for; None where the process has ended."""
+        """A span for a call, as soon as there is room, or None where the worker has exited."""
         with self.change:
             while not self.ended:
                 start = self._ring.take(nbytes)
@@ -182,22 +182,22 @@ class _Helper:
             with self.change:
                 if self.ended:
                     raise BrokenPipeError
-                self.flights[flight.task.number] = flight
-            self._connection.send(("task", flight.task))
+                self.flights[flight.message.number] = flight
+            self._connection.send(("job", flight.message))
 
     def receive(self) -> list[Answer]:
         answers: list[Answer] = self._connection.recv()
         return answers
 
     def end(self) -> None:
-        """Have it end: nothing it does is needed any more."""
+        """End it: its answers are not needed any more."""
         with self.change:
             self.ended = True
             self.change.notify_all()
         self.process.kill()
 
     def let_go(self) -> None:
-        """Wait for its end, and let go of the memory."""
+        """Wait for its exit, and free the memory."""
         self.process.wait()
         if self._pinned:
             with torch.cuda.device(self.device):
@@ -207,7 +207,7 @@ class _Helper:
         self.buffer = torch.empty(0, dtype=torch.uint8)
         try:
             self._mapped.close()
-        except BufferError:  # somebody still looks at it, and it goes with them
+        except BufferError:  # a tensor still refers to it; it goes with the last one
             pass
 
     def forget(self) -> None:
@@ -219,10 +219,10 @@ class _Helper:
 
 
 class Pool:
-    """Some processes; `answered(given, answer)` is called for each call, in any order, with None if it was lost.
+    """The worker processes of a run; `answered(given, answer)` is called for each job, in any order; None means lost.
 
     >>> pool = Pool(4, options, "cuda", answered)  # doctest: +SKIP
-    >>> remote = pool.remote()                     # doctest: +SKIP
+    >>> lease = pool.lease(nbytes)                     # doctest: +SKIP
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Pool:
     ) -> None:
         self._answered = answered
         self.number = next(_numbers)
-        self._helpers: list[_Helper] = []
+        self._processes: list[_Process] = []
         self._memories = self._trees = 0
         self._lock = threading.Condition()
         self._sending = threading.Lock()
@@ -243,78 +243,83 @@ class Pool:
         self._threads: list[threading.Thread] = []
         try:
             for _ in range(processes):
-                self._thread(self._serve, _Helper(options, device))
+                self._thread(self._serve, _Process(options, device))
         except BaseException:
             self.close()
             self.let_go()
             raise
         _pools.add(self)
 
-    def _thread(self, target: Callable[..., None], helper: _Helper) -> None:
-        thread = threading.Thread(target=target, args=(helper,), name="op_tools-pool", daemon=True)
+    def _thread(self, target: Callable[..., None], worker: _Process) -> None:
+        thread = threading.Thread(target=target, args=(worker,), name="op_tools-pool", daemon=True)
         thread.op_tools_internal = True  # type: ignore[attr-defined]
-        self._helpers.append(helper)
+        self._processes.append(worker)
         thread.start()
         self._threads.append(thread)
 
     # -- for those who send ---------------------------------------------------------------------------
 
-    def remote(self, nbytes: int) -> Remote | None:
-        """A process for a call of so many bytes and its backward: the one that has least to do; None for none."""
-        there = [helper for helper in self._helpers if helper.ready and not helper.ended]
+    def lease(self, nbytes: int) -> Lease | None:
+        """The least-loaded worker, for a call of so many bytes and its backward, or None."""
+        there = [worker for worker in self._processes if worker.ready and not worker.ended]
         if not there or self._closed:
             return None
         with self._lock:
-            if self._trees >= _MOST_TREES:  # which the processes keep
+            if self._trees >= _MAX_TREES:  # which the processes keep
                 return None
             self._memories += 1
-            remote = Remote(min(there, key=lambda helper: helper.load), self._memories)
-            remote.nbytes = nbytes + _CALL
-            remote.helper.load += remote.nbytes
-            return remote
+            lease = Lease(min(there, key=lambda worker: worker.load), self._memories)
+            lease.nbytes = nbytes + _CALL
+            lease.worker.load += lease.nbytes
+            return lease
 
-    def send(self, remote: Remote, task: Task, parts: Sequence[Operands], fetcher: Fetcher, given: Any) -> bool:
+    def send(self, lease: Lease, message: Message, parts: Sequence[Operands], fetcher: Fetcher, given: Any) -> bool:
         """Copy a call to its process; whether it has gone there. The numbers of trees and spans are filled in."""
-        helper = remote.helper
-        weight, remote.nbytes = remote.nbytes or task.nbytes + _CALL, 0
-        if task.phase == "backward":
-            self._weigh(helper, weight)
+        worker = lease.worker
+        weight, lease.nbytes = lease.nbytes or message.nbytes + _CALL, 0
+        if message.phase == "backward":
+            self._weigh(worker, weight)
         size = sum([padded(bytes_in(s)) for part in parts for s in part.storages])
         if size > _RING:
-            if task.phase == "forward":
-                self._weigh(helper, -weight)
+            if message.phase == "forward":
+                self._weigh(worker, -weight)
                 return False
-            parts, size = (), 0  # gradients may be larger than the call: it is handed back, with its arguments
-        start = helper.place(size)
+            parts, size = (), 0  # too large for the ring: the worker hands the call back, with its arguments
+        start = worker.place(size)
         if start is None:
-            self._weigh(helper, -weight)
+            self._weigh(worker, -weight)
             return False
         with self._lock:
             self._flying += 1
         sent = False
         try:
-            with self._sending:  # one after the other: threads that copy at once wait for the interpreter
-                spans = _copied(parts, start, helper.buffer, fetcher)
+            with self._sending:  # one at a time: threads that copy at once compete for the GIL
+                spans = _copied(parts, start, worker.buffer, fetcher)
                 trees = [(self._number(part), part.tree) for part in parts]
                 if parts:
-                    task = task._replace(after=trees[-1][0], after_spans=spans[-1])
+                    message = message._replace(after=trees[-1][0], after_spans=spans[-1])
                 if len(parts) == 2:
-                    task = task._replace(before=trees[0][0], before_spans=spans[0])
-                helper.send(_Flight(start, given, task, weight), trees)
+                    message = message._replace(before=trees[0][0], before_spans=spans[0])
+                worker.send(_Flight(start, given, message, weight), trees)
             sent = True
-        except (OSError, pickle.PicklingError, TypeError, AttributeError):  # it has ended; a tree with something odd
-            with helper.change:
-                helper.flights.pop(task.number, None)
+        except (
+            OSError,
+            pickle.PicklingError,
+            TypeError,
+            AttributeError,
+        ):  # it has exited; an odd tree
+            with worker.change:
+                worker.flights.pop(message.number, None)
         finally:
             if not sent:
-                helper.give(start)
-                self._weigh(helper, -weight)
+                worker.give(start)
+                self._weigh(worker, -weight)
                 self._landed()
         return sent
 
-    def _weigh(self, helper: _Helper, weight: int) -> None:
+    def _weigh(self, worker: _Process, weight: int) -> None:
         with self._lock:
-            helper.load += weight
+            worker.load += weight
 
     def _number(self, staged: Operands) -> int:
         """The number of a tree, given once to each layout."""
@@ -337,53 +342,53 @@ class Pool:
     def wait_until_ready(self, seconds: float = 60.0) -> int:
         """Wait for the processes to start; how many there are (`pool.wait_until_ready()`)."""
         with self._lock:
-            self._lock.wait_for(lambda: all(h.ready or h.ended for h in self._helpers), seconds)
-        return sum(helper.ready and not helper.ended for helper in self._helpers)
+            self._lock.wait_for(lambda: all(h.ready or h.ended for h in self._processes), seconds)
+        return sum(worker.ready and not worker.ended for worker in self._processes)
 
     def close(self) -> None:
         """End the processes (`pool.close()`)."""
         self._closed = True
-        for helper in self._helpers:
-            helper.end()
+        for worker in self._processes:
+            worker.end()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(_SECONDS_TO_END)
+                thread.join(_MAX_SECONDS_TO_END)
         _pools.discard(self)
 
     def let_go(self) -> None:
         """Let go of the memory, once nobody sends any more (`pool.let_go()`)."""
-        for helper in self._helpers:
-            helper.let_go()
+        for worker in self._processes:
+            worker.let_go()
         self._answered = _nobody
 
     # -- what comes back ------------------------------------------------------------------------------
 
-    def _serve(self, helper: _Helper) -> None:
+    def _serve(self, worker: _Process) -> None:
         try:
-            helper.wait_until_ready()
+            worker.wait_until_ready()
             with self._lock:
                 self._lock.notify_all()
             while True:
-                for answer in helper.receive():
-                    self._land(helper, answer)
+                for answer in worker.receive():
+                    self._land(worker, answer)
         except (EOFError, OSError):
             pass
-        with helper.change:
-            helper.ended = True
-            lost = list(helper.flights.values())
-            helper.flights.clear()
-            helper.change.notify_all()
+        with worker.change:
+            worker.ended = True
+            lost = list(worker.flights.values())
+            worker.flights.clear()
+            worker.change.notify_all()
         for flight in lost:
             self._answered(flight.given, None)
             self._landed()
         with self._lock:
             self._lock.notify_all()
 
-    def _land(self, helper: _Helper, answer: Answer) -> None:
-        with helper.change:
-            flight = helper.flights.pop(answer.number)
-        helper.give(flight.start)
-        self._weigh(helper, -flight.weight)
+    def _land(self, worker: _Process, answer: Answer) -> None:
+        with worker.change:
+            flight = worker.flights.pop(answer.number)
+        worker.give(flight.start)
+        self._weigh(worker, -flight.weight)
         try:
             self._answered(flight.given, answer)
         finally:
@@ -396,14 +401,14 @@ class Pool:
 
 
 def _nobody(given: Any, answer: Answer | None) -> None:
-    """All has been answered."""
+    """Answers that nobody waits for."""
 
 
 def forget_in_child() -> None:
-    """A forked child must not keep the processes of its parent alive when that ends."""
+    """A forked child must not keep its parent's workers alive."""
     for pool in list(_pools):
-        for helper in pool._helpers:
-            helper.forget()
+        for worker in pool._processes:
+            worker.forget()
     _pools.clear()
 
 
@@ -411,17 +416,17 @@ os.register_at_fork(after_in_child=forget_in_child)
 
 
 def available() -> bool:
-    """Whether this machine can share memory in the way that is needed (`available()`)."""
+    """Whether this machine can share memory with worker processes (`available()`)."""
     return sys.platform == "linux" and hasattr(os, "memfd_create") and bool(sys.executable)
 
 
 def most_bytes() -> int:
-    """The largest call that goes to a process (`most_bytes()`)."""
+    """The largest call that goes to a worker (`most_bytes()`)."""
     return _RING // 2
 
 
 def sendable(staged: Operands) -> bool:
-    """Whether a process can be told all about the staged tensors (`sendable(stage((x, 2)))`)."""
+    """Whether a worker can be told all about a snapshot (`sendable(stage((x, 2)))`)."""
     layout = staged.layout
     if layout is None:
         return False

@@ -1,31 +1,29 @@
-"""A process that compares calls of a run in another one; `compare_pool` starts it and says what it is sent.
+"""A worker process: it compares calls of the run that started it (`pool`).
 
-The bytes of a call lie in memory that both map. The answer to a call that is right is its rows; any other call is
-handed back, and the run looks at it itself: what is wrong is found, shown and saved in one place.
+The bytes of a call lie in memory that both processes map. The answer to a call that is right is its rows; any other
+call is handed back, and the run compares it itself: what is wrong is found, shown and saved in one place.
 """
 
 from __future__ import annotations
 
-import functools
 import mmap
 import os
 import signal
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from ..call.description import Tensor
-from ..call.traits import OpTraits, traits_of
+from ..copies.invocation import BACKWARD, Invocation, Region
 from ..copies.memory import MemoryBudget
 from ..copies.operands import tensors_over
 from ..judge.verdict import RIGHT, Rules
 from ..native import measuring
-from ..replay import captured
-from .comparing import Comparer, Comparison, Memory
+from .job import Job
+from .judges.host import Comparer, ForwardRun
 
-_AT_ONCE: Final = 8  # answers
+_BATCH: Final = 8  # answers that are sent together
 Spans = tuple[tuple[int, int], ...]  # of each storage: where its bytes begin in the shared memory, and how many
 
 
@@ -33,35 +31,31 @@ class Options(NamedTuple):
     """What all comparisons of a run have in common."""
 
     rules: Rules
-    room: int  # bytes of golden runs that wait for a backward
+    kept_bytes: int  # of golden runs that wait for a backward
     max_bytes: int
     max_seconds: float
 
 
-class Task(NamedTuple):
-    """A call to compare; trees go by numbers, and are sent once each."""
+class Message(NamedTuple):
+    """A job on its way to a worker; trees go by numbers, and are sent once each."""
 
     number: int
     phase: str
-    op: str
-    device: str
-    numbers: tuple[int, int]
+    call: tuple[str, Region, tuple[int, int]]  # see `Invocation.wire`
     nbytes: int
-    rounded_to: torch.dtype | None
-    autocast: torch.dtype | None
-    grad_enabled: bool
-    memory: int  # of the call and its backward
-    before: int  # tree of the arguments; zero for a backward, whose arguments are here
-    before_spans: Spans
-    after: int  # tree of what they are afterwards and the result, or of gradients sent and found
-    after_spans: Spans
+    memory: int  # names the call and its backward; zero where no backward can come
+    before: int = 0  # tree of the arguments; zero for a backward, whose arguments the worker has
+    before_spans: Spans = ()
+    after: int = 0  # tree of the values: see `Job`
+    after_spans: Spans = ()
 
 
 class Answer(NamedTuple):
-    """What came out: `rows` where all is right; if None, the call is handed back, with arguments kept here."""
+    """What came out: `rows` where all is right; if None, the job is handed back, with arguments that were kept."""
 
     number: int
     rows: list[tuple[Any, ...]] | None
+    failure: str = ""  # what went wrong in the worker, if anything did
     tree: Any = None
     before: list[bytes] | None = None
 
@@ -69,20 +63,22 @@ class Answer(NamedTuple):
 class _Remembered(NamedTuple):
     tree: Any
     flats: list[Tensor]
-    memory: Memory
+    forward: ForwardRun
 
 
-class Helper:
+class Worker:
     """Compares what it is sent."""
 
     def __init__(self, buffer: Tensor, options: Options) -> None:
         self._buffer = buffer
-        self._comparer = Comparer(options.rules, MemoryBudget(options.room), options.max_bytes, options.max_seconds)
+        self._comparer = Comparer(
+            options.rules, MemoryBudget(options.kept_bytes), options.max_bytes, options.max_seconds
+        )
         self._trees: dict[int, Any] = {}
         self._remembered: dict[int, _Remembered] = {}
 
     def serve(self, connection: Connection) -> None:
-        """Go on until the other side is gone; answers wait for each other while there is more to do."""
+        """Answer until the run ends; answers are batched while more messages wait."""
         answers: list[Answer] = []
         while True:
             try:
@@ -95,66 +91,41 @@ class Helper:
                         self._remembered.pop(number, None)
                 else:
                     answers.append(self.answer(message))
-                if answers and (len(answers) >= _AT_ONCE or not connection.poll(0)):
+                if answers and (len(answers) >= _BATCH or not connection.poll(0)):
                     connection.send(answers)
                     answers = []
             except (EOFError, OSError):
                 return
 
-    def answer(self, task: Task) -> Answer:
-        """Compare one call (`helper.answer(task).rows is None`)."""
-        rows = None
+    def answer(self, message: Message) -> Answer:
+        """Compare one call (`worker.answer(message).rows is None`)."""
+        rows, failure = None, ""
         try:
-            rows = self._rows(task)
-        except Exception:  # the run finds out itself
-            pass
-        if rows is not None or task.phase == "forward":
-            return Answer(task.number, rows)
-        known = self._remembered.get(task.memory)
+            rows = self._rows(message)
+        except Exception as error:  # the run compares it itself, and reports what failed here
+            failure = f"{type(error).__name__}: {error}"
+        known = self._remembered.get(message.memory) if rows is None and message.phase == BACKWARD else None
         if known is None:
-            return Answer(task.number, None)
-        return Answer(task.number, None, known.tree, [f.numpy().tobytes() for f in known.flats])
+            return Answer(message.number, rows, failure)
+        return Answer(message.number, None, failure, known.tree, [f.numpy().tobytes() for f in known.flats])
 
-    def _rows(self, task: Task) -> list[tuple[Any, ...]] | None:
-        if task.before:
-            tree, flats = self._trees[task.before], self._flats(task.before_spans)
-            memory = Memory()
-            if task.memory:
+    def _rows(self, message: Message) -> list[tuple[Any, ...]] | None:
+        if message.before:
+            tree, flats = self._trees[message.before], self._flats(message.before_spans)
+            forward = ForwardRun()
+            if message.memory:
                 flats = [f.clone() for f in flats]
-                self._remembered[task.memory] = _Remembered(tree, flats, memory)
+                self._remembered[message.memory] = _Remembered(tree, flats, forward)
         else:
-            tree, flats, memory = self._remembered[task.memory]
-        args, kwargs = tensors_over(tree, flats)
-        after = tensors_over(self._trees[task.after], self._flats(task.after_spans))
-        names = ("args", "kwargs", "result") if task.phase == "forward" else ("grad_outputs", "grad_inputs")
-        function, traits = _operator(task.op)
-        comparison = Comparison(
-            task.phase,
-            task.op,
-            function,
-            traits,
-            task.device,
-            task.numbers,
-            args,
-            kwargs,
-            dict(zip(names, after)),
-            task.nbytes,
-            task.rounded_to,
-            task.autocast,
-            task.grad_enabled,
-            memory if task.memory else None,
-        )
-        found = self._comparer.compare(comparison)
+            tree, flats, forward = self._remembered[message.memory]
+        job = Job(Invocation.from_wire(*message.call), message.phase, nbytes=message.nbytes)
+        job.args, job.kwargs = tensors_over(tree, flats)
+        job.values = tensors_over(self._trees[message.after], self._flats(message.after_spans))
+        found = self._comparer.compare(job, forward if message.memory else None)
         return list(map(tuple, found.rows)) if found.verdict == RIGHT else None
 
     def _flats(self, spans: Spans) -> list[Tensor]:
         return [self._buffer[start : start + count] for start, count in spans]
-
-
-@functools.lru_cache(maxsize=4096)
-def _operator(name: str) -> tuple[Callable[..., Any], OpTraits]:
-    function = captured.function_of(name)
-    return function, traits_of(function)
 
 
 def main(socket: int, memory: int, size: int) -> None:
@@ -164,10 +135,10 @@ def main(socket: int, memory: int, size: int) -> None:
     connection = Connection(socket)
     try:
         options = connection.recv()
-        helper = Helper(torch.frombuffer(mmap.mmap(memory, size), dtype=torch.uint8), options)
+        worker = Worker(torch.frombuffer(mmap.mmap(memory, size), dtype=torch.uint8), options)
         measuring.prepare()
         connection.send("ready")
-        helper.serve(connection)
+        worker.serve(connection)
     except (EOFError, OSError):
         pass
     os._exit(0)  # at once: the run waits, and there is nothing to clean up

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from ..call.traits import OpTraits
+from ..call.functions import function_of
+from ..call.traits import OpTraits, traits_of
 from .operands import Operands
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -47,12 +49,20 @@ class Invocation:
     site: Site
     region: Region
     numbers: tuple[int, int] = (0, 0)  # of the descriptions of arguments and results; equal for calls that look alike
-    phase: str = FORWARD
-    before: Operands | None = None  # (args, kwargs)
-    after: Operands | None = None  # (args, kwargs, result)
-    grads: Operands | None = None  # (grad_outputs, grad_inputs)
+    before: Operands | None = None  # snapshot of (args, kwargs)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that its snapshots take."""
-        return sum([s.nbytes for s in (self.before, self.after, self.grads) if s is not None])
+    def wire(self) -> tuple[str, Region, tuple[int, int]]:
+        """What another process needs to know besides the operands; `from_wire` is its inverse."""
+        return (self.op, self.region, self.numbers)
+
+    @classmethod
+    def from_wire(cls, op: str, region: Region, numbers: tuple[int, int]) -> Invocation:
+        """The call again, with the function and traits that this process has under that name."""
+        function, traits = _operator(op)
+        return cls(0, op, function, traits, Site(), region, numbers)
+
+
+@functools.lru_cache(maxsize=4096)
+def _operator(op: str) -> tuple[Callable[..., Any], OpTraits]:
+    function = function_of(op)
+    return function, traits_of(function)

@@ -20,8 +20,10 @@ from torch.utils.checkpoint import checkpoint
 
 import ditorch
 import op_tools
-from op_tools import OpAutoCompare, launch, settings
+from op_tools import launch, settings
 from op_tools.compare import cores, pieces
+from op_tools.compare.judges.host import Host
+from op_tools.compare.judges.views import Views
 from op_tools.judge import golden
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -252,7 +254,7 @@ def test_forward_passes_that_wait_for_a_backward_do_not_pile_up(device: str, mon
     monkeypatch.setenv("OP_AUTOCOMPARE_QUEUE_BYTES", str(1 << 20))  # a quarter of it for them
     x = torch.randn(64, 64, device=device, requires_grad=True)
     with op_tools.OpAutoCompare() as compared:
-        room = compared._comparer.room
+        room = compared.judge(Host).comparer.budget
         pending = [torch.nn.functional.gelu(x) for _ in range(20)]
         compared.wait()
         assert 0 <= room.left < (1 << 18) - (1 << 16), "some are kept, not all"
@@ -482,8 +484,8 @@ def views_step(x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("look", ["cpu", "device"])
 def test_calls_that_run_no_kernel_are_looked_at_once(look: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compare, seen = OpAutoCompare._compare, []
-    monkeypatch.setattr(OpAutoCompare, "_compare", lambda self, job: (seen.append(job.call.op), compare(self, job))[1])
+    settle, seen = Host.settle, []
+    monkeypatch.setattr(Host, "settle", lambda self, job: (seen.append(job.call.op), settle(self, job))[1])
     x = torch.randn(4, 5, device=device, requires_grad=True)
     with op_tools.OpAutoCompare(look=look) as compared:
         for _ in range(3):
@@ -507,12 +509,12 @@ def test_a_result_at_another_place_is_looked_at(device: str, monkeypatch: pytest
         for _ in range(2):
             narrow(flat, 0, 4, 4)
             compared.wait()
-        kind, known = next(iter(compared._views._known.items()))
+        kind, known = next(iter(compared.judge(Views).known.items()))
         place = (known.places[0][0], known.places[0][1] + 4, False, False)
-        compared._views._known[kind] = known._replace(places=(place,))  # as if the device had erred by one element
+        compared.judge(Views).known[kind] = known._replace(places=(place,))  # as if the device had erred by one element
         narrow(flat, 0, 4, 4)
         compared.wait()
-        assert compared._views.get(kind).places == known.places, "compared in full, and learned again"
+        assert compared.judge(Views).known[kind].places == known.places, "compared in full, and learned again"
     assert {row["verdict"] for row in compared.records()} == {"right"}
 
 
@@ -531,15 +533,15 @@ def test_views_whose_place_a_value_decides(device: str) -> None:
 def test_an_interrupt_while_the_run_waits_loses_no_later_call(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(2, device=device)
     with op_tools.OpAutoCompare(ops=["torch.add"]) as compared:
-        reserve = compared._writer.reserve
+        reserve = compared._queue.reserve
 
         def interrupted(nbytes: int) -> bool:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(compared._writer, "reserve", interrupted)
+        monkeypatch.setattr(compared._queue, "reserve", interrupted)
         with pytest.raises(KeyboardInterrupt):
             torch.add(x, x)
-        monkeypatch.setattr(compared._writer, "reserve", reserve)
+        monkeypatch.setattr(compared._queue, "reserve", reserve)
         for _ in range(3):
             torch.add(x, x)
     assert len({row["call_id"] for row in compared.records()}) == 3

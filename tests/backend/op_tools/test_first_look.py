@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 import ditorch
 import op_tools
-from op_tools.compare import precheck
+from op_tools.compare.judges import device as precheck
+from op_tools.compare.judges.device import DevicePrecheck
 from op_tools.judge import measures
 from op_tools.settings import SettingsError
 from tests.backend.op_tools.test_auto_compare import train
@@ -34,7 +35,7 @@ def faults(device: str) -> Iterator[Any]:
 
 def looked_at(comparison: Any) -> tuple[int, int]:
     """Comparisons that were settled on the device, and that were passed on."""
-    return comparison._look.settled, comparison._look.passed_on
+    return comparison.judge(DevicePrecheck).settled, comparison.judge(DevicePrecheck).passed_on
 
 
 @pytest.mark.parametrize("save_memory", [False, True], ids=["plain", "checkpointed"])
@@ -163,7 +164,7 @@ def test_room_is_given_back(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
         for _ in range(6):
             linear_step(x, layer)
             compared.wait()
-        room, end = compared._look._room, time.monotonic() + 10
+        room, end = compared.judge(DevicePrecheck)._budget, time.monotonic() + 10
         while room.left < 1 << 20 and time.monotonic() < end:
             gc.collect()  # the engine's thread may not be through with its last node
             time.sleep(0.01)
@@ -209,11 +210,11 @@ def test_what_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OP_AUTOCOMPARE_FIRST_LOOK", "device")
     with op_tools.OpAutoCompare() as compared:
         pass
-    assert compared._look is not None
+    assert compared.judge(DevicePrecheck) is not None
     monkeypatch.setenv("OP_AUTOCOMPARE_STANDARD", "torch")  # which needs both sides on the CPU
     with op_tools.OpAutoCompare() as compared:
         pass
-    assert compared._look is None
+    assert compared.judge(DevicePrecheck) is None
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import ditorch
 import op_tools
 from op_tools.compare import pool as compare_pool
+from op_tools.compare.judges.workers import Workers
 
 pytestmark = pytest.mark.skipif(not compare_pool.available(), reason="needs Linux")
 
@@ -55,7 +56,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[op_tools.OpAutoComp
     tool = op_tools.OpAutoCompare()
     tool.start()
     torch.ones(1, device="cuda").neg()
-    pool = tool._pool
+    pool = tool.judge(Workers).pool
     try:
         assert pool is not None
         assert pool.wait_until_ready() == 1
@@ -63,7 +64,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[op_tools.OpAutoComp
     finally:
         if tool.active:
             tool.stop()
-        for helper in pool._helpers if pool is not None else ():
+        for helper in pool._processes if pool is not None else ():
             assert helper.process.poll() is not None, "the process has ended with the tool"
 
 
@@ -76,13 +77,13 @@ def plain(tool: Any) -> list[tuple[Any, ...]]:
 
 def test_rows_are_the_same_as_without(device: str, one_process: Any) -> None:
     answered: list[tuple[str, bool]] = []
-    original = one_process._pool._answered
+    original = one_process.judge(Workers).pool._answered
 
     def note(given: Any, answer: Any) -> None:
-        answered.append((given[1].call.op, answer is not None and answer.rows is not None))
+        answered.append((given.call.op, answer is not None and answer.rows is not None))
         original(given, answer)
 
-    one_process._pool._answered = note
+    one_process.judge(Workers).pool._answered = note
     losses = train(device)
     helped = plain(one_process)
     assert sum(right for _, right in answered) > 40
@@ -127,7 +128,7 @@ def test_the_run_goes_on_when_a_process_is_killed(device: str, one_process: Any)
     x = torch.randn(4, 4, device=device, requires_grad=True)
     y = torch.exp(x)
     one_process.wait()
-    (helper,) = one_process._pool._helpers
+    (helper,) = one_process.judge(Workers).pool._processes
     os.kill(helper.process.pid, signal.SIGKILL)
     end = time.monotonic() + 30
     while not helper.ended and time.monotonic() < end:
@@ -137,13 +138,13 @@ def test_the_run_goes_on_when_a_process_is_killed(device: str, one_process: Any)
     rows = one_process.records()
     assert {row["verdict"] for row in rows} == {"right"}
     assert len({row["step"] for row in rows}) >= 2
-    assert [f.message for f in one_process.findings() if "ended" in f.message] == [
-        "not comparable: the process that had its arguments ended"
+    assert [f.message for f in one_process.findings() if "exited" in f.message] == [
+        "not comparable: the worker holding its arguments exited"
     ]
 
 
 def test_a_process_that_is_killed_while_it_works(device: str, one_process: Any) -> None:
-    (helper,) = one_process._pool._helpers
+    (helper,) = one_process.judge(Workers).pool._processes
     os.kill(helper.process.pid, signal.SIGSTOP)
     calls = 30
     x = torch.randn(64, 64, device=device)
@@ -172,24 +173,24 @@ def test_own_functions_stay_here_and_backward_may_go_twice(device: str, one_proc
 
 def test_processes_are_for_runs_that_last(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from op_tools.compare import cores
-    from op_tools.tools import auto_compare
+    from op_tools.compare.judges import workers
 
     monkeypatch.delenv("OP_AUTOCOMPARE_PROCESSES", raising=False)
     monkeypatch.setattr(cores, "available", lambda: 9)
     with op_tools.OpAutoCompare() as tool:
         train(device, steps=1)
         tool.wait()
-        assert tool._pool is None
-        assert tool._processes == 5
-    monkeypatch.setattr(auto_compare, "_WORTH_PROCESSES", 0.0001)
-    monkeypatch.setattr(auto_compare, "_MOST_PROCESSES", 1)
+        assert tool.judge(Workers).pool is None
+        assert tool.judge(Workers).processes == 5
+    monkeypatch.setattr(workers, "_WORTH_STARTING", 0.0001)
+    monkeypatch.setattr(workers, "_MAX_PROCESSES", 1)
     with op_tools.OpAutoCompare() as tool:
         train(device, steps=1)
         tool.wait()
-        assert tool._pool is not None
+        assert tool.judge(Workers).pool is not None
     for options in ({"look": "device"}, {"mode": "once"}, {"budget": "2x"}):
         with op_tools.OpAutoCompare(**options) as tool:
-            assert tool._processes == 0
+            assert tool.judge(Workers) is None
 
 
 def test_gradients_that_are_larger_than_the_shared_memory(
@@ -236,7 +237,7 @@ def test_a_pool_that_starts_in_part_leaves_nobody_behind(device: str, monkeypatc
     monkeypatch.setattr(compare_pool.subprocess, "Popen", start)
     with op_tools.OpAutoCompare() as tool:
         torch.add(torch.ones(2, device=device), 1)
-        assert tool._pool is None
+        assert tool.judge(Workers).pool is None
     assert len(started) == 2
     assert all(process.poll() is not None for process in started)
     assert {row["verdict"] for row in tool.records()} == {"right"}
@@ -245,13 +246,14 @@ def test_a_pool_that_starts_in_part_leaves_nobody_behind(device: str, monkeypatc
 SCRIPT = """
 import atexit, os, sys
 tools = []
-atexit.register(lambda: os.write(1, f"{tools[0]._told} of {tools[0]._submitted}".encode()))
+atexit.register(lambda: os.write(1, f"{tools[0]._teller.told} of {tools[0]._teller.numbered}".encode()))
 import torch, ditorch, op_tools
 tools.append(op_tools.OpAutoCompare())
 tools[0].start()
 x = torch.randn(64, 64, device="cuda")
 torch.add(x, 1)
-tools[0]._pool.wait_until_ready()
+from op_tools.compare.judges.workers import Workers
+tools[0].judge(Workers).pool.wait_until_ready()
 for _ in range(100):
     x = torch.tanh(x)
 """
@@ -280,4 +282,5 @@ def test_ranks_share_the_cores_of_a_machine(
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     monkeypatch.setattr(cores, "available", lambda: 32)
     with op_tools.OpAutoCompare() as tool:
-        assert tool._processes == expected
+        workers = tool.judge(Workers)
+        assert (workers.processes if workers is not None else 0) == expected

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from op_tools.call.description import tensors_in
 from op_tools.compare.pool import Ring, needs_gradients, sendable
-from op_tools.compare.worker import Answer, Helper, Options, Task
+from op_tools.compare.worker import Answer, Message, Options, Worker
+from op_tools.copies.invocation import Region
 from op_tools.copies.operands import Layouts, Operands, stage
 from op_tools.judge.verdict import Rules
 from op_tools.view.rows import Row
@@ -89,7 +90,7 @@ class Conversation:
     def __init__(self) -> None:
         self.ours, theirs = multiprocessing.Pipe()
         self.buffer = torch.zeros(1 << 16, dtype=torch.uint8)
-        self.helper = Helper(self.buffer, OPTIONS)
+        self.helper = Worker(self.buffer, OPTIONS)
         self.thread = threading.Thread(target=self.helper.serve, args=(theirs,))
         self.thread.start()
         self.used = self.trees = self.number = 0
@@ -108,12 +109,12 @@ class Conversation:
 
     def ask(self, phase: str, op: str, before: Any, after: Any, memory: int = 1) -> Answer:
         self.number += 1
-        task = Task(self.number, phase, op, "cuda", (3, 4), 64, None, None, True, memory, 0, (), 0, ())
+        task = Message(self.number, phase, (op, Region("cuda"), (3, 4)), 64, memory)
         if before is not None:
             tree, spans = self.put(before)
             task = task._replace(before=tree, before_spans=spans)
         tree, spans = self.put(after)
-        self.ours.send(("task", task._replace(after=tree, after_spans=spans)))
+        self.ours.send(("job", task._replace(after=tree, after_spans=spans)))
         (answer,) = self.ours.recv()
         assert answer.number == self.number
         return answer

@@ -8,13 +8,16 @@ from typing import Any
 import torch
 
 from op_tools.call.traits import traits_of
-from op_tools.compare.comparing import Comparer, Comparison, Memory
+from op_tools.compare.job import Job
+from op_tools.compare.judges.host import Comparer, ForwardRun
+from op_tools.copies.invocation import Invocation, Region, Site
 from op_tools.judge.verdict import RIGHT, Rules
 
 
-def comparison(phase: str, function: Any, args: tuple[Any, ...], host: dict[str, Any], memory: Memory) -> Comparison:
+def job(phase: str, function: Any, args: tuple[Any, ...], values: tuple[Any, ...]) -> Job:
     traits = traits_of(function)
-    return Comparison(phase, traits.name, function, traits, "cuda", (0, 0), args, {}, host, 1000, memory=memory)
+    call = Invocation(1, traits.name, function, traits, Site(), Region("cuda"))
+    return Job(call, phase, args=args, values=values, nbytes=1000)
 
 
 def test_a_backward_waits_for_the_signs_that_its_forward_brings() -> None:
@@ -24,19 +27,14 @@ def test_a_backward_waits_for_the_signs_that_its_forward_brings() -> None:
     turned = vectors * torch.tensor([-1.0, 1.0, -1.0, 1.0])  # as right as the others
     sent = torch.randn(4, 4, generator=torch.Generator().manual_seed(2))
     (grad,) = torch.autograd.grad(turned, [x], sent)
-    memory, comparer = Memory(), Comparer(Rules())
-    back = comparison(
-        "backward", torch.linalg.eigh, (x,), {"grad_outputs": [None, sent], "grad_inputs": [grad]}, memory
-    )
-    early = threading.Thread(target=comparer.compare, args=(back,))
+    forward, comparer = ForwardRun(), Comparer(Rules())
+    back, found = job("backward", torch.linalg.eigh, (x,), ([None, sent], [grad])), []
+    early = threading.Thread(target=lambda: found.append(comparer.compare(back, forward)))
     early.start()
     early.join(0.3)
     assert early.is_alive(), "the signs are not known yet"
     result = (values.detach(), turned.detach())
-    ahead = comparison(
-        "forward", torch.linalg.eigh, (x,), {"args": (x.detach(),), "kwargs": {}, "result": result}, memory
-    )
-    assert comparer.compare(ahead).verdict == RIGHT
+    ahead = job("forward", torch.linalg.eigh, (x,), ((x.detach(),), {}, result))
+    assert comparer.compare(ahead, forward).verdict == RIGHT
     early.join(30)
-    assert back.judgement is not None
-    assert back.judgement.verdict == RIGHT
+    assert [judgement.verdict for judgement in found] == [RIGHT]

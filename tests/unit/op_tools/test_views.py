@@ -9,9 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from op_tools.compare.reshapes import Views, places
+from op_tools.call.traits import traits_of
+from op_tools.compare.job import Job
+from op_tools.compare.judges.views import Views, places
+from op_tools.copies.invocation import Invocation, Region, Site
 from op_tools.copies.operands import stage
 from op_tools.judge.verdict import NOT_COMPARABLE, RIGHT, Judgement
+
+SETUP: Any = None  # which learning needs nothing of
 
 VIEWS: dict[str, Any] = {
     "transpose": lambda x: x.transpose(0, -1),
@@ -75,15 +80,16 @@ def test_bits_that_change_the_meaning_count() -> None:
 
 
 def test_only_what_was_right_is_learned() -> None:
-    views, x = Views(), torch.ones(3, requires_grad=True)
+    views, x = Views(SETUP), torch.ones(3, requires_grad=True)
     staged = stage(((x,), {}))
-    where = places([x], [x.detach()])
-    assert where is not None
-    views.learn("a", 1, where, Judgement(NOT_COMPARABLE, "random"), staged)
-    assert views.get("a") is None
-    views.learn("a", 1, where, Judgement(RIGHT, ""), staged)
-    known = views.get("a")
-    assert known is not None
+    call = Invocation(1, "torch.detach", torch.detach, traits_of(torch.detach), Site(), Region("cuda"), (1, 2))
+    job = Job(call, "forward", before=staged, places=places([x], [x.detach()]), moves_only=True)
+    job.judgement = Judgement(NOT_COMPARABLE, "random")
+    views.learn(job)
+    assert not views.known
+    job.judgement = Judgement(RIGHT, "")
+    views.learn(job)
+    (known,) = views.known.values()
     again = known.arguments()
     assert [s.tolist() for s in again.storages] == [[0] * 12]
     assert again.tree == staged.tree

@@ -1,0 +1,352 @@
+"""The host judge: one call, as the device did it, against the golden run; all on the host, in whichever process.
+
+A `Comparer` remembers what it has learned of calls that look alike. The threads of a run share one; each worker
+process has its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ...call import facts
+from ...call.description import Tensor, map_tensors, tensors_in
+from ...call.devices import quiet
+from ...copies.memory import MemoryBudget, Reservation
+from ...judge import golden, verdict
+from ...judge.golden import GoldenResult
+from ...judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
+from .. import cores, pieces
+from ..job import BACKWARD, FORWARD, ComparedCall, Job, compared_arguments
+from ..ladder import Judge, Setup
+
+_MAX_KINDS: Final = 20_000
+_MAX_WAIT: Final = 60.0  # seconds
+
+
+class _Kept(NamedTuple):
+    """A golden forward pass that waits for its backward, and the memory it takes."""
+
+    result: GoldenResult
+    reservation: Reservation
+
+
+@dataclasses.dataclass(eq=False)
+class ForwardRun:
+    """What the comparison of a forward leaves for that of its backward."""
+
+    kept: _Kept | None = None
+    returned: Any = None  # what the device returned, where signs are free
+    done: threading.Event = dataclasses.field(default_factory=threading.Event)
+    lock: Any = dataclasses.field(default_factory=threading.Lock)
+
+    def take(self) -> _Kept | None:
+        """The golden forward pass, for one backward alone."""
+        with self.lock:
+            kept, self.kept = self.kept, None
+        return kept
+
+
+class Host(Judge):
+    """Settles every job, on a worker thread of the run's own process."""
+
+    order = 90
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.comparer = Comparer(
+            setup.rules,
+            MemoryBudget(setup.queue_bytes // 4),
+            setup.max_bytes,
+            setup.max_seconds,
+            setup.threads,
+            whole=setup.precheck == "device",
+            casts=setup.cast,
+        )
+
+    def admit(self, job: Job) -> None:
+        if job.phase == FORWARD:
+            assert isinstance(job.call, ComparedCall)
+            job.call.notes[self] = ForwardRun()  # now: a backward may be judged first
+
+    def settle(self, job: Job) -> Judgement:
+        with quiet():
+            job.fetch()
+        call = job.call
+        assert isinstance(call, ComparedCall)
+        found = self.comparer.compare(job, call.notes.get(self), self.setup.shown)
+        if found.verdict == WRONG or self.setup.shown:
+            with quiet():
+                job.keep_values()
+        return found
+
+
+@dataclasses.dataclass
+class Comparer:
+    """Compares calls; several threads may ask at once.
+
+    >>> Comparer(Rules()).compare(job).verdict  # doctest: +SKIP
+    'right'
+    """
+
+    rules: Rules
+    budget: MemoryBudget = dataclasses.field(default_factory=lambda: MemoryBudget(1 << 28))  # for kept golden runs
+    max_bytes: int = 8 * 2**30
+    max_seconds: float = 10.0
+    threads: int = 1  # for calls that are compared in pieces
+    whole: bool = False  # every call is compared in full: both sides are shown, or learned from
+    casts: Callable[[str], dict[torch.dtype, torch.dtype] | None] = dataclasses.field(
+        default_factory=lambda: functools.cache(golden.casts_of)
+    )
+
+    def __post_init__(self) -> None:
+        self._moves: dict[Hashable, Judgement | None] = {}  # kinds of calls: what is found where they only move values
+        self._unchanged_rows: dict[Hashable, tuple[Row, ...]] = {}
+
+    def compare(self, job: Job, forward: ForwardRun | None = None, shown: bool = False) -> Judgement:
+        """Judge a job; its golden run is kept in it where one was needed, and always where it is shown."""
+        try:
+            return self._compare(job, forward, shown)
+        finally:
+            if forward is not None:
+                forward.done.set()
+
+    def _compare(self, job: Job, forward: ForwardRun | None, shown: bool) -> Judgement:
+        kind = None if shown else self._kind(job)
+        known = self._moves.get(kind) if kind is not None else None
+        if known is not None and self._moved_as_before(job):
+            job.moves_only = True
+            return known
+        found = None if shown or self.whole else self._in_pieces(job, forward)
+        if found is not None:
+            return found
+        job.golden = result = self._golden(job, job.args, job.kwargs, forward)
+        if job.phase == BACKWARD:
+            found = self._judge_backward(job, result)
+        else:
+            if forward is not None and facts.has_free_vectors(job.call.op):
+                forward.returned = map_tensors(job.result, lambda t: t.clone())
+            found = self._judge_forward(job, result)
+        if kind is not None:
+            if kind not in self._moves and len(self._moves) < _MAX_KINDS:
+                self._moves[kind] = found if _only_moves(job, result, found) else None
+            job.moves_only = self._moves.get(kind) is not None
+        return found
+
+    # -- the golden run -------------------------------------------------------------------------------
+
+    def _golden(self, job: Job, args: Any, kwargs: Any, forward: ForwardRun | None) -> GoldenResult:
+        """The golden run, or its backward alone where the forward pass was kept."""
+        call, region, backward = job.call, job.call.region, job.phase == BACKWARD
+        sent: Any = job.values[0] if backward else None
+        returned = None
+        if backward and forward is not None:
+            if facts.has_free_vectors(call.op):
+                forward.done.wait(_MAX_WAIT)  # another thread may still be at its forward
+            returned = forward.returned
+            kept = forward.take()
+            if kept is not None:
+                return golden.backward(kept.result, sent, returned)
+        keeps = not backward and forward is not None and region.grad_enabled
+        room = self.budget.reserve(4 * job.nbytes) if keeps else None  # arguments and results in double precision
+        result = golden.run(
+            call.function,
+            args,
+            kwargs,
+            dtype_cast=self.casts(call.op),
+            grad_outputs=sent,
+            name=call.op,
+            traits=call.traits,
+            device=region.device,
+            rounded_to=region.rounded_to,
+            autocast=region.autocast,
+            max_bytes=self.max_bytes,
+            keep_graph=room is not None,
+            outputs=returned,
+        )
+        if room is not None and result.graph is not None and forward is not None:
+            forward.kept = _Kept(dataclasses.replace(result), room)
+            result.graph = None
+        return result
+
+    def _in_pieces(self, job: Job, forward: ForwardRun | None) -> Judgement | None:
+        """What is found in a large call on lists, piece by piece; None where it must be compared as a whole."""
+        if job.phase != FORWARD or job.nbytes < pieces.WORTH_IT:
+            return None
+        if forward is not None and job.call.region.grad_enabled:  # its backward needs the golden run of the whole
+            return None
+        op, (args_after, kwargs_after, result) = job.call.op, job.values
+        found = pieces.pieces(op, pieces.Sides(tuple(job.args), tuple(args_after), result), job.kwargs)
+        if not found:
+            return None
+
+        def judge(piece: pieces.Piece) -> Judgement:
+            before, after, part_of_result = piece.sides
+            part = dataclasses.replace(job, values=(after, kwargs_after, part_of_result), piece=True)
+            return self._judge_forward(part, self._golden(part, before, job.kwargs, None))
+
+        judged = cores.side_by_side(judge, found, self.threads)
+        if any(judgement.verdict != RIGHT for judgement in judged):
+            return None  # it is to be saved and shown with all that belongs to it
+        return pieces.together(op, list(zip(found, judged)))
+
+    # -- calls that only move values ------------------------------------------------------------------
+
+    def _kind(self, job: Job) -> Hashable:
+        """The same for jobs that look the same; None where that cannot be said."""
+        call = job.call
+        if not all(call.numbers) or job.piece or self.casts(call.op) is not None:
+            return None
+        key = (call.op, *call.numbers, call.region.autocast)
+        if job.phase == FORWARD:
+            return key
+        grads = (*job.values[0], *job.values[1])
+        return (*key, tuple([None if g is None else (g.shape, g.stride(), g.dtype) for g in grads]))
+
+    def _moved_as_before(self, job: Job) -> bool:
+        """Whether the device moved the same values to the same places as the CPU does, in its own dtype."""
+        call, backward = job.call, job.phase == BACKWARD
+        try:
+            sent = job.values[0] if backward else None
+            outputs, grads = golden.as_is(call.function, call.op, job.args, job.kwargs, sent)
+        except Exception:  # then it is compared in full
+            return False
+        if backward:
+            return _same(job.values[1], grads)
+        after, kwargs_after, result = job.values
+        unchanged = _same(compared_arguments(after, kwargs_after), compared_arguments(job.args, job.kwargs))
+        return unchanged and _same(result, outputs)
+
+    # -- judging --------------------------------------------------------------------------------------
+
+    def _judge_forward(self, job: Job, result: GoldenResult) -> Judgement:
+        name = job.call.op
+        if not result.comparable:
+            return verdict.judge_call(name, result, outputs=job.result, rules=self.rules)
+        options: dict[str, Any] = {"result": result, "rules": self.rules, "max_seconds": self.max_seconds}
+        inputs = self._judge_inputs(job, result, options)
+        return inputs + verdict.judge(name, job.result, result.outputs, part="output", **options)
+
+    def _judge_inputs(self, job: Job, result: GoldenResult, options: dict[str, Any]) -> Judgement:
+        """Arguments after the call: for unchanged ones, equal bits are enough."""
+        name, source = job.call.op, result.source
+        ours = compared_arguments(job.values[0], job.values[1])
+        earlier = compared_arguments(source.args, source.kwargs)
+        theirs = compared_arguments(*result.inputs_after)
+        if len(ours) != len(theirs) or not _unchanged(ours, earlier) or _wrote(result):
+            return verdict.judge(name, ours, theirs, part="input", **options)
+        key = self._kind(job)
+        rows = self._unchanged_rows.get(key) if key is not None else None
+        if rows is None:
+            rows = self._rows_of_unchanged(name, list(verdict.leaves_of(ours)), list(verdict.leaves_of(theirs)))
+            if key is not None and len(self._unchanged_rows) < _MAX_KINDS:
+                self._unchanged_rows[key] = rows
+        return Judgement(RIGHT, "", rows)
+
+    def _rows_of_unchanged(self, name: str, leaves: list[Any], references: list[Any]) -> tuple[Row, ...]:
+        rows = []
+        for number, leaf in enumerate(leaves):
+            index = None if len(leaves) == 1 else number
+            rows.append(self._same_row(name, index, leaf, references[number] if number < len(references) else None))
+        return tuple(rows)
+
+    def _same_row(self, name: str, index: int | None, leaf: Any, reference: Any) -> Row:
+        dtype = leaf.dtype if isinstance(leaf, Tensor) else None
+        number = isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
+        if dtype is None and not number:
+            return Row(name, "input", index, True, 0.0, 0.0, 0.0, 0.0, "", cosine=1.0)
+        atol, rtol, _ = self.rules.tolerance(name, dtype)
+        info = ""
+        if dtype is not None and isinstance(reference, Tensor) and reference.dtype != dtype:
+            info = f"Inconsistent dtypes: {dtype} {reference.dtype}"
+        return Row(name, "input", index, True, 0.0, 0.0, atol, rtol, info, cosine=1.0)
+
+    def _judge_backward(self, job: Job, result: GoldenResult) -> Judgement:
+        name = job.call.op
+        if not result.comparable:
+            return Judgement(NOT_COMPARABLE, result.reason)
+        if facts.has_free_vectors(name) and result.source.outputs is None:
+            return Judgement(NOT_COMPARABLE, "which signs the vectors had on the device is not known")
+        expected = result.grad_inputs or []
+        found = job.values[1]
+        indices, present = gradient_indices(found, expected)
+        judged = verdict.judge(
+            name,
+            found,
+            expected,
+            result=result,
+            part="grad_input",
+            rules=self.rules,
+            max_seconds=self.max_seconds,
+            indices=indices if len(found) == len(expected) else None,
+        )
+        rows = tuple(itertools.compress(judged.rows, present)) if len(judged.rows) == len(present) else judged.rows
+        return Judgement(judged.verdict, judged.reason, rows, judged.probes)
+
+
+def gradient_indices(found: Sequence[Any], expected: Sequence[Any]) -> tuple[list[int | None], list[bool]]:
+    """Indices of the rows of gradients, and which there are: arguments without gradients have none."""
+    present = [g is not None or e is not None for g, e in zip(found, expected)]
+    single, numbers = sum(present) == 1, itertools.count()
+    return [None if single or not there else next(numbers) for there in present], present
+
+
+def _only_moves(job: Job, result: GoldenResult, judgement: Judgement) -> bool:
+    """Whether a call like this one moves values about and nothing else, as its golden run has shown."""
+    if judgement.verdict != RIGHT or not result.comparable or result.note or _wrote(result):
+        return False
+    if any(row.max_abs_diff or row.max_ulp for row in judgement.rows):
+        return False
+    part = "grad_input" if job.phase == BACKWARD else "output"
+    return verdict.only_moves(result, part)
+
+
+def _unchanged(after: Iterable[Any], before: Iterable[Any]) -> bool:
+    ours, earlier = list(tensors_in(after)), list(tensors_in(before))
+    return len(ours) == len(earlier) and all(map(_same_bits, ours, earlier))
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    """Whether two trees are the same in every shape, dtype and value."""
+    left, right = list(verdict.leaves_of(ours)), list(verdict.leaves_of(theirs))
+    return len(left) == len(right) and all(map(_same_leaf, left, right))
+
+
+def _same_leaf(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and _equal(a, b)
+    if isinstance(a, Tensor) or isinstance(b, Tensor):
+        return False
+    return type(a) is type(b) and (a == b or not isinstance(a, (int, float, complex, str, tuple)))
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype or a.layout != torch.strided or b.layout != torch.strided:
+        return False
+    if _equal(a, b):
+        return True
+    if a.dtype == torch.complex32:
+        a, b = _as_real(a), _as_real(b)
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.dtype == torch.complex32:  # for which the CPU has no such kernel
+        a, b = _as_real(a), _as_real(b)
+    return torch.equal(a, b)
+
+
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj().resolve_neg())
+
+
+def _wrote(result: GoldenResult) -> bool:
+    """Whether the golden run changed its arguments."""
+    source = result.source
+    return bool(source.traits.mutates) or facts.may_mutate(source.name, source.kwargs)

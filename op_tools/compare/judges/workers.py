@@ -1,0 +1,191 @@
+"""The worker processes as a judge: in a run that lasts they do the golden runs, and answer for calls that are right."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import threading
+import time
+import weakref
+from typing import Any, Final
+
+import torch
+
+from ... import settings
+from ...call import facts
+from ...call.devices import quiet
+from ...copies.operands import Operands
+from ...judge.verdict import NOT_COMPARABLE, RIGHT, Judgement, Row
+from .. import cores, pool
+from ..job import BACKWARD, FORWARD, PENDING, ComparedCall, Job
+from ..ladder import Judge, Setup
+from ..pool import Lease, Pool, needs_gradients, sendable
+from ..worker import Answer, Message, Options
+
+_MIN_CORES: Final = 8
+_MAX_PROCESSES: Final = 12
+_WORTH_STARTING: Final = 4.0  # seconds that a run lasts, and as many of comparing
+_LOST: Final = Judgement(NOT_COMPARABLE, "the worker holding its arguments exited")
+
+
+class Workers(Judge):
+    """Sends jobs to worker processes; what they do not settle as right comes back, and goes on down the ladder."""
+
+    order = 40
+
+    @classmethod
+    def make(cls, setup: Setup) -> Workers | None:
+        """None where calls are shown or sampled, where the device judges, or with too few cores."""
+        given = settings.number("OP_AUTOCOMPARE_PROCESSES", -1.0)
+        if setup.at_once or setup.shown or setup.sampled or setup.precheck == "device" or not pool.available():
+            return None
+        if given >= 0:
+            return cls(setup, int(given), 0.0) if given >= 1 else None
+        here = cores.available() // _ranks_here()
+        return cls(setup, min(_MAX_PROCESSES, here - 4), _WORTH_STARTING) if here >= _MIN_CORES else None
+
+    def __init__(self, setup: Setup, processes: int, patience: float) -> None:
+        super().__init__(setup)
+        self.processes, self._patience = processes, patience
+        self.pool: Pool | None = None
+        self._lock = threading.Lock()
+        self._busy, self._began = 0.0, time.monotonic()  # seconds of comparing in this process, and since when
+        self._device: torch.device | None = None
+        self._pid = os.getpid()
+
+    def expects(self, call: ComparedCall) -> bool:
+        if self._device is None:
+            self._device = call.live.device
+            if not self._patience:
+                self._start()
+        return False
+
+    def _start(self) -> None:
+        setup = self.setup
+        options = Options(setup.rules, setup.queue_bytes // 4 // self.processes, setup.max_bytes, setup.max_seconds)
+        with self._lock:
+            if self.pool is not None or not self.processes:
+                return
+            try:
+                self.pool = Pool(self.processes, options, self._device or torch.device("cpu"), self._answered)
+                _active.add(self)
+            except (OSError, ValueError, RuntimeError, pickle.PicklingError) as error:
+                self.processes = 0  # no memory, files or threads left
+                setup.report(f"no worker processes: {type(error).__name__}: {error}")
+
+    def admit(self, job: Job) -> None:
+        if self.pool is not None and job.phase == FORWARD and self._may_send(job):
+            assert isinstance(job.call, ComparedCall)
+            lease = self.pool.lease(job.nbytes)
+            if lease is not None:
+                job.call.notes[self] = lease
+
+    def _may_send(self, job: Job) -> bool:
+        """Whether a worker can compare a call and its backward: an operator of PyTorch's, on plain tensors."""
+        call, before, after = job.call, job.before, job.snapshot
+        if job.places is not None or before is None or after is None or job.nbytes > pool.most_bytes():
+            return False
+        if not self.setup.is_stock(call.op, call.function) or facts.has_free_vectors(call.op):
+            return False
+        return sendable(before) and sendable(after) and torch.get_default_dtype() == torch.float32
+
+    def settle(self, job: Job) -> Judgement | None:
+        call = job.call
+        assert isinstance(call, ComparedCall)
+        lease: Lease | None = call.notes.get(self)
+        if lease is not None and not job.local:
+            try:
+                if self._send(job, call, lease):
+                    return PENDING
+            finally:
+                lease.tried.set()
+        return _LOST if job.before is None else None
+
+    def _send(self, job: Job, call: ComparedCall, lease: Lease) -> bool:
+        assert self.pool is not None
+        assert job.snapshot is not None
+        assert job.fetcher is not None
+        backward, keep = job.phase == BACKWARD, lease.memory
+        if backward:
+            lease.tried.wait()
+            if not (lease.there and sendable(job.snapshot)):
+                return False
+            parts = [job.snapshot]
+        else:
+            assert job.before is not None
+            parts = [job.before, job.snapshot]
+            layouts = [part.layout for part in parts if part.layout is not None]
+            if not (call.region.grad_enabled and any(map(needs_gradients, layouts))):
+                keep = 0
+        message = Message(job.number, job.phase, call.wire(), job.nbytes, keep)
+        with quiet():
+            sent = self.pool.send(lease, message, parts, job.fetcher, job)
+        if sent and not backward:
+            lease.there = True
+            call.before = None  # no device memory is held for a backward to come
+        return sent
+
+    def _answered(self, job: Job, answer: Answer | None) -> None:
+        """A worker has answered for a job, or has exited with it."""
+        if answer is not None and answer.rows is not None:
+            job.judgement = Judgement(RIGHT, "", tuple(map(Row._make, answer.rows)))
+            self.setup.finish(job)
+            return
+        job.local = True
+        if answer is not None:
+            if answer.failure:
+                self.setup.report(f"a worker process failed on {job.call.op}: {answer.failure}")
+            if answer.before is not None:
+                flats = [torch.frombuffer(bytearray(b or b"\0"), dtype=torch.uint8)[: len(b)] for b in answer.before]
+                job.before = Operands(answer.tree, tuple(flats), None, sum([len(b) for b in answer.before]))
+        self.setup.again(job)
+
+    def leave(self, job: Job, seconds: float) -> None:
+        lease: Any = getattr(job.call, "notes", {}).get(self)
+        if lease is not None:
+            lease.tried.set()
+        if self.pool is not None or not self.processes:
+            return
+        with self._lock:
+            self._busy += seconds
+            due = self._busy > self._patience and time.monotonic() - self._began > self._patience
+        if due:  # workers take some seconds to start, and a core each
+            self._start()
+
+    def drain(self) -> bool:
+        if self.pool is None:
+            return False
+        self.pool.drain()
+        return True
+
+    def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
+        _active.discard(self)
+
+    def release(self) -> None:
+        if self.pool is not None:
+            self.pool.let_go()
+        self.pool = None
+
+    def finish_at_exit(self) -> None:
+        """A run that exits without `stop` still tells what its workers are comparing."""
+        if self.pool is not None and self._pid == os.getpid():
+            self.setup.wait()
+            self.close()
+
+
+_active: Final[weakref.WeakSet[Workers]] = weakref.WeakSet()
+
+
+@atexit.register
+def _finish_at_exit() -> None:
+    for workers in list(_active):
+        workers.finish_at_exit()
+
+
+def _ranks_here() -> int:
+    """Processes of the same training on this machine, which share its cores."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(text)) if text.isdecimal() else 1

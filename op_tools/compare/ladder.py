@@ -1,0 +1,139 @@
+"""The ladder of judges: each says what it can about a job, the next one gets what it leaves open.
+
+A judge is one module in `judges/` with a subclass of `Judge`; it is found by itself and takes its place by `order`.
+
+    class Sampled(Judge):
+        order = 35
+
+        @classmethod
+        def make(cls, setup):
+            return cls(setup) if setup.settings_say_so else None
+
+        def settle(self, job):
+            return Judgement(RIGHT, "", rows) if ... else None
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from ..call.functions import function_of
+from ..copies.operands import Operands
+from ..judge import golden
+from ..judge.verdict import Judgement, Rules
+from .job import ComparedCall, Job
+
+
+@dataclasses.dataclass
+class Setup:
+    """What the judges of one run share."""
+
+    rules: Rules
+    shown: bool  # both sides of every call are shown on the console
+    at_once: bool  # calls are judged one by one, while the run waits
+    sampled: bool  # only some calls are compared
+    precheck: str  # where calls like earlier ones are judged first: cpu or device
+    threads: int
+    queue_bytes: int
+    max_bytes: int
+    max_seconds: float
+    finish: Callable[[Job], None]  # a job that was PENDING is judged
+    again: Callable[[Job], None]  # a job that was PENDING goes down the ladder again
+    wait: Callable[[], None]  # until all jobs so far are judged
+    report: Callable[[str], None]  # a failure of a judge, told once each
+
+    def __post_init__(self) -> None:
+        if self.shown or self.rules.standard != "ulp" or self.rules.tolerances:
+            self.precheck = "cpu"  # tables of both sides, tolerances and other standards need results on the CPU
+        self._casts: dict[str, dict[torch.dtype, torch.dtype] | None] = {}
+        self._stock: dict[str, bool] = {}
+
+    def cast(self, op: str) -> dict[torch.dtype, torch.dtype] | None:
+        """The dtypes that the user wants an operator's golden run to have (`setup.cast("torch.add") is None`)."""
+        if op not in self._casts:
+            self._casts[op] = golden.casts_of(op)
+        return self._casts[op]
+
+    def is_stock(self, op: str, function: Any) -> bool:
+        """Whether an operator is PyTorch's own of that name, with the usual golden run."""
+        known = self._stock.get(op)
+        if known is None:
+            try:
+                known = function_of(op) == function and self.cast(op) is None
+            except Exception:
+                known = False
+            self._stock[op] = known
+        return known
+
+
+class Judge:
+    """One rung of the ladder.
+
+    Live judges see the run's own tensors, on its thread, right after the call; the others see snapshots, on a worker
+    thread. `settle` returns a judgement, None to pass the job on, or `PENDING` to answer later through the setup.
+    """
+
+    order: ClassVar[int] = 50
+    live: ClassVar[bool] = False
+
+    @classmethod
+    def make(cls, setup: Setup) -> Judge | None:
+        """The judge for a run, or None where it has no part in it."""
+        return cls(setup)
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+
+    def expects(self, call: ComparedCall) -> bool:
+        """Before the call: whether this judge hopes to settle it without a snapshot of its arguments."""
+        return False
+
+    def settle(self, job: Job) -> Judgement | None:
+        """The judgement, None, or PENDING."""
+        return None
+
+    def arguments(self, call: ComparedCall) -> Operands | str | None:
+        """The arguments of a call without a snapshot, for its backward; the reason where they are lost; or None."""
+        return None
+
+    def admit(self, job: Job) -> None:
+        """The job is queued for the worker threads; still on the run's thread."""
+
+    def learn(self, job: Job) -> None:
+        """Another judge has settled a job with a golden run."""
+
+    def leave(self, job: Job, seconds: float) -> None:
+        """A worker thread has gone through the ladder with a job, in so many seconds."""
+
+    def drain(self) -> bool:
+        """Wait for what is pending; whether there was any."""
+        return False
+
+    def close(self) -> None:
+        """End processes and threads; nothing is pending."""
+
+    def release(self) -> None:
+        """Free memory, once no thread works any more."""
+
+    def summary(self) -> list[str]:
+        """Lines for the summary at stop."""
+        return []
+
+
+def make_ladder(setup: Setup) -> list[Judge]:
+    """The judges that take part in a run, in order (`make_ladder(setup)[-1].settle(job)`)."""
+    from . import judges
+
+    found = []
+    for module in pkgutil.iter_modules(judges.__path__):
+        members = vars(importlib.import_module(f"{judges.__name__}.{module.name}"))
+        kinds = [m for m in members.values() if isinstance(m, type) and issubclass(m, Judge)]
+        found += [kind for kind in kinds if kind.__module__ == f"{judges.__name__}.{module.name}"]
+    made = [kind.make(setup) for kind in sorted(found, key=lambda kind: kind.order)]
+    return [judge for judge in made if judge is not None]

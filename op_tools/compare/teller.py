@@ -1,0 +1,240 @@
+"""The teller: outcomes of jobs in the order of the calls, as records, on the console, and as saved calls with blame."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from .. import settings
+from ..call.description import TensorMeta, describe, labelled
+from ..files import archive, reproducer
+from ..judge.verdict import NOT_COMPARABLE, WRONG, Judgement, Row
+from ..view import console, rows, store
+from .job import FORWARD, ComparedCall, Job
+from .lineage import Blame, Lineage
+
+_MAX_SAVED: Final = 200  # wrong calls that are saved to disk
+_MAX_BLAMES: Final = 10_000
+
+
+class Reporter(Protocol):
+    """What the teller needs of its tool."""
+
+    view: console.View
+
+    def record(self, *row: Any) -> None:
+        """Store one row."""
+
+    def found(self, call: Any, kind: str, message: str, once: bool = False) -> None:
+        """Report something about a call."""
+
+    def failed(self, call: Any, error: BaseException) -> None:
+        """Report a failure of the tool's own."""
+
+
+class Teller:
+    """Takes judged jobs in any order and tells them one by one in theirs; no lock is held while it does."""
+
+    def __init__(self, tool: Reporter, background: Callable[[Callable[[], None]], None]) -> None:
+        self._tool, self._background = tool, background
+        self._change = threading.Condition(threading.RLock())
+        self._ready: dict[int, Job] = {}
+        self.numbered = self.told = 0
+        self._telling = False
+        self.abandoned = False  # what is not judged yet is dropped
+        self.lineage = Lineage()
+        self.blames: list[Blame] = []
+        self.verdicts: Counter[str] = Counter()
+        self.compared: Counter[str] = Counter()
+        self.not_comparable: Counter[str] = Counter()
+        self._saved = 0
+        self._folder = settings.results_dir() / "op_capture_results"
+
+    # -- the order ----------------------------------------------------------------------------------------
+
+    def number(self) -> int:
+        """The place of the next job in the order of telling."""
+        with self._change:
+            self.numbered += 1
+            return self.numbered - 1
+
+    def tell(self, job: Job, at_once: bool = True) -> None:
+        """Tell a job when its turn comes; unless `at_once`, another thread saves and shows what is wrong."""
+        with self._change:
+            self._ready[job.number] = job
+            if self._telling or self.told not in self._ready:
+                return
+            self._telling = True
+        self._tell_ready(at_once)
+
+    def _tell_ready(self, at_once: bool = True) -> None:
+        while True:
+            with self._change:
+                job = self._ready.get(self.told)
+                if job is None:
+                    self._telling = False
+                    self._change.notify_all()
+                    return
+                if not at_once and (job.golden is not None or job.error is not None):
+                    break  # there may be files to write: not on the run's thread
+                del self._ready[self.told]
+                self.told += 1
+            try:
+                if not self.abandoned or job.judgement is not None:
+                    self._tell(job)
+            except Exception as error:
+                self._tool.failed(job.live, error)
+            finally:
+                job.release()
+                job.done.set()
+        self._background(self._tell_ready)
+
+    def wait(self) -> None:
+        """Wait until nothing is being told."""
+        with self._change:
+            while self._telling:
+                self._change.wait(1.0)
+
+    # -- one job ------------------------------------------------------------------------------------------
+
+    def skip(self, call: Any, reason: str) -> None:
+        """A call that cannot be compared, and why."""
+        with self._change:
+            self.not_comparable[call.op] += 1
+        self._tool.found(call, "skipped", f"not comparable: {reason}", once=True)
+
+    def _tell(self, job: Job) -> None:
+        live, judgement, call = job.live, job.judgement, job.call
+        assert isinstance(call, ComparedCall)
+        if job.error is not None:
+            self._tool.failed(live, job.error)
+            return
+        if judgement is None:
+            return
+        if judgement.verdict == NOT_COMPARABLE and not judgement.rows:
+            self.skip(live, judgement.reason)
+            return
+        self.verdicts[judgement.verdict] += 1
+        self.compared[call.op] += 1
+        for row in judgement.rows:
+            self._tool.record(call.id, call.record_site, job.phase, *row.stored(), call.site.module, call.site.step)
+        if job.golden is not None and self._tool.view.full:
+            self._show(job, judgement)
+        if judgement.verdict == WRONG:
+            self._blame(job, call, judgement)
+
+    def _blame(self, job: Job, call: ComparedCall, judgement: Judgement) -> None:
+        worst = max((r for r in judgement.rows if r.verdict == WRONG), key=lambda r: r.excess)
+        module, step = call.site.module, call.site.step
+        folder = ""
+        if self._saved < _MAX_SAVED and job.golden is not None:
+            self._saved += 1
+            folder = self._save(job, call, worst)
+        if len(self.blames) < _MAX_BLAMES:
+            reason = f"{worst.label}: {worst.reason}"
+            where = (call.site.location, module, step, folder)
+            self.blames.append(Blame(job.event, call.id, call.op, job.phase, reason, worst.excess, *where))
+        self._tool.found(
+            job.live,
+            "difference",
+            f"{worst.label} is wrong{f' in module {module}' if module else ''}: {worst.reason} "
+            f"(max_abs_diff {worst.max_abs_diff:.6g}, {worst.max_ulp:.3g} ulp)",
+        )
+
+    def _save(self, job: Job, call: ComparedCall, worst: Row) -> str:
+        """The saved call, both sides, and a script that repeats it; what cannot be saved is left out."""
+        result, site, region = job.golden, call.site, call.region
+        assert result is not None
+        stamp = call.notes.setdefault("stamp", store.time_label())
+        folder = self._folder / call.op / settings.process_label() / "autocompare" / str(call.id) / stamp
+        facts = {
+            "name": call.op,
+            "id": call.id,
+            "location": site.location,
+            "module": site.module,
+            "step": site.step,
+            "grad_enabled": region.grad_enabled,
+            "autocast": None
+            if region.autocast is None
+            else [region.device, str(region.autocast).removeprefix("torch.")],
+            "rng": None,
+        }
+        source = result.source
+        sides: dict[str, dict[str, dict[str, Any]]] = {
+            "device": {
+                "input": {**facts, "args": archive.encode(source.args), "kwargs": archive.encode(source.kwargs)}
+            },
+            "cpu": {},
+        }
+        if job.phase == FORWARD:
+            after = result.inputs_after
+            sides["device"]["output"] = {"name": call.op, "result": archive.encode(job.result)}
+            args, kwargs = archive.encode(after[0]), archive.encode(after[1])
+            sides["cpu"]["input"] = {"name": call.op, "args": args, "kwargs": kwargs}
+            sides["cpu"]["output"] = {"result": archive.encode(result.outputs)}
+        else:
+            sides["device"]["grad_outputs"] = {"grad_outputs": archive.encode(tuple(job.values[0]))}
+            sides["device"]["grad_inputs"] = {"grad_inputs": archive.encode(tuple(job.values[1]))}
+            sides["cpu"]["grad_inputs"] = {"grad_inputs": archive.encode(tuple(result.grad_inputs or ()))}
+        lines = []
+        for side, parts in sides.items():
+            (folder / side).mkdir(parents=True, exist_ok=True)
+            for part, payload in parts.items():
+                path = folder / side / f"{part}.pth"
+                if not path.exists():
+                    archive.save(path, payload)
+                    lines.append(f"{path} saved")
+        script = reproducer.write(
+            folder,
+            call.op,
+            {
+                "device": region.device,
+                "location": site.location,
+                "module": site.module,
+                "reason": f"{worst.label}: {worst.reason}",
+                "part": "output" if job.phase == FORWARD else "grad_input",
+                "observed": worst.max_abs_diff if worst.max_abs_diff < float("inf") else 0.0,
+                "rounded_to": region.rounded_to,
+                "autocast": region.autocast,
+                "mutates": bool(call.traits.mutates) or "out" in source.kwargs,
+                "ditorch": "ditorch" in sys.modules,
+            },
+        )
+        self._tool.view.block(*lines, f"{script} saved")
+        return str(folder)
+
+    def _show(self, job: Job, judgement: Judgement) -> None:
+        live, result = job.live, job.golden
+        assert result is not None
+        if job.phase == FORWARD:
+            cpu_inputs, cpu_outputs = describe(*result.inputs_after), describe((result.outputs,))
+            parts = [
+                (live.inputs, "inputs"),
+                (live.outputs, "outputs"),
+                (cpu_inputs, "inputs(cpu)"),
+                (cpu_outputs, "outputs(cpu)"),
+            ]
+        else:
+            sent, found = job.values
+            parts = [
+                (describe(tuple(g for g in sent if g is not None)), "grad_output(cpu)"),
+                (describe(tuple(found)), "grad_inputs"),
+                (describe(tuple(result.grad_inputs or ())), "grad_inputs(cpu)"),
+            ]
+        shown: list[tuple[str, TensorMeta | str]] = []
+        pointers: tuple[int, ...] = ()
+        for described, what in parts:
+            shown += labelled(described, what)
+            pointers += described.data_ptrs
+        info = f"    cpu_dtype_cast_info(from:to): {result.cast_info}" if result.cast_info else ""
+        self._tool.view.block(
+            f"{live.op} forward_id: {live.id}{info}",
+            live.location,
+            console.tensor_table(live.op, shown, pointers),
+            console.table(rows.CONSOLE, [row.cells() for row in judgement.rows]),
+            *[f"{r.label}: {r.reason}" for r in judgement.rows if r.verdict == WRONG],
+            "",
+        )
