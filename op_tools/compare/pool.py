@@ -25,8 +25,7 @@ import torch
 
 from ..call.description import Tensor
 from ..call.devices import can_pin
-from ..copies.operands import Layout, Operands, Ref
-from ..copies.transport import Fetcher, bytes_in, padded
+from ..copies.operands import Fetcher, Layout, Operands, Ref, bytes_in, padded
 from .worker import Answer, Message, Options, Spans
 
 _RING: Final = 64 << 20  # bytes of calls that wait for one worker

@@ -16,12 +16,12 @@ import torch
 
 from ..call.description import Tensor
 from ..copies.invocation import BACKWARD, Invocation, Region
-from ..copies.memory import MemoryBudget
 from ..copies.operands import tensors_over
+from ..copies.queue import MemoryBudget
 from ..judge.verdict import RIGHT, Rules
 from ..native import measuring
-from .job import Job
 from .judges.host import Comparer, ForwardRun
+from .ladder import Job
 
 _BATCH: Final = 8  # answers that are sent together
 Spans = tuple[tuple[int, int], ...]  # of each storage: where its bytes begin in the shared memory, and how many

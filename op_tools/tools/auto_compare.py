@@ -22,16 +22,14 @@ from .. import settings
 from ..call.description import Finding, Tensor
 from ..call.devices import quiet
 from ..call.module_path import module_path
-from ..compare import cores, lineage
+from ..compare import cores
 from ..compare.choose import MODES, Chooser, kind_of, parse_budget
-from ..compare.job import BACKWARD, FORWARD, PENDING, ComparedCall, Job, gradient_kind
-from ..compare.ladder import Judge, Setup, make_ladder
-from ..compare.lineage import Blame
-from ..compare.teller import Teller
+from ..compare.ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, gradient_kind, make_ladder
+from ..compare.teller import Blame, Teller
+from ..compare.teller import report as blame_report
 from ..copies.invocation import Region, Site
-from ..copies.operands import Layouts, Operands, stage
+from ..copies.operands import Fetcher, Layouts, Operands, stage
 from ..copies.queue import Writer
-from ..copies.transport import Fetcher
 from ..judge import golden
 from ..judge.verdict import WRONG, Judgement, Rules
 from ..native import measuring
@@ -365,7 +363,7 @@ class OpAutoCompare(Tool):
             facts.append(left_out)
         if teller.abandoned:
             facts.append("interrupted: comparisons that were still queued were dropped")
-        facts += lineage.report(teller.blames, teller.lineage, teller.compared)
+        facts += blame_report(teller.blames, teller.lineage, teller.compared)
         facts.append(f"comparisons in {self.csv_path}")
         return facts
 

@@ -17,9 +17,8 @@ import torch
 from .. import settings
 from ..call.description import Described, Descriptions, Tensor, TensorMeta, describe, labelled
 from ..call.devices import accelerator_type, get_rng_state, module_of, quiet
-from ..copies.operands import Layouts, Operands, mark_after, measure
+from ..copies.operands import MOST_BORROWED, Fetcher, Layouts, Operands, mark_after, measure
 from ..copies.queue import Writer
-from ..copies.transport import MOST_BORROWED, Fetcher
 from ..files import archive
 from ..view import console, store
 from ..watch.intercept import Call

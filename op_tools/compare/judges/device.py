@@ -22,14 +22,13 @@ from ...call import facts
 from ...call.description import Tensor, map_tensors, tensors_in
 from ...call.devices import module_of, quiet
 from ...copies.invocation import Region
-from ...copies.memory import MemoryBudget, Reservation
 from ...copies.operands import Operands, is_plain, stage
+from ...copies.queue import MemoryBudget, Reservation
 from ...judge import golden, uncertainty, verdict
 from ...judge.golden import AS_IS, DOUBLE, GoldenResult, Run, Source
 from ...judge.verdict import RIGHT, Judgement
 from ...native import device_measures
-from ..job import BACKWARD, FORWARD, ComparedCall, Job, compared_arguments
-from ..ladder import Judge, Setup
+from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup, compared_arguments
 from .host import gradient_indices
 
 _MAX_KINDS: Final = 20_000

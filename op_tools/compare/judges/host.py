@@ -18,13 +18,12 @@ import torch
 from ...call import facts
 from ...call.description import Tensor, map_tensors, tensors_in
 from ...call.devices import quiet
-from ...copies.memory import MemoryBudget, Reservation
+from ...copies.queue import MemoryBudget, Reservation
 from ...judge import golden, verdict
 from ...judge.golden import GoldenResult
 from ...judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
 from .. import cores, pieces
-from ..job import BACKWARD, FORWARD, ComparedCall, Job, compared_arguments
-from ..ladder import Judge, Setup
+from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup, compared_arguments
 
 _MAX_KINDS: Final = 20_000
 _MAX_WAIT: Final = 60.0  # seconds

@@ -14,8 +14,7 @@ import torch
 from ...call.description import Tensor
 from ...copies.operands import Operands, is_plain
 from ...judge.verdict import RIGHT, Judgement
-from ..job import FORWARD, ComparedCall, Job, Places
-from ..ladder import Judge, Setup
+from ..ladder import FORWARD, ComparedCall, Job, Judge, Places, Setup
 
 _MAX_KINDS: Final = 20_000
 

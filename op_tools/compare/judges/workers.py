@@ -18,8 +18,7 @@ from ...call.devices import quiet
 from ...copies.operands import Operands
 from ...judge.verdict import NOT_COMPARABLE, RIGHT, Judgement, Row
 from .. import cores, pool
-from ..job import BACKWARD, FORWARD, PENDING, ComparedCall, Job
-from ..ladder import Judge, Setup
+from ..ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup
 from ..pool import Lease, Pool, needs_gradients, sendable
 from ..worker import Answer, Message, Options
 

@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from op_tools.call.description import Descriptions, tensors_in
-from op_tools.copies.operands import Layouts, stage
-from op_tools.copies.transport import Fetcher
+from op_tools.copies.operands import Fetcher, Layouts, stage
 from op_tools.files import archive
 from op_tools.files.archive import ArchiveError
 from op_tools.tools import capture

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from op_tools.call.module_path import module_path
 from op_tools.compare import choose
 from op_tools.compare.choose import Chooser, kind_of, parse_budget
-from op_tools.compare.lineage import Blame, Lineage, report
+from op_tools.compare.teller import Blame, Lineage, report
 from op_tools.settings import SettingsError
 
 
@@ -54,7 +54,7 @@ def test_an_address_belongs_to_its_last_maker() -> None:
 
 
 def test_memory_of_the_past_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("op_tools.compare.lineage._MOST_EVENTS", 10)
+    monkeypatch.setattr("op_tools.compare.teller._MAX_EVENTS", 10)
     lineage = Lineage()
     for i in range(100):
         lineage.made_from([i], [i + 1])

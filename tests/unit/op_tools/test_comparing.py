@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from op_tools.call.traits import traits_of
-from op_tools.compare.job import Job
 from op_tools.compare.judges.host import Comparer, ForwardRun
+from op_tools.compare.ladder import Job
 from op_tools.copies.invocation import Invocation, Region, Site
 from op_tools.judge.verdict import RIGHT, Rules
 

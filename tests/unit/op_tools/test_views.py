@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from op_tools.call.traits import traits_of
-from op_tools.compare.job import Job
 from op_tools.compare.judges.views import Views, places
+from op_tools.compare.ladder import Job
 from op_tools.copies.invocation import Invocation, Region, Site
 from op_tools.copies.operands import stage
 from op_tools.judge.verdict import NOT_COMPARABLE, RIGHT, Judgement
