@@ -188,6 +188,7 @@ class Judge:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
+        self.never_settles: set[Hashable] = set()  # (op, number of its arguments) that it need not be asked about
 
     def expects(self, call: ComparedCall) -> bool:
         """Before the call: whether this judge hopes to settle it without a snapshot of its arguments."""

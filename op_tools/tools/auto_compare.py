@@ -86,6 +86,7 @@ class OpAutoCompare(Tool):
     def prepare(self) -> None:
         golden.casts_of("torch.add")  # a mistake in the variable is an error now
         self._chooser = _chooser(self._mode, self._budget)
+        self._sampled = self._chooser.chooses
         queue_bytes = int(settings.number("OP_AUTOCOMPARE_QUEUE_BYTES", 2**30))
         threads = int(settings.number("OP_AUTOCOMPARE_THREADS", max(1, min(4, cores.available() - 2))))
         self._at_once = self.only is not None or threads < 1
@@ -100,7 +101,7 @@ class OpAutoCompare(Tool):
             Rules.from_environment(),
             self.view.full,
             self._at_once,
-            self._chooser.chooses,
+            self._sampled,
             _precheck(self._precheck),
             self._threads,
             queue_bytes,
@@ -114,6 +115,10 @@ class OpAutoCompare(Tool):
         self._ladder = make_ladder(setup)
         self._live = tuple([judge for judge in self._ladder if judge.live])
         self._background = tuple([judge for judge in self._ladder if not judge.live])
+        self._expecting, self._admitting, self._leaving, self._learning = [
+            tuple([judge for judge in self._ladder if getattr(type(judge), name) is not getattr(Judge, name)])
+            for name in ("expects", "admit", "leave", "learn")
+        ]
         self._layouts = Layouts()
         self._gradient_kinds: dict[Any, int] = {}
         self._workers = threading.local()
@@ -162,13 +167,15 @@ class OpAutoCompare(Tool):
             kind=kind,
         )
         expected = False
-        for judge in self._ladder:
-            if judge.expects(compared):
+        look = (call.op, call.inputs.number)
+        for judge in self._expecting:
+            if look not in judge.never_settles and judge.expects(compared):
                 expected = True
                 break
         if expected or self._copy_arguments(compared):
             call.notes[self] = compared
-        self._chooser.spend(kind, time.perf_counter() - started)
+        if self._sampled:
+            self._chooser.spend(kind, time.perf_counter() - started)
 
     def _copy_arguments(self, compared: ComparedCall) -> bool:
         call = compared.live
@@ -196,7 +203,8 @@ class OpAutoCompare(Tool):
         compared.event = self._teller.lineage.made_from(call.inputs.data_ptrs, call.outputs.data_ptrs)
         job = Job(compared, FORWARD, event=compared.event, live=call)
         if self._settle_live(job):
-            self._chooser.settle(compared.kind)
+            if self._sampled:
+                self._chooser.settle(compared.kind)
         elif compared.before is None and not self._copy_arguments(compared):  # which the call left alone
             del call.notes[self]
         else:
@@ -207,7 +215,8 @@ class OpAutoCompare(Tool):
                 )
             self._submit(job, compared)
         compared.live = weakref.proxy(call)  # which holds it
-        self._chooser.spend(compared.kind, time.perf_counter() - started)
+        if self._sampled:
+            self._chooser.spend(compared.kind, time.perf_counter() - started)
 
     def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
         compared: ComparedCall | None = call.notes.get(self)
@@ -224,14 +233,17 @@ class OpAutoCompare(Tool):
         if not self._settle_live(job) and self._has_arguments(compared):
             job.snapshot = self._copy_gradients(job)
             job.grads = None
-            self._chooser.begin(compared.kind)
+            if self._sampled:
+                self._chooser.begin(compared.kind)
             self._submit(job, compared)
-        self._chooser.spend(compared.kind, time.perf_counter() - started)
+        if self._sampled:
+            self._chooser.spend(compared.kind, time.perf_counter() - started)
 
     def _settle_live(self, job: Job) -> bool:
         """Whether a judge settles the job now, from the run's own tensors."""
+        kind = (job.call.op, job.call.numbers[0])
         for judge in self._live:
-            found = judge.settle(job)
+            found = None if kind in judge.never_settles else judge.settle(job)
             if found is not None:
                 job.judgement, job.number = found, self._teller.number()
                 self._teller.tell(job, at_once=False)
@@ -268,7 +280,7 @@ class OpAutoCompare(Tool):
         assert job.snapshot is not None
         job.nbytes = size = (job.before.nbytes if job.before is not None else 0) + job.snapshot.nbytes
         self._queue.reserve(size)  # where a run waits: Ctrl-C comes before the job has a number
-        for judge in self._background:
+        for judge in self._admitting:
             judge.admit(job)
         job.number = self._teller.number()
         self._queue.submit(size, functools.partial(self._work, job))
@@ -286,12 +298,13 @@ class OpAutoCompare(Tool):
         except Exception as error:
             job.error = error
         seconds = time.perf_counter() - started
-        kind = getattr(job.call, "kind", None)
-        self._chooser.spend(kind, seconds * self._share)
-        self._chooser.settle(kind)
+        if self._sampled:
+            kind = getattr(job.call, "kind", None)
+            self._chooser.spend(kind, seconds * self._share)
+            self._chooser.settle(kind)
         if found is PENDING:
             return
-        for judge in self._background:
+        for judge in self._leaving:
             judge.leave(job, seconds)
         job.judgement = found
         self._teller.tell(job)
@@ -312,7 +325,7 @@ class OpAutoCompare(Tool):
                 return found
             if found is not None:
                 job.judgement = found
-                for other in self._ladder:
+                for other in self._learning:
                     other.learn(job)
                 return found
         return None

@@ -86,9 +86,11 @@ class Views(Judge):
             certain = not (self.setup.shown or call.traits.mutates or "as_strided" in call.op)
             if certain and self.setup.is_stock(call.op, call.function):
                 call.places = job.places = places(live.tensors, live.results)
+                if call.places is None and all(call.numbers) and len(self.never_settles) < _MAX_KINDS:
+                    self.never_settles.add((call.op, call.numbers[0]))
             view, results = call.notes.get(self), live.outputs.number
         else:
-            if call.places is None or job.grads is None:
+            if call.places is None or job.grads is None:  # only of views
                 return None
             sent, found = job.grads
             job.places = places([g for g in sent if g is not None], [g for g in found if g is not None])
