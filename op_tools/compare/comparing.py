@@ -132,7 +132,7 @@ class Comparer:
     def cast(self, op: str) -> dict[torch.dtype, torch.dtype] | None:
         """The dtypes that users want an operator's golden run to have (`comparer.cast("torch.add") is None`)."""
         if op not in self._casts:
-            self._casts[op] = golden.casts_of(op)
+            self._casts[op] = self.rules.casts.of(op)
         return self._casts[op]
 
     # -- the golden run -------------------------------------------------------------------------------

@@ -23,12 +23,14 @@ from typing import Any, Final
 
 import torch
 
+from .. import settings
 from ..call.description import Tensor
 from ..call.devices import can_pin
 from ..copies.operands import Layout, Ref, Staged, Unpacker, bytes_in, padded
 from .worker import Answer, Options, Spans, Task
 
 _RING: Final = 64 << 20  # bytes that wait for one process
+_ONE_THREAD: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _CALL: Final = 1 << 17  # bytes that take as long as what a call costs in any case
 _SECONDS_TO_END: Final = 5.0
 _MOST_TREES: Final = 50_000
@@ -133,7 +135,7 @@ class _Helper:
             self.buffer = torch.frombuffer(self._mapped, dtype=torch.uint8)
             self.process = subprocess.Popen(
                 _command(theirs.fileno(), memory),
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+                env={**settings.environment(), **dict.fromkeys(_ONE_THREAD, "1"), "CUDA_VISIBLE_DEVICES": ""},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

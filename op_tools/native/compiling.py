@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-import shutil
 import subprocess
 import tempfile
 import threading
@@ -14,6 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+
+from ditorch_common.toolchain import cache_root, find_compiler, loaded_runtime
+
+from .. import settings
 
 SOURCES: Final = Path(__file__).parent / "csrc"
 _SECONDS: Final = 120
@@ -35,14 +38,16 @@ def compiled(
     >>> compiled(Path("measure.cpp"), ("-O3",))  # doctest: +SKIP
     PosixPath('.../op_tools-3f2a9c.../measure.so')
     """
-    compiler = find_compiler()
-    if compiler is None or os.environ.get("OP_TOOLS_NATIVE", "1") == "0" or platform.system() != "Linux":
+    environment = settings.environment()
+    compiler = find_compiler(environment)
+    if compiler is None or not settings.native() or platform.system() != "Linux":
         return None
     path = os.path.realpath(compiler)
     found = os.stat(path)  # asking it for its version takes longer than all the rest
     identity = (flags, libraries, platform.machine(), key, path, found.st_size, int(found.st_mtime))
     parts = (source.read_bytes(), repr(identity).encode())
-    target = cache_root() / f"op_tools-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}" / f"{source.stem}.so"
+    folder_name = f"op_tools-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}"
+    target = cache_root(environment) / folder_name / f"{source.stem}.so"
     if target.exists():
         return target
     if first is not None:
@@ -131,31 +136,5 @@ def against_torch(source: Path, first: Callable[[], None] | None = None) -> Path
         f"-isystem{root / 'include'}",
         f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
     )
-    linked = (f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-lc10", "-ltorch_cpu", *_loaded_runtime())
+    linked = (f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-lc10", "-ltorch_cpu", *loaded_runtime())
     return compiled(source, flags, linked, str(torch.version.git_version), first)
-
-
-def find_compiler() -> str | None:
-    """Full path of the C++ compiler, or None (`find_compiler() == "/usr/bin/g++"`)."""
-    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
-        found = shutil.which(name) if name else None
-        if found:
-            return found
-    return None
-
-
-def cache_root() -> Path:
-    """The build cache, which is that of the software accelerator, too (`cache_root().name == "ditorch"`)."""
-    explicit = os.environ.get("DITORCH_CACHE_DIR")
-    if explicit:
-        return Path(explicit).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ditorch"
-
-
-def _loaded_runtime() -> tuple[str, ...]:
-    """The C++ runtime that torch has loaded, by its path: some machines offer the compiler only a static one."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return ()
-    return tuple(sorted({line.split()[-1] for line in maps.splitlines() if "/libstdc++.so" in line})[:1])

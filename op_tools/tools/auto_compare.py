@@ -62,7 +62,7 @@ _LOST: Final = Judgement(NOT_COMPARABLE, "the process that had its arguments end
 _CORES_FOR_PROCESSES: Final = 8
 _MOST_PROCESSES: Final = 12
 _WORTH_PROCESSES: Final = 4.0  # seconds, and as many of comparing
-LOOKS: Final = ("cpu", "device")  # where a call that is like an earlier one is looked at first
+LOOKS: Final = settings.options("OP_AUTOCOMPARE_FIRST_LOOK")  # where a call like an earlier one is looked at first
 
 
 @dataclasses.dataclass
@@ -180,9 +180,8 @@ class OpAutoCompare(Tool):
 
     def prepare(self) -> None:
         self._rules = Rules.from_environment()
-        golden.casts_of("torch.add")  # a mistake in the variable is an error now
         self._chooser = _chooser(self._mode, self._budget)
-        queued = int(settings.number("OP_AUTOCOMPARE_QUEUE_BYTES", 2**30))
+        queued = int(settings.number("OP_AUTOCOMPARE_QUEUE_BYTES"))
         threads = int(settings.number("OP_AUTOCOMPARE_THREADS", max(1, min(4, cores.available() - 2))))
         self._at_once = self.only is not None or threads < 1
         self._threads = max(1, threads)
@@ -195,8 +194,8 @@ class OpAutoCompare(Tool):
         self._comparer = Comparer(
             self._rules,
             Room(queued // 4),
-            int(settings.number("OP_AUTOCOMPARE_MAX_BYTES", 8 * 2**30)),
-            settings.number("OP_AUTOCOMPARE_MAX_SECONDS", 10.0),
+            int(settings.number("OP_AUTOCOMPARE_MAX_BYTES")),
+            settings.number("OP_AUTOCOMPARE_MAX_SECONDS"),
             self._threads,
             whole=self._look is not None,
         )
@@ -226,7 +225,7 @@ class OpAutoCompare(Tool):
     def _first_look(self) -> FirstLook | None:
         where = self._where_first
         if where is None:
-            where = settings.choice("OP_AUTOCOMPARE_FIRST_LOOK", LOOKS)
+            where = settings.choice("OP_AUTOCOMPARE_FIRST_LOOK")
         elif where not in LOOKS:
             raise settings.SettingsError(f"OpAutoCompare(look={where!r}): choose one of {', '.join(LOOKS)}")
         # tables of both sides, tolerances and other standards are for results on the CPU
@@ -840,7 +839,7 @@ class OpAutoCompare(Tool):
 
     def _write_table(self) -> None:
         assert self._store is not None
-        folder = settings.results_dir() / "op_autocompare_result"
+        folder = self._folder.with_name("op_autocompare_result")
         self.csv_path = folder / f"op_autocompare_info_pid{settings.process_label()}_{store.time_label()}.csv"
         header = ["forward_id", *console.COMPARE_COLUMNS, *console.VERDICT_COLUMNS, "reason", "module", "location"]
         rows = self._store.tuples(
@@ -956,7 +955,7 @@ def _wait_for_helpers() -> None:
 
 def _chooser(mode: str | None, budget: str | float | None) -> Chooser:
     if mode is None:
-        mode = settings.choice("OP_AUTOCOMPARE_MODE", MODES)
+        mode = settings.choice("OP_AUTOCOMPARE_MODE")
     elif mode not in MODES:
         raise settings.SettingsError(f"OpAutoCompare(mode={mode!r}): choose one of {', '.join(MODES)}")
     variable = "OpAutoCompare(budget=...)"
