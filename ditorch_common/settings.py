@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-_NEAR: Final = 2  # two names are similar if they differ only in this many adjacent letters
-_NEAR_TAIL: Final = 3  # the same for what follows the name of an operator: LINEAR_DTYPE_CAST_DICT lacks "OP_"
+_TYPO: Final = 2  # adjacent letters that one mistake concerns: two are swapped, say
+_TAIL_TYPO: Final = 3  # the same after the name of an operator: LINEAR_DTYPE_CAST_DICT lacks "OP_"
 _MAX_DISTANCE: Final = 3  # edits; a name that is further away is not suggested
 _MAX_SUGGESTIONS: Final = 3
 
@@ -160,10 +160,10 @@ class Registry:
             if self.find(variable) is not None:
                 continue
             splits = [(variable[:i], variable[i + 1 :]) for i, letter in enumerate(variable) if letter == "_" and i]
-            near = [name for name in spellings if _similar(variable, name, _NEAR)]
+            near = [name for name in spellings if _similar(variable, name, _TYPO) and _distance(variable, name) == 1]
             for op, rest in splits:
                 if set(op.split("_")) != {"OP"}:
-                    near += [f"{op}_{tail}" for tail in tails if _similar(rest, tail, _NEAR_TAIL)]
+                    near += [f"{op}_{tail}" for tail in tails if _similar(rest, tail, _TAIL_TYPO)]
             ours = variable.startswith(self._prefixes) or any(rest.startswith(tails) for _, rest in splits)
             if near or ours:
                 lines.append(f"{variable} is not a setting of {self.package}; {_hint(variable, near or spellings)}")

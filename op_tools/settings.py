@@ -18,14 +18,14 @@ from ditorch_common.settings import Registry, SettingsError
 
 # -- declarations -----------------------------------------------------------------------------------------
 
-_TOOLS: Final = {  # prefix of its variables -> tool, and what its lists choose
-    "OP_OBSERVE": ("OpObserve", "record"),
-    "OP_CAPTURE": ("OpCapture", "capture"),
-    "OP_TIME_MEASURE": ("OpTimeMeasure", "measure"),
-    "OP_OVERFLOW_CHECK": ("OpOverflowCheck", "check"),
-    "OP_AUTOCOMPARE": ("OpAutoCompare", "compare"),
-    "OP_FALLBACK": ("OpFallback", "run on the CPU"),
-    "OP_DTYPE_CAST": ("OpDtypeCast", "cast"),
+_TOOLS: Final = {  # by the prefix of their variables
+    "OP_OBSERVE": "OpObserve",
+    "OP_CAPTURE": "OpCapture",
+    "OP_TIME_MEASURE": "OpTimeMeasure",
+    "OP_OVERFLOW_CHECK": "OpOverflowCheck",
+    "OP_AUTOCOMPARE": "OpAutoCompare",
+    "OP_FALLBACK": "OpFallback",
+    "OP_DTYPE_CAST": "OpDtypeCast",
 }
 _DTYPES: Final = sorted({str(d).removeprefix("torch.").upper() for d in vars(torch).values() if type(d) is torch.dtype})
 _CASTS: Final = "OP_DTYPE_CAST_DICT"
@@ -37,10 +37,10 @@ _declare("OP_TOOLS_RESULTS_DIR", "path", "op_tools_results", "where results are 
 _declare("OP_TOOLS_INCLUDE_CPU", "flag", 0, "watch operators on the CPU, too")
 _declare("OP_TOOLS_MAX_RECORDS", "number", 5_000_000, "records to keep; further ones are dropped")
 _declare("OP_TOOLS_NATIVE", "flag", 1, "compile and use the parts in C++ and CUDA")
-for _prefix, (_tool, _verb) in _TOOLS.items():
+for _prefix, _tool in _TOOLS.items():
     _declare = SETTINGS.group(_tool, "docs/op_tools.md")
-    _declare(f"{_prefix}_LIST", "list", "", f"{_verb} only these operators: names or regular expressions, with commas")
-    _declare(f"{_prefix}_DISABLE_LIST", "list", "", f"do not {_verb} these operators")
+    _declare(f"{_prefix}_LIST", "list", "", "only these operators: names or regular expressions, separated by commas")
+    _declare(f"{_prefix}_DISABLE_LIST", "list", "", "not these operators")
 _declare = SETTINGS.group("OpCapture", "docs/op_tools.md")
 _declare("OP_CAPTURE_QUEUE_MB", "number", "", "MiB of copies that may wait", minimum=1, computed="by free memory")
 _declare("OP_CAPTURE_WHEN_FULL", "choice", "block", "what to do when the queue is full", ("block", "drop"))
@@ -60,7 +60,7 @@ for _name, _of in (("", "all operators"), ("<OP>_", "one operator")):
     _declare(_tolerance, "atol,rtol", "", f"the tolerance that decides for {_of}", computed="the standard decides")
     _declare(f"{_tolerance}_<DTYPE>", "atol,rtol", "", f"the same for {_of} and one dtype", computed="as without dtype")
 _declare = SETTINGS.group("OpDtypeCast, and golden runs of OpAutoCompare", "docs/op_tools.md")
-_declare(_CASTS, "casts", "", "dtypes to compute in: from->to, with commas", computed="16 bits->float32")
+_declare(_CASTS, "casts", "", "dtypes to compute in: from->to, separated by commas", computed="16 bits->float32")
 _declare(f"<OP>_{_CASTS}", "casts", "", "the same for one operator", computed="as for all operators")
 
 # -- reading ----------------------------------------------------------------------------------------------
