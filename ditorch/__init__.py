@@ -8,10 +8,12 @@ from functools import partial
 
 from ditorch import backend as _backend_module
 from ditorch.backend import Backend
+from ditorch.console import say
 from ditorch.discovery import CUDA_VARIABLE, MAPPED, NoBackendError, choose
 from ditorch.doctor import Diagnosis, diagnose
 from ditorch.errors import UnsupportedError
 from ditorch.patching import Ledger, Patch
+from ditorch_common.settings import DITORCH
 
 __version__ = "0.1.0"
 __all__ = [
@@ -43,6 +45,8 @@ def activate(device: str | None = None) -> Backend:
     Example: ``ditorch.deactivate(); ditorch.activate("cpu")``
     """
     global backend, framework
+    for mistake in DITORCH.new_mistakes():
+        say(mistake)
     chosen = choose(device)
     if _ledger.patches:
         if chosen is backend:
@@ -52,7 +56,7 @@ def activate(device: str | None = None) -> Backend:
         )
     chosen.load()
     backend, framework = chosen, chosen.framework
-    if not chosen.native and not _flag("DITORCH_DISABLE_MOCK", False):
+    if not chosen.native and not _flag("DITORCH_DISABLE_MOCK"):
         from ditorch import redirect
 
         variable = MAPPED.pop(chosen.name, None)
@@ -61,7 +65,7 @@ def activate(device: str | None = None) -> Backend:
                 why = f"means {variable}={os.environ[variable]}"
                 undo = partial(os.environ.__delitem__, variable)
                 _ledger.record(Patch(CUDA_VARIABLE, why, "mapped", "registered", None, undo))
-            redirect.install(_ledger, chosen, _flag("DITORCH_SHOW_DEVICE_AS_CUDA", True))
+            redirect.install(_ledger, chosen, _flag("DITORCH_SHOW_DEVICE_AS_CUDA"))
         except BaseException:
             _ledger.undo_all()
             raise
@@ -98,10 +102,8 @@ def _is_command() -> bool:
     return started == ["-m", "ditorch"] or os.path.basename(sys.argv[0] if sys.argv else "") == "ditorch"
 
 
-def _flag(name: str, default: bool) -> bool:
-    text = os.environ.get(name, "").strip().lower()
-    if text == "":
-        return default
+def _flag(name: str) -> bool:
+    text = DITORCH.read(name).lower()
     if text in ("1", "true", "on", "yes"):
         return True
     if text in ("0", "false", "off", "no"):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
+
+from ditorch_common.settings import DITORCH
 
 
 def say(message: str) -> None:
@@ -11,7 +12,7 @@ def say(message: str) -> None:
 
     >>> say("building the software accelerator")  # ditorch: building the ...
     """
-    if os.environ.get("DITORCH_QUIET", "0") not in ("", "0"):
+    if DITORCH.read("DITORCH_QUIET") != "0":
         return
     sys.stderr.write(f"ditorch: {message}\n")
     sys.stderr.flush()

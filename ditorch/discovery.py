@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ditorch.backend import Backend
 from ditorch.backends import BUILTIN
+from ditorch_common.settings import DITORCH
 
 ENTRY_POINT_GROUP = "ditorch.backends"
 DEVICE_VARIABLE = "DITORCH_DEVICE"
@@ -77,7 +78,7 @@ def choose(request: str | None = None) -> Backend:
 
     Example: ``choose("cpu").device_type == "cpu"``
     """
-    request = request or os.environ.get(DEVICE_VARIABLE, "").strip() or None
+    request = request or DITORCH.read(DEVICE_VARIABLE) or None
     return _choose_named(request) if request else _choose_only()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from ditorch.imports import AfterImport
 from ditorch.patching import Ledger, Patch
 from ditorch.redirect.devices import Devices, redirect_parameters
+from ditorch_common.settings import DITORCH
 
 REDUCE_VARIABLE = "DITORCH_REDUCE_FP32"
 """Set to 1 to sum half-precision tensors in float32 in all_reduce, reduce and reduce_scatter."""
@@ -29,7 +29,7 @@ def install(ledger: Ledger, devices: Devices) -> None:
     if devices.backend.collective is None:
         return
     _install_groups(ledger, devices)
-    in_float32 = os.environ.get(REDUCE_VARIABLE, "").strip() not in ("", "0")
+    in_float32 = DITORCH.read(REDUCE_VARIABLE) != "0"
     fill_gaps(ledger, devices.backend.collective_gaps, in_float32)
 
 

@@ -1,72 +1,108 @@
-"""Settings of the tools: read once at start, validated, with errors that name the variable."""
+"""Settings of the tools: declared here, read and validated at start, with errors that name the variable."""
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Final
 
 import torch
 
+from ditorch_common.settings import Registry, SettingsError
 
-class SettingsError(ValueError):
-    """A setting is wrong; the message names the variable, the value and what would be right."""
+# -- declarations -----------------------------------------------------------------------------------------
+
+_TOOLS: Final = {  # by the prefix of their variables
+    "OP_OBSERVE": "OpObserve",
+    "OP_CAPTURE": "OpCapture",
+    "OP_TIME_MEASURE": "OpTimeMeasure",
+    "OP_OVERFLOW_CHECK": "OpOverflowCheck",
+    "OP_AUTOCOMPARE": "OpAutoCompare",
+    "OP_FALLBACK": "OpFallback",
+    "OP_DTYPE_CAST": "OpDtypeCast",
+}
+_DTYPES: Final = sorted({str(d).removeprefix("torch.").upper() for d in vars(torch).values() if type(d) is torch.dtype})
+_CASTS: Final = "OP_DTYPE_CAST_DICT"
+SETTINGS: Final = Registry("op_tools", [*_TOOLS, "OP_TOOL", "AUTOCOMPARE_"], {"DTYPE": _DTYPES})
+
+_declare = SETTINGS.group("All tools", "docs/op_tools.md")
+_declare("OP_TOOLS_CONSOLE", "choice", "full", "print each call, the summary, nothing", ("full", "summary", "off"))
+_declare("OP_TOOLS_RESULTS_DIR", "path", "op_tools_results", "where results are written")
+_declare("OP_TOOLS_INCLUDE_CPU", "flag", 0, "watch operators on the CPU, too")
+_declare("OP_TOOLS_MAX_RECORDS", "number", 5_000_000, "records to keep; further ones are dropped")
+_declare("OP_TOOLS_NATIVE", "flag", 1, "compile and use the parts in C++ and CUDA")
+for _prefix, _tool in _TOOLS.items():
+    _declare = SETTINGS.group(_tool, "docs/op_tools.md")
+    _declare(f"{_prefix}_LIST", "list", "", "only these operators: names or regular expressions, separated by commas")
+    _declare(f"{_prefix}_DISABLE_LIST", "list", "", "not these operators")
+_declare = SETTINGS.group("OpCapture", "docs/op_tools.md")
+_declare("OP_CAPTURE_QUEUE_MB", "number", "", "MiB of copies that may wait", minimum=1, computed="by free memory")
+_declare("OP_CAPTURE_WHEN_FULL", "choice", "block", "what to do when the queue is full", ("block", "drop"))
+_declare("OP_CAPTURE_WRITERS", "number", 2, "threads that write", minimum=1)
+_declare = SETTINGS.group("OpAutoCompare", "docs/op_tools.md")
+_declare("OP_AUTOCOMPARE_MODE", "choice", "every", "compare every call, or each kind of call once", ("every", "once"))
+_declare("OP_AUTOCOMPARE_BUDGET", "factor", "", "compare as much as keeps the run within this factor (2x)")
+_declare("OP_AUTOCOMPARE_FIRST_LOOK", "choice", "cpu", "where to check a call like an earlier one", ("cpu", "device"))
+_declare("OP_AUTOCOMPARE_STANDARD", "choice", "ulp", "the standard that decides", ("ulp", "torch", "dual", "seed"))
+_declare("OP_AUTOCOMPARE_PROCESSES", "number", "", "worker processes; 0 for none", computed="by cores, in long runs")
+_declare("OP_AUTOCOMPARE_THREADS", "number", "", "threads that compare; 0: the run itself", computed="by cores, 1 to 4")
+_declare("OP_AUTOCOMPARE_QUEUE_BYTES", "number", 2**30, "bytes of copies that may wait to be compared")
+_declare("OP_AUTOCOMPARE_MAX_BYTES", "number", 8 * 2**30, "bytes that the golden run of one call may need")
+_declare("OP_AUTOCOMPARE_MAX_SECONDS", "number", 10, "seconds for the probes of one call")
+for _name, _of in (("", "all operators"), ("<OP>_", "one operator")):
+    _tolerance = f"{_name}AUTOCOMPARE_ERROR_TOLERANCE"
+    _declare(_tolerance, "atol,rtol", "", f"the tolerance that decides for {_of}", computed="the standard decides")
+    _declare(f"{_tolerance}_<DTYPE>", "atol,rtol", "", f"the same for {_of} and one dtype", computed="as without dtype")
+_declare = SETTINGS.group("OpDtypeCast, and golden runs of OpAutoCompare", "docs/op_tools.md")
+_declare(_CASTS, "casts", "", "dtypes to compute in: from->to, separated by commas", computed="16 bits->float32")
+_declare(f"<OP>_{_CASTS}", "casts", "", "the same for one operator", computed="as for all operators")
+
+# -- reading ----------------------------------------------------------------------------------------------
+
+read = SETTINGS.read
+flag = SETTINGS.flag
+number = SETTINGS.number
+choice = SETTINGS.choice
+_at_start: Mapping[str, str] | None = None
 
 
-CONSOLE_LEVELS = ("full", "summary", "off")
+def begin() -> list[str]:
+    """A tool starts: keep the environment of this moment. Returns a line for each misspelt variable, once."""
+    global _at_start
+    _at_start = MappingProxyType(dict(os.environ))
+    native()  # a mistake in it is an error now, not in a thread
+    return SETTINGS.new_mistakes()
 
 
-def read(variable: str, default: str = "") -> str:
-    """The value of an environment variable, stripped (`read("OP_TOOLS_CONSOLE", "full")`)."""
-    return os.environ.get(variable, default).strip()
+def environment() -> Mapping[str, str]:
+    """The environment when the last tool started, for what is read later; before that, the one of now."""
+    return os.environ if _at_start is None else _at_start
+
+
+def options(variable: str) -> tuple[str, ...]:
+    """What a choice may be (`options("OP_AUTOCOMPARE_MODE") == ("every", "once")`)."""
+    return SETTINGS[variable].options
 
 
 def console_level() -> str:
-    """`OP_TOOLS_CONSOLE`: full (the default), summary or off (`console_level() == "full"`)."""
-    level = read("OP_TOOLS_CONSOLE", "full").lower() or "full"
-    if level not in CONSOLE_LEVELS:
-        raise SettingsError(f"OP_TOOLS_CONSOLE={level!r} is unknown; choose one of {', '.join(CONSOLE_LEVELS)}")
-    return level
+    """`OP_TOOLS_CONSOLE`: full (the default), summary or off, in any case (`console_level() == "full"`)."""
+    return choice("OP_TOOLS_CONSOLE", {"OP_TOOLS_CONSOLE": read("OP_TOOLS_CONSOLE").lower()})
 
 
-def flag(variable: str, default: bool = False) -> bool:
-    """A yes/no variable (`flag("OP_TOOLS_INCLUDE_CPU")`)."""
-    text = read(variable).lower()
-    if text in ("", "0", "false", "no", "off"):
-        return default if text == "" else False
-    if text in ("1", "true", "yes", "on"):
-        return True
-    raise SettingsError(f"{variable}={text!r} is neither yes nor no; use 1 or 0")
-
-
-def number(variable: str, default: float, minimum: float = 0) -> float:
-    """A number of at least `minimum` (`number("OP_CAPTURE_QUEUE_MB", 1024)`)."""
-    text = read(variable)
-    if not text:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        raise SettingsError(f"{variable}={text!r} is not a number") from None
-    if not value >= minimum:
-        raise SettingsError(f"{variable}={text!r} must be at least {minimum:g}")
-    return value
-
-
-def choice(variable: str, options: Sequence[str]) -> str:
-    """One of a few words; the first is the default (`choice("OP_CAPTURE_WHEN_FULL", ("block", "drop"))`)."""
-    text = read(variable, options[0]) or options[0]
-    if text not in options:
-        raise SettingsError(f"{variable}={text!r} is unknown; choose one of {', '.join(options)}")
-    return text
+def native() -> bool:
+    """Whether compiled parts may be built and used, as of the last start (`OP_TOOLS_NATIVE=0` forbids it)."""
+    return flag("OP_TOOLS_NATIVE", environment())
 
 
 def results_dir(create: bool = True) -> Path:
     """`OP_TOOLS_RESULTS_DIR` (default `op_tools_results`), checked to be writable (`results_dir() / "x"`)."""
-    folder = Path(read("OP_TOOLS_RESULTS_DIR", "op_tools_results") or "op_tools_results")
+    folder = Path(read("OP_TOOLS_RESULTS_DIR"))
     if create:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +120,7 @@ def rank() -> int:
     """Rank of this process, 0 when nothing is distributed (`rank() == 0`)."""
     dist = getattr(torch, "distributed", None)
     if dist is not None and dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
+        return int(dist.get_rank())
     text = os.environ.get("RANK", "0")
     return int(text) if text.isdigit() else 0
 
@@ -147,8 +183,8 @@ class OpFilter:
     ) -> OpFilter:
         """Arguments win over `<PREFIX>_LIST` and `<PREFIX>_DISABLE_LIST` (`from_environment("OP_CAPTURE")`)."""
         include_from, exclude_from = f"{prefix}_LIST", f"{prefix}_DISABLE_LIST"
-        include = split_list(read(include_from)) if ops is None else _names(ops)
-        exclude = split_list(read(exclude_from)) if disable is None else _names(disable)
+        include = split_list(os.environ.get(include_from, "")) if ops is None else _names(ops)
+        exclude = split_list(os.environ.get(exclude_from, "")) if disable is None else _names(disable)
         return cls(include, exclude, include_from, exclude_from)
 
     def matches(self, name: str) -> bool:
@@ -236,6 +272,45 @@ def parse_dtype_map(text: str, source: str) -> dict[torch.dtype, torch.dtype]:
             )
         mapping[parse_dtype(sides[0], source)] = parse_dtype(sides[1], source)
     return mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Casts:
+    """The dtypes to compute operators in: texts by variable, `<OP>_OP_DTYPE_CAST_DICT` and `OP_DTYPE_CAST_DICT`.
+
+    >>> Casts({"OP_DTYPE_CAST_DICT": "torch.half->torch.float32"}).of("torch.add")
+    {torch.float16: torch.float32}
+    """
+
+    texts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def from_environment(cls) -> Casts:
+        """Read all of them; a mistake in any is an error now (`Casts.from_environment()`)."""
+        texts = {v: t.strip() for v, t in os.environ.items() if v.endswith(_CASTS) and SETTINGS.find(v) and t.strip()}
+        for variable, text in texts.items():
+            parse_dtype_map(text, variable)
+        return cls(texts)
+
+    def text(self, op: str) -> tuple[str, str]:
+        """The variable that counts for an operator, and its text (`casts.text("torch.add")`)."""
+        own = f"{op_prefix(op)}_{_CASTS}"
+        text = self.texts.get(own, "").strip()
+        return (own, text) if text else (_CASTS, self.texts.get(_CASTS, "").strip())
+
+    def of(self, op: str) -> dict[torch.dtype, torch.dtype] | None:
+        """The casts for an operator, None where nothing is set (`casts.of("torch.add")`)."""
+        variable, text = self.text(op)
+        return parse_dtype_map(text, variable) if text else None
+
+
+def tolerances() -> dict[str, tuple[float, float]]:
+    """The tolerances that are set, by variable (`tolerances() == {"AUTOCOMPARE_ERROR_TOLERANCE": (1e-4, 1e-5)}`)."""
+    return {
+        variable: parse_tolerance(text, variable)
+        for variable, text in os.environ.items()
+        if "AUTOCOMPARE_ERROR_TOLERANCE" in variable and text.strip()
+    }
 
 
 def op_prefix(name: str) -> str:

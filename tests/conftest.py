@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,3 +12,10 @@ import pytest
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tools write below the current folder: give each test one of its own."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _no_start_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings are those of the last start of a tool: each test begins without one."""
+    if "op_tools.settings" in sys.modules:
+        monkeypatch.setattr(sys.modules["op_tools.settings"], "_at_start", None)

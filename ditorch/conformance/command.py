@@ -28,6 +28,7 @@ from ditorch.conformance.engines import Engine, LocalEngine
 from ditorch.conformance.slot import Settings
 from ditorch.conformance.summary import Summary
 from ditorch.discovery import choose
+from ditorch_common.settings import DITORCH
 
 MOST_JOBS_ON_ACCELERATORS = 12
 """Each worker holds a context on the device, and the host's side of a case is what takes time."""
@@ -49,7 +50,7 @@ def main(options: argparse.Namespace, view: View | None = None) -> int:
         return report(options, view)
     if options.resume and options.fresh:
         raise ValueError("--resume and --fresh exclude each other")
-    request = options.devices or os.environ.get("DITORCH_DEVICE", "").strip() or None
+    request = options.devices or DITORCH.read("DITORCH_DEVICE") or None
     backend, devices = chosen_devices(request)
     folder = options.out or Path("conformance_results") / backend.name
     if options.pytorch_src is not None:

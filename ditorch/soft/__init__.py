@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
-import os
 import threading
 from types import ModuleType
 from typing import Any
+
+from ditorch_common.settings import DITORCH
 
 __all__ = ["is_loaded", "load", "faults"]
 
@@ -90,7 +91,7 @@ def _register() -> None:
 
 
 def _device_count() -> int:
-    text = os.environ.get("DITORCH_SOFT_DEVICES", "2")
+    text = DITORCH.read("DITORCH_SOFT_DEVICES")
     if not text.isdecimal() or not 1 <= int(text) <= 64:
         raise ValueError(f"DITORCH_SOFT_DEVICES must be a number from 1 to 64, got {text!r}")
     return int(text)
@@ -99,7 +100,7 @@ def _device_count() -> int:
 def _memory_limit() -> int:
     from .memory import parse_bytes
 
-    text = os.environ.get("DITORCH_SOFT_MEMORY_LIMIT", "")
+    text = DITORCH.read("DITORCH_SOFT_MEMORY_LIMIT")
     if not text:
         return 0
     try:

@@ -24,6 +24,8 @@ from pathlib import Path
 
 import torch
 
+from ditorch_common.toolchain import cache_root, find_compiler, loaded_runtime
+
 from ..console import say
 
 MODULE = "_ditorch_soft"
@@ -74,24 +76,6 @@ def library() -> Path:
         if not built.exists():
             _build(compiler, built)
     return built
-
-
-def cache_root() -> Path:
-    """Folder of the build cache: ``DITORCH_CACHE_DIR``, or ``ditorch`` in the user's cache folder."""
-    explicit = os.environ.get("DITORCH_CACHE_DIR")
-    if explicit:
-        return Path(explicit).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "ditorch"
-
-
-def find_compiler() -> str | None:
-    """Full path of the C++ compiler to use, or None."""
-    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
-        found = shutil.which(name) if name else None
-        if found:
-            return found
-    return None
 
 
 def _python_tag() -> str:
@@ -201,7 +185,7 @@ def _link(compiler: str, objects: list[Path], target: Path, running: set[subproc
             *map(str, objects),
             "-o",
             str(target),
-            *_runtime_library(),
+            *loaded_runtime(),
             f"-L{libraries}",
             f"-Wl,-rpath,{libraries}",
             "-lc10",
@@ -211,19 +195,6 @@ def _link(compiler: str, objects: list[Path], target: Path, running: set[subproc
         ],
         running,
     )
-
-
-def _runtime_library() -> list[str]:
-    """The C++ runtime that torch has loaded, by its path.
-
-    Some installations offer the compiler only a static one. A second copy of it in our library would not share
-    its tables with torch's, and the first error message with a number in it would crash.
-    """
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return []
-    return sorted({line.split()[-1] for line in maps.splitlines() if "/libstdc++.so" in line})[:1]
 
 
 def _call(command: list[str], running: set[subprocess.Popen[str]]) -> None:

@@ -36,6 +36,8 @@ from typing import Any
 
 import torch
 
+from ditorch_common.settings import DITORCH
+
 from . import native
 from .low_precision import ACCUMULATING, accumulate_in
 
@@ -349,7 +351,7 @@ def clear() -> None:
 
 def from_environment() -> None:
     """Plant what ``DITORCH_SOFT_FAULTS`` says; called when the device is loaded."""
-    text = os.environ.get("DITORCH_SOFT_FAULTS", "")
+    text = DITORCH.read("DITORCH_SOFT_FAULTS")
     try:
         for fault in parse(text):
             plant(fault)

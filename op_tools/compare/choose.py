@@ -12,9 +12,9 @@ from typing import Any, Final
 import torch
 
 from ..call.description import Tensor, tensors_in
-from ..settings import SettingsError
+from ..settings import SettingsError, options
 
-MODES: Final = ("every", "once")
+MODES: Final = options("OP_AUTOCOMPARE_MODE")
 _FIRST_DEBT: Final = 0.05  # seconds that calls of a new kind may overdraw in all
 _FIRST_COST: Final = 0.01  # seconds that a comparison is thought to cost before any is done
 _PLENTY: Final = 20

@@ -23,13 +23,10 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ClassVar, Final
 
-import torch
-
 from ..call.description import Tensor, tensors_in
 from ..call.functions import function_of
 from ..copies.invocation import BACKWARD, FORWARD, Invocation
 from ..copies.operands import MOST_BORROWED, Fetcher, Operands
-from ..judge import golden
 from ..judge.golden import GoldenResult
 from ..judge.verdict import Judgement, Rules
 
@@ -150,21 +147,14 @@ class Setup:
     def __post_init__(self) -> None:
         if self.shown or self.rules.standard != "ulp" or self.rules.tolerances:
             self.precheck = "cpu"  # tables of both sides, tolerances and other standards need results on the CPU
-        self._casts: dict[str, dict[torch.dtype, torch.dtype] | None] = {}
         self._stock: dict[str, bool] = {}
-
-    def cast(self, op: str) -> dict[torch.dtype, torch.dtype] | None:
-        """The dtypes that the user wants an operator's golden run to have (`setup.cast("torch.add") is None`)."""
-        if op not in self._casts:
-            self._casts[op] = golden.casts_of(op)
-        return self._casts[op]
 
     def is_stock(self, op: str, function: Any) -> bool:
         """Whether an operator is PyTorch's own of that name, with the usual golden run."""
         known = self._stock.get(op)
         if known is None:
             try:
-                known = function_of(op) == function and self.cast(op) is None
+                known = function_of(op) == function and self.rules.casts.of(op) is None
             except Exception:
                 known = False
             self._stock[op] = known

@@ -23,12 +23,14 @@ from typing import Any, Final
 
 import torch
 
+from .. import settings
 from ..call.description import Tensor
 from ..call.devices import can_pin
 from ..copies.operands import Fetcher, Layout, Operands, Ref, bytes_in, padded
 from .worker import Answer, Message, Options, Spans
 
 _RING: Final = 64 << 20  # bytes of calls that wait for one worker
+_ONE_THREAD: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _CALL: Final = 1 << 17  # the fixed cost of a call, in bytes that take as long
 _MAX_SECONDS_TO_END: Final = 5.0
 _MAX_TREES: Final = 50_000
@@ -133,7 +135,7 @@ class _Process:
             self.buffer = torch.frombuffer(self._mapped, dtype=torch.uint8)
             self.process = subprocess.Popen(
                 _command(theirs.fileno(), memory),
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+                env={**settings.environment(), **dict.fromkeys(_ONE_THREAD, "1"), "CUDA_VISIBLE_DEVICES": ""},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

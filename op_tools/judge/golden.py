@@ -15,7 +15,6 @@ from typing import Any, Final
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import settings
 from ..call import facts
 from ..call.description import Tensor, map_tensors, tensors_in
 from ..call.traits import OpTraits, traits_of
@@ -261,18 +260,6 @@ def as_is(
         pairs = [(o, g) for o, g in zip(tensors_in(outputs), grad_outputs) if o.requires_grad and g is not None]
         found = iter(differentiated([p[0] for p in pairs], leaves, [p[1] for p in pairs]))
         return outputs, [next(found) if t.requires_grad else None for t in tensors]
-
-
-def casts_of(op: str) -> dict[torch.dtype, torch.dtype] | None:
-    """Casts that the user asked for, or None for double precision (`casts_of("torch.add")`).
-
-    `<OP>_OP_DTYPE_CAST_DICT` wins over `OP_DTYPE_CAST_DICT`.
-    """
-    for variable in (f"{settings.op_prefix(op)}_OP_DTYPE_CAST_DICT", "OP_DTYPE_CAST_DICT"):
-        text = settings.read(variable)
-        if text:
-            return settings.parse_dtype_map(text, variable)
-    return None
 
 
 def autocast_rounds_to(name: str, low: torch.dtype, result: Any) -> torch.dtype | None:

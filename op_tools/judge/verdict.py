@@ -25,8 +25,6 @@ from .measures import Bound, Columns, Look, Sides, beyond, looks, measure
 from .rounding import PROBES, Precision, precision_of, unit
 from .uncertainty import Spread, Structure
 
-STANDARDS: Final = ("ulp", "torch", "dual", "seed")
-
 # bound = STORED · u|y| + SIGMAS · sigma: u is the dtype's unit of rounding (half an ulp), sigma how far the
 # roundings inside the call move the element on average (root mean square of the probes).
 STORED: Final = 2.0
@@ -77,7 +75,7 @@ class Judgement:
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """Which standard decides, and the tolerances that users set; read once.
+    """Which standard decides, and the tolerances and casts of golden runs that users set; read once.
 
     >>> Rules().tolerance("torch.add", torch.float16)
     (0.0001, 0.0001, False)
@@ -85,17 +83,13 @@ class Rules:
 
     standard: str = "ulp"
     tolerances: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    casts: settings.Casts = dataclasses.field(default_factory=settings.Casts)
 
     @classmethod
     def from_environment(cls) -> Rules:
-        """Read `OP_AUTOCOMPARE_STANDARD` and every `*AUTOCOMPARE_ERROR_TOLERANCE*` (`Rules.from_environment()`)."""
-        import os
-
-        found = {}
-        for variable, text in os.environ.items():
-            if "AUTOCOMPARE_ERROR_TOLERANCE" in variable and text.strip():
-                found[variable] = settings.parse_tolerance(text, variable)
-        return cls(settings.choice("OP_AUTOCOMPARE_STANDARD", STANDARDS), found)
+        """Read the standard, all tolerances and all casts; mistakes are errors now (`Rules.from_environment()`)."""
+        standard = settings.choice("OP_AUTOCOMPARE_STANDARD")
+        return cls(standard, settings.tolerances(), settings.Casts.from_environment())
 
     def tolerance(self, name: str, dtype: torch.dtype | None) -> tuple[float, float, bool]:
         """atol, rtol and whether the user set them; the most specific variable wins."""

@@ -1,11 +1,10 @@
-"""C++ sources of this package, compiled once with the machine's compiler and kept in the build cache."""
+"""Compiles the C++ sources of this package once, in the background, and keeps the libraries in the build cache."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import platform
-import shutil
 import subprocess
 import tempfile
 import threading
@@ -15,9 +14,13 @@ from typing import Any, Final
 
 import torch
 
+from ditorch_common.toolchain import cache_root, find_compiler, loaded_runtime
+
+from .. import settings
+
 SOURCES: Final = Path(__file__).parent / "csrc"
-_SECONDS: Final = 120
-_QUICKLY: Final = 0.5  # seconds: long enough to load what was built before
+_BUILD_TIMEOUT: Final = 120  # seconds
+_LOAD_TIMEOUT: Final = 0.5  # seconds: enough to load a library that was built before
 
 
 def compiled(
@@ -25,57 +28,59 @@ def compiled(
     flags: tuple[str, ...] = (),
     libraries: tuple[str, ...] = (),
     key: str = "",
-    first: Callable[[], None] | None = None,
+    before_build: Callable[[], None] | None = None,
 ) -> Path | None:
-    """The shared library of a source file; None where there is no compiler or OP_TOOLS_NATIVE=0 forbids it.
+    """The shared library of a source file, built if needed; None without a compiler or with OP_TOOLS_NATIVE=0.
 
-    `key` names what else the result depends on; `first` is called before the compiler is. Raises OSError or
-    SubprocessError when compiling fails.
+    `key` names what else the library depends on; `before_build` is called before the compiler is. Raises OSError or
+    SubprocessError if compiling fails.
 
     >>> compiled(Path("measure.cpp"), ("-O3",))  # doctest: +SKIP
     PosixPath('.../op_tools-3f2a9c.../measure.so')
     """
-    compiler = find_compiler()
-    if compiler is None or os.environ.get("OP_TOOLS_NATIVE", "1") == "0" or platform.system() != "Linux":
+    environment = settings.environment()
+    compiler = find_compiler(environment)
+    if compiler is None or not settings.native() or platform.system() != "Linux":
         return None
     path = os.path.realpath(compiler)
-    found = os.stat(path)  # asking it for its version takes longer than all the rest
+    found = os.stat(path)  # to ask the compiler for its version takes longer than all the rest
     identity = (flags, libraries, platform.machine(), key, path, found.st_size, int(found.st_mtime))
     parts = (source.read_bytes(), repr(identity).encode())
-    target = cache_root() / f"op_tools-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}" / f"{source.stem}.so"
+    folder_name = f"op_tools-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}"
+    target = cache_root(environment) / folder_name / f"{source.stem}.so"
     if target.exists():
         return target
-    if first is not None:
-        first()
+    if before_build is not None:
+        before_build()
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = tempfile.mkdtemp(prefix="build-", dir=target.parent)
-    made = os.path.join(folder, target.name)
-    command = [compiler, *flags, "-fPIC", "-shared", "-w", str(source), "-o", made, *libraries]
+    built = os.path.join(folder, target.name)
+    command = [compiler, *flags, "-fPIC", "-shared", "-w", str(source), "-o", built, *libraries]
     subprocess.run(
-        ["/bin/sh", "-c", _BUILD, "sh", folder, made, str(target), *command],
+        ["/bin/sh", "-c", _BUILD, "sh", folder, built, str(target), *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
         check=True,
-        timeout=_SECONDS,
+        timeout=_BUILD_TIMEOUT,
     )
     return target
 
 
-# Several processes may build at once: each puts a whole file in place. A shell does it, on its own: a run that is
-# shorter than the compiler's leaves the library to the next one.
+# Several processes may build at once: each moves a complete file into place. A shell does it, in a session of its own,
+# so that the build goes on if the run ends first; the next run finds the library.
 _BUILD: Final = """
-folder=$1 made=$2 target=$3; shift 3
-"$@" && mv -f "$made" "$target"; code=$?
+folder=$1 built=$2 target=$3; shift 3
+"$@" && mv -f "$built" "$target"; code=$?
 rm -rf "$folder"; exit $code
 """
 
 
 class Library:
-    """A library that is loaded where it was built before, and built in the background where it was not.
+    """A library that is loaded if it was built before, and built in the background otherwise.
 
-    Nobody waits for a compiler: until it is done, and where there is none, those who ask get None and do without.
+    Callers do not wait for the compiler: `get()` returns None until the library is loaded, and always if it cannot be.
 
     >>> library = Library("clock", lambda: ctypes.CDLL(str(compiled(path))))  # doctest: +SKIP
     >>> library.get()                                                         # doctest: +SKIP
@@ -85,43 +90,43 @@ class Library:
         self._load = load
         self._loaded: Any = None
         self._lock = threading.Lock()
-        self._thread = threading.Thread(target=self._work, name=f"op_tools-{name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"op_tools-{name}", daemon=True)
         self._thread.op_tools_internal = True  # type: ignore[attr-defined]
         _libraries.append(self)
 
     def get(self) -> Any:
-        """What was loaded, or None: not yet, or not here."""
+        """The loaded library, or None if it is not ready or cannot be built (`library.get()`)."""
         if self._loaded is None and not self._thread.ident:
             with self._lock:
                 if not self._thread.ident:
                     self._thread.start()
-            self._thread.join(_QUICKLY)
+            self._thread.join(_LOAD_TIMEOUT)
         return self._loaded
 
     def wait(self) -> Any:
-        """The same once the compiler is through (`library.wait() is not None`)."""
+        """The loaded library once the build has ended, or None if it failed (`library.wait() is not None`)."""
         self.get()
         self._thread.join()
         return self._loaded
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
             self._loaded = self._load()
         except (OSError, AttributeError, subprocess.SubprocessError):
-            self._loaded = None  # no compiler that can do it, or no folder to write to
+            self._loaded = None  # the compiler failed, or there is no folder to write to
 
 
 _libraries: Final[list[Library]] = []
 
 
 def wait() -> None:
-    """Have every library of the tools built, and wait for it: before something is measured, say (`wait()`)."""
+    """Build all libraries of the tools and wait until they are loaded, before a measurement for example (`wait()`)."""
     for library in _libraries:
         library.wait()
 
 
-def against_torch(source: Path, first: Callable[[], None] | None = None) -> Path | None:
-    """The shared library of a source file that uses PyTorch's C++ (`against_torch(Path("backward_clock.cpp"))`)."""
+def against_torch(source: Path, before_build: Callable[[], None] | None = None) -> Path | None:
+    """The shared library of a source file that uses PyTorch's C++ API (`against_torch(Path("backward_clock.cpp"))`)."""
     root = Path(torch.__file__).parent
     abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
     flags = (
@@ -131,31 +136,5 @@ def against_torch(source: Path, first: Callable[[], None] | None = None) -> Path
         f"-isystem{root / 'include'}",
         f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
     )
-    linked = (f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-lc10", "-ltorch_cpu", *_loaded_runtime())
-    return compiled(source, flags, linked, str(torch.version.git_version), first)
-
-
-def find_compiler() -> str | None:
-    """Full path of the C++ compiler, or None (`find_compiler() == "/usr/bin/g++"`)."""
-    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
-        found = shutil.which(name) if name else None
-        if found:
-            return found
-    return None
-
-
-def cache_root() -> Path:
-    """The build cache, which is that of the software accelerator, too (`cache_root().name == "ditorch"`)."""
-    explicit = os.environ.get("DITORCH_CACHE_DIR")
-    if explicit:
-        return Path(explicit).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ditorch"
-
-
-def _loaded_runtime() -> tuple[str, ...]:
-    """The C++ runtime that torch has loaded, by its path: some machines offer the compiler only a static one."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return ()
-    return tuple(sorted({line.split()[-1] for line in maps.splitlines() if "/libstdc++.so" in line})[:1])
+    linked = (f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-lc10", "-ltorch_cpu", *loaded_runtime())
+    return compiled(source, flags, linked, str(torch.version.git_version), before_build)

@@ -22,7 +22,9 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from . import compiling
+from ditorch_common.toolchain import cache_root
+
+from .. import settings
 
 Launch = Callable[..., Any]  # (stream, *numbers)
 _MOST_HIDDEN: Final = 8  # parameters that Triton adds at the end; they are zero for kernels without scratch memory
@@ -94,13 +96,13 @@ class _Kept(NamedTuple):
 def _place(source: str, dtype: torch.dtype, index: int) -> Path | None:
     """Where a kernel is kept: another source, GPU, Triton or CUDA has another place; None where nothing is kept."""
     try:
-        if os.environ.get("OP_TOOLS_NATIVE", "1") == "0" or _driver() is None:
+        if not settings.native() or _driver() is None:
             return None
         code = Path(__file__).with_name(f"{source}.py").read_bytes()
         gpu = (torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
         identity = repr((str(dtype), gpu, importlib.metadata.version("triton"), torch.version.cuda))
         key = hashlib.sha256(b"|".join((code, identity.encode()))).hexdigest()[:16]
-        return compiling.cache_root() / f"op_tools-{key}" / f"{source}.cubin"
+        return cache_root(settings.environment()) / f"op_tools-{key}" / f"{source}.cubin"
     except Exception:  # no Triton by that name, no home: it is compiled each time
         return None
 

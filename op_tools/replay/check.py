@@ -371,7 +371,7 @@ class Check:
             op.traits.function,
             args,
             kwargs,
-            dtype_cast=golden.casts_of(op.name),
+            dtype_cast=self.rules.casts.of(op.name),
             grad_outputs=self.sent if self.grads is not None else None,
             name=op.name,
             traits=op.traits,

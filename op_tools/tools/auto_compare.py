@@ -42,7 +42,7 @@ _MAX_GRADIENT_KINDS: Final = 20_000
 _MAX_WAITING: Final = 2_000  # jobs
 _MAX_CORES: Final = 4  # for one comparison, unless it is large
 _MAX_SHOWN: Final = 5_000  # rows of the table at the end
-PRECHECKS: Final = ("cpu", "device")  # where a call like an earlier one is judged first
+PRECHECKS: Final = settings.options("OP_AUTOCOMPARE_FIRST_LOOK")  # where a call like an earlier one is judged first
 
 
 class OpAutoCompare(Tool):
@@ -84,10 +84,9 @@ class OpAutoCompare(Tool):
         self._chooser = Chooser()
 
     def prepare(self) -> None:
-        golden.casts_of("torch.add")  # a mistake in the variable is an error now
         self._chooser = _chooser(self._mode, self._budget)
         self._sampled = self._chooser.chooses
-        queue_bytes = int(settings.number("OP_AUTOCOMPARE_QUEUE_BYTES", 2**30))
+        queue_bytes = int(settings.number("OP_AUTOCOMPARE_QUEUE_BYTES"))
         threads = int(settings.number("OP_AUTOCOMPARE_THREADS", max(1, min(4, cores.available() - 2))))
         self._at_once = self.only is not None or threads < 1
         self._threads = max(1, threads)
@@ -105,8 +104,8 @@ class OpAutoCompare(Tool):
             _precheck(self._precheck),
             self._threads,
             queue_bytes,
-            int(settings.number("OP_AUTOCOMPARE_MAX_BYTES", 8 * 2**30)),
-            settings.number("OP_AUTOCOMPARE_MAX_SECONDS", 10.0),
+            int(settings.number("OP_AUTOCOMPARE_MAX_BYTES")),
+            settings.number("OP_AUTOCOMPARE_MAX_SECONDS"),
             finish=self._teller.tell,
             again=lambda job: self._queue.submit(0, functools.partial(self._work, job)),
             wait=self.wait,
@@ -416,7 +415,7 @@ class OpAutoCompare(Tool):
 
 def _precheck(given: str | None) -> str:
     if given is None:
-        return settings.choice("OP_AUTOCOMPARE_FIRST_LOOK", PRECHECKS)
+        return settings.choice("OP_AUTOCOMPARE_FIRST_LOOK")
     if given not in PRECHECKS:
         raise settings.SettingsError(f"OpAutoCompare(look={given!r}): choose one of {', '.join(PRECHECKS)}")
     return given
@@ -424,7 +423,7 @@ def _precheck(given: str | None) -> str:
 
 def _chooser(mode: str | None, budget: str | float | None) -> Chooser:
     if mode is None:
-        mode = settings.choice("OP_AUTOCOMPARE_MODE", MODES)
+        mode = settings.choice("OP_AUTOCOMPARE_MODE")
     elif mode not in MODES:
         raise settings.SettingsError(f"OpAutoCompare(mode={mode!r}): choose one of {', '.join(MODES)}")
     variable = "OpAutoCompare(budget=...)"

@@ -128,6 +128,8 @@ class Tool:
         with self._lock:
             if self._starts == 0:
                 self._pid = os.getpid()
+                for mistake in settings.begin():
+                    console.note(mistake)
                 self.view = console.View(settings.console_level())
                 self.filter = OpFilter.from_environment(self.prefix, self._ops, self._disable)
                 self.prepare()

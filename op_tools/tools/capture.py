@@ -64,9 +64,9 @@ class OpCapture(Tool):
 
     def prepare(self) -> None:
         self.folder = settings.results_dir() / "op_capture_results"
-        drop = settings.choice("OP_CAPTURE_WHEN_FULL", ("block", "drop")) == "drop"
-        threads = max(1, int(settings.number("OP_CAPTURE_WRITERS", 2, minimum=1)))
-        room = settings.number("OP_CAPTURE_QUEUE_MB", _default_queue() / _MEBI, minimum=1)
+        drop = settings.choice("OP_CAPTURE_WHEN_FULL") == "drop"
+        threads = int(settings.number("OP_CAPTURE_WRITERS"))
+        room = settings.number("OP_CAPTURE_QUEUE_MB", _default_queue() / _MEBI)
         self.writer = Writer(int(room * _MEBI), threads, drop, _PATIENCE)
         self._label = settings.process_label()
         self._root = str(self.folder)

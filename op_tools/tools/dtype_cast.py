@@ -16,7 +16,6 @@ from ..watch.intercept import Call
 from .base import Tool
 
 _DEFAULT: Final = "torch.float16->torch.float32,torch.bfloat16->torch.float32"
-_VARIABLE: Final = "OP_DTYPE_CAST_DICT"
 _FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _MOST_LEARNED: Final = 10_000
 
@@ -44,26 +43,21 @@ class OpDtypeCast(Tool):
     }
 
     def prepare(self) -> None:
-        self._texts: dict[str, str] = {}
-        self._maps: dict[str, dict[torch.dtype, torch.dtype]] = {}
+        self._casts = settings.Casts.from_environment()
+        if self.only is not None:  # a feature may be applied before its variable is set: it is read at each call
+            self._casts = settings.Casts(os.environ)
         self._by_op: dict[str, tuple[str, dict[torch.dtype, torch.dtype]]] = {}
         self._learned: dict[Any, tuple[torch.dtype | None, ...]] = {}
-        for variable, text in os.environ.items():
-            if variable == _VARIABLE or variable.endswith(f"_{_VARIABLE}"):
-                settings.parse_dtype_map(text, variable)  # a mistake is an error now, not at the first call
 
     def _map_for(self, op: str) -> tuple[str, dict[torch.dtype, torch.dtype]]:
         if self.only is None and op in self._by_op:
             return self._by_op[op]
-        variable = f"{settings.op_prefix(op)}_{_VARIABLE}"
-        text = settings.read(variable)
-        if not text:
-            variable, text = _VARIABLE, settings.read(_VARIABLE) or _DEFAULT
-        # A feature is applied before its variable may be set, so its text is looked at again.
-        if self._texts.get(op) != text:
-            self._texts[op] = text
-            self._by_op[op] = (text, settings.parse_dtype_map(text, variable))
-        return self._by_op[op]
+        variable, text = self._casts.text(op)
+        known = self._by_op.get(op)
+        if known is None or known[0] != (text or _DEFAULT):
+            text = text or _DEFAULT
+            known = self._by_op[op] = (text, settings.parse_dtype_map(text, variable))
+        return known
 
     def transform(self, call: Call, run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Any:
         traits = call.traits

@@ -103,6 +103,7 @@ class OpTimeMeasure(Tool):
         return BackwardClock.listening(device_type)
 
     def prepare(self) -> None:
+        self._folder = settings.results_dir() / "op_time_measure_result"
         self._spans = object()  # key of the notes of a call whose backward pass is on its way
         self._waiting: deque[_Timing] = deque()
         self._free: dict[str, list[Any]] = {}
@@ -303,7 +304,7 @@ class OpTimeMeasure(Tool):
             header = ["name", "forward_id", "forward_elasped", "backward_elasped", "unit"]
             self.view.block(console.table(header, [[str(c) for c in row] for row in rows]))
         label = f"pid{settings.process_label()}_{store.time_label()}"
-        folder = settings.results_dir() / "op_time_measure_result"
+        folder = self._folder
         self.csv_path = _unused(folder / f"op_elasped_info_{label}.csv")
         store.write_csv(
             self.csv_path,

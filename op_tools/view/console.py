@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Final
 
+from .. import settings
 from ..call.description import Described, Finding, TensorMeta, labelled, short
 
 # The column orders of the documented tables.
@@ -131,7 +131,7 @@ def complain(text: str, who: str = "op_tools") -> None:
 
 def note(text: str) -> None:
     """One line on stderr about something that takes a while, unless OP_TOOLS_CONSOLE=off (`note("compiling ...")`)."""
-    if os.environ.get("OP_TOOLS_CONSOLE", "").lower() != "off":
+    if settings.read("OP_TOOLS_CONSOLE", settings.environment()).lower() != "off":
         sys.stderr.write(f"op_tools: {text}\n")
 
 

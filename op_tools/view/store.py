@@ -178,7 +178,7 @@ def current() -> Store:
                 store.close()
             name = f"records_pid{settings.process_label()}_{time_label()}_{time.monotonic_ns() % 10**6:06d}.sqlite"
             try:
-                _current = Store(folder.absolute() / name, int(settings.number("OP_TOOLS_MAX_RECORDS", 5e6)))
+                _current = Store(folder.absolute() / name, int(settings.number("OP_TOOLS_MAX_RECORDS")))
             except (OSError, sqlite3.Error) as error:
                 raise settings.SettingsError(
                     f"OP_TOOLS_RESULTS_DIR: no records can be written under {folder} ({error}); "

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ditorch.soft.build import cache_root
+from ditorch_common.toolchain import cache_root
 
 from .sample_text import sample_text
 

@@ -7,10 +7,9 @@ process has its own.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -66,7 +65,6 @@ class Host(Judge):
             setup.max_seconds,
             setup.threads,
             whole=setup.precheck == "device",
-            casts=setup.cast,
         )
 
     def admit(self, job: Job) -> None:
@@ -100,11 +98,9 @@ class Comparer:
     max_seconds: float = 10.0
     threads: int = 1  # for calls that are compared in pieces
     whole: bool = False  # every call is compared in full: both sides are shown, or learned from
-    casts: Callable[[str], dict[torch.dtype, torch.dtype] | None] = dataclasses.field(
-        default_factory=lambda: functools.cache(golden.casts_of)
-    )
 
     def __post_init__(self) -> None:
+        self._casts = self.rules.casts if self.rules.casts.texts else None
         self._moves: dict[Hashable, Judgement | None] = {}  # kinds of calls: what is found where they only move values
         self._unchanged_rows: dict[Hashable, tuple[Row, ...]] = {}
 
@@ -158,7 +154,7 @@ class Comparer:
             call.function,
             args,
             kwargs,
-            dtype_cast=self.casts(call.op),
+            dtype_cast=self._casts.of(call.op) if self._casts else None,
             grad_outputs=sent,
             name=call.op,
             traits=call.traits,
@@ -200,7 +196,7 @@ class Comparer:
     def _kind(self, job: Job) -> Hashable:
         """The same for jobs that look the same; None where that cannot be said."""
         call = job.call
-        if not all(call.numbers) or job.piece or self.casts(call.op) is not None:
+        if not all(call.numbers) or job.piece or (self._casts and self._casts.of(call.op) is not None):
             return None
         key = (call.op, *call.numbers, call.region.autocast)
         if job.phase == FORWARD:

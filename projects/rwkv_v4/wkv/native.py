@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ditorch.soft.build import cache_root, find_compiler
+from ditorch_common.toolchain import cache_root, find_compiler
 
 from . import scan
 

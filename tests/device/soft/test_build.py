@@ -198,23 +198,6 @@ def test_missing_python_headers_name_the_package(compiler, tmp_path, monkeypatch
         build.library()
 
 
-def test_where_the_cache_lies(monkeypatch):
-    monkeypatch.delenv("DITORCH_CACHE_DIR", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert build.cache_root() == Path("/somewhere/ditorch")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert build.cache_root() == Path.home() / ".cache" / "ditorch"
-    monkeypatch.setenv("DITORCH_CACHE_DIR", "~/here")
-    assert build.cache_root() == Path.home() / "here"
-
-
-def test_the_library_is_linked_with_the_runtime_that_torch_uses():
-    # A static second copy crashed at the first error message with a number in it.
-    (runtime,) = build._runtime_library()
-    assert "/libstdc++.so" in runtime
-    assert Path(runtime).exists()
-
-
 def test_environments_with_the_same_torch_share_one_build(tmp_path, monkeypatch):
     before = build._fingerprint()
     monkeypatch.setattr(build, "_torch_root", lambda: tmp_path)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from op_tools import settings
-from op_tools.settings import OpFilter, SettingsError
+from op_tools.settings import SETTINGS, OpFilter, SettingsError
 
 names = st.from_regex(r"torch\.(Tensor\.|nn\.functional\.)?[a-z_]{1,12}", fullmatch=True)
 dtypes = st.sampled_from(["torch.float16", "torch.half", "bfloat16", "torch.float32", "torch.double", "torch.int8"])
@@ -100,13 +100,25 @@ def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_flags_numbers_and_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("X", "perhaps")
-    for read in (lambda: settings.flag("X"), lambda: settings.number("X", 1), lambda: settings.choice("X", ("a", "b"))):
-        with pytest.raises(SettingsError, match="X="):
-            read()
-    monkeypatch.setenv("X", "-3")
-    with pytest.raises(SettingsError, match="at least"):
-        settings.number("X", 1)
+    for name, wrong, message in [
+        ("OP_TOOLS_INCLUDE_CPU", "Perhaps", "OP_TOOLS_INCLUDE_CPU='perhaps' is neither yes nor no; use 1 or 0"),
+        ("OP_CAPTURE_WRITERS", "many", "OP_CAPTURE_WRITERS='many' is not a number"),
+        ("OP_CAPTURE_WRITERS", "0", "OP_CAPTURE_WRITERS='0' must be at least 1"),
+        ("OP_AUTOCOMPARE_THREADS", "-3", "OP_AUTOCOMPARE_THREADS='-3' must be at least 0"),
+        ("OP_CAPTURE_WHEN_FULL", "a", "OP_CAPTURE_WHEN_FULL='a' is unknown; choose one of block, drop"),
+        ("OP_TOOLS_CONSOLE", "loud", "OP_TOOLS_CONSOLE='loud' is unknown; choose one of full, summary, off"),
+    ]:
+        read = {"flag": settings.flag, "number": settings.number, "choice": settings.choice}[SETTINGS[name].kind]
+        monkeypatch.setenv(name, wrong)
+        with pytest.raises(SettingsError, match=f"^{re.escape(message)}$"):
+            read(name)
+        monkeypatch.setenv(name, " ")
+        assert str(read(name)).removesuffix(".0") in (SETTINGS[name].default, "False", "0")
+    monkeypatch.setenv("OP_TOOLS_CONSOLE", " Summary ")
+    assert settings.console_level() == "summary"
+    assert settings.number("OP_AUTOCOMPARE_THREADS", 3) == 3
+    with pytest.raises(KeyError):
+        settings.read("OP_NOT_DECLARED")
     assert settings.parse_dtype("half", "X") is torch.float16
     assert settings.op_prefix("torch.nn.functional.linear") == "LINEAR"
 
