@@ -17,10 +17,10 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ..call.description import Tensor
+from ..call.functions import function_of
 from ..call.traits import OpTraits, traits_of
 from ..judge.verdict import RIGHT, Rules
 from ..native import measuring
-from ..replay import captured
 from .comparing import Comparer, Comparison, Memory, rebuilt
 from .precheck import Room
 
@@ -152,7 +152,7 @@ class Helper:
 
 @functools.lru_cache(maxsize=4096)
 def _operator(name: str) -> tuple[Callable[..., Any], OpTraits]:
-    function = captured.function_of(name)
+    function = function_of(name)
     return function, traits_of(function)
 
 

@@ -12,20 +12,13 @@ from typing import Any, Final
 
 import torch
 
-from ..call.facts import last_name
+from ..call.facts import FUNCTIONS, last_name
 
 Tensor = torch.Tensor
 
 _FEWEST: Final = 256  # values; fewer say nothing about a distribution
 _SIGMAS: Final = 6.5
 _KOLMOGOROV: Final = 3.5  # 2 exp(-2 c²) is about 5e-11
-_DROPOUTS: Final = frozenset(["dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"])
-_SAMPLERS: Final = frozenset(
-    [
-        *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "poisson"),
-        *("uniform_", "normal_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_"),
-    ]
-)
 
 
 def judge(name: str, source: Any, outputs: Any) -> tuple[bool, str] | None:
@@ -34,14 +27,12 @@ def judge(name: str, source: Any, outputs: Any) -> tuple[bool, str] | None:
     >>> judge("torch.rand", source, torch.zeros(1000))  # doctest: +SKIP
     (False, 'the values are not distributed as on the CPU: ...')
     """
-    last = last_name(name)
-    if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
+    facts = FUNCTIONS.by_name.get(last_name(name))
+    if facts is None or not facts.law or not isinstance(outputs, Tensor) or not outputs.is_floating_point():
         return None
-    if last in _DROPOUTS:
-        return _dropout(source, outputs, whole_channels=last not in ("dropout", "dropout_"))
-    if last in _SAMPLERS:
+    if facts.law == "samples":
         return _sampled(source, outputs)
-    return None
+    return _dropout(source, outputs, whole_channels=facts.law == "channel dropout")
 
 
 def _dropout(source: Any, outputs: Tensor, whole_channels: bool) -> tuple[bool, str] | None:
