@@ -10,13 +10,13 @@ from typing import Any, Final
 import torch
 from torch.overrides import get_testing_overrides, resolve_name
 
-from .registry import last_name
+from .operators.registry import last_name
 
 
 def name_of(function: Callable[..., Any]) -> str:
     """The name that users write (`name_of(torch.nn.functional.linear) == "torch.nn.functional.linear"`)."""
     try:
-        name = resolve_name(function)
+        name: str | None = resolve_name(function)
     except Exception:
         name = None
     if name is None:
@@ -42,7 +42,7 @@ def name_of(function: Callable[..., Any]) -> str:
     return _SAME_FUNCTION.get(name, name)
 
 
-# One C function under several names, of which PyTorch tells the rarer one.
+# One C function with several names, of which PyTorch returns the rarer one.
 _SAME_FUNCTION: Final = {"torch.spmm": "torch.mm"}
 
 
@@ -55,7 +55,7 @@ def factories() -> frozenset[str]:
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """The operator of this name; LookupError if PyTorch has none, whatever else has the name.
+    """The operator of this name; LookupError if PyTorch has none. Nothing but PyTorch's operators can be named.
 
     >>> function_of("torch.add") is torch.add
     True
@@ -89,14 +89,19 @@ def _aten_function(name: str) -> Callable[..., Any] | None:
 
 
 def _operator(name: str) -> Any:
-    if not name.isidentifier() or name.startswith("__") or name.endswith(_NEVER):
+    if name.startswith("__") or name.endswith(_NEVER):
         return None
-    packet = getattr(torch.ops.aten, name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return None
-    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
     # the namespace also holds helpers of TorchScript that take no tensors
-    return packet if any("Tensor" in str(schema) for schema in schemas) else None
+    takes_tensors = any("Tensor" in str(overload._schema) for overload in overloads_of(name))
+    return getattr(torch.ops.aten, name) if takes_tensors else None
+
+
+def overloads_of(name: str) -> list[Any]:
+    """All overloads of an ATen operator, if there is one (`torch.ops.aten.add.out in overloads_of("add")`)."""
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return []
+    return [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
 
 
 # never looked up: getters, and what reads or writes files, changes the process or calls back

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .registry import CPU, KERNELS, KernelFacts, Kind
+from .operators.registry import CPU, KERNELS, KernelFacts, Kind
 
 Tensor = torch.Tensor
 Number = Callable[[float], float]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
-from .facts.kernels import is_view
-from .functions import factories
+from .facts import is_view
+from .functions import factories, overloads_of
 from .functions import name_of as name_of
-from .registry import FUNCTIONS, FunctionFacts, last_name
+from .operators.registry import FUNCTIONS, FunctionFacts, last_name
 
 _GETTER_ENDINGS: Final = (".__get__", ".__set__", ".__delete__")
 # Functions that run other operators on the user's behalf: what happens inside them is watched too.
@@ -41,20 +41,15 @@ class OpTraits:
     transfer: bool = False
 
 
-def _overloads(function: Callable[..., Any], name: str) -> Iterator[Any]:
+def _overloads(function: Callable[..., Any], name: str) -> list[Any]:
+    """The ATen overloads behind a function, if its name tells."""
     candidates = [getattr(function, "__name__", ""), last_name(name)]
     for candidate in list(candidates):
         if FUNCTIONS.by_name.get(candidate, _NO_FACTS).reflected:  # __rand__ is not rand
             candidates += [f"__{candidate[3:-2]}__", candidate[3:-2]]
         elif candidate.startswith("__") and candidate.endswith("__"):
             candidates.append(candidate.strip("_"))
-    for candidate in candidates:
-        packet = getattr(torch.ops.aten, candidate, None) if candidate.isidentifier() else None
-        if not isinstance(packet, torch._ops.OpOverloadPacket):
-            continue
-        for overload in packet.overloads():
-            yield getattr(packet, overload)
-        return
+    return next(filter(None, map(overloads_of, candidates)), [])
 
 
 def traits_of(function: Callable[..., Any], name: str | None = None) -> OpTraits:
@@ -72,7 +67,7 @@ def traits_of(function: Callable[..., Any], name: str | None = None) -> OpTraits
         return OpTraits(name, function, bookkeeping=True)
     if name.startswith("torch.distributed."):
         return OpTraits(name, function, collective=True, mutates=True)
-    overloads = list(_overloads(function, name)) if name.startswith("torch.") else []
+    overloads = _overloads(function, name) if name.startswith("torch.") else []
     if name == "torch.device" or (name.startswith("torch._C.") and not overloads):
         return OpTraits(name, function, bookkeeping=True)
     functional = [o for o in overloads if not o._schema.is_mutable]

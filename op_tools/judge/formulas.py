@@ -8,7 +8,7 @@ explained, and what it does not is probed. Squares are computed in float32: they
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ..call import facts
 from ..call.description import Tensor, tensors_in
-from ..call.facts import Kind
+from ..call.operators.registry import FUNCTIONS, Kind, Registry, kernel_names, last_name
 from .rounding import roundings, weights_of_products
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from .uncertainty import Structure
 
 _FEWEST_TERMS: Final = 32  # of a long sum of products: enough to know its size within a factor
-_ATTENTION: Final = "scaled_dot_product_flash_attention_for_cpu"
 
 
 class Terms(NamedTuple):
@@ -37,7 +36,7 @@ class Terms(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """One result of a call: whose roundings are to be counted."""
+    """One result of a call, whose roundings a formula counts."""
 
     source: Source
     number: int  # among the results, or among the tensors of the arguments for a gradient
@@ -47,19 +46,29 @@ class Asked(NamedTuple):
     structure: Structure
 
 
+class Formula(NamedTuple):
+    """The terms of calls in which certain kernels do all the arithmetic."""
+
+    functions: Collection[str]  # whose arguments it understands
+    terms: Callable[[Asked], Terms | None]
+
+
+_FORMULAS: Final = Registry[Formula]("formula for", kernel_names)
+
+
 def terms(asked: Asked) -> Terms | None:
     """The formula for one result; None where there is none (`terms(Asked(...))`)."""
     structure = asked.structure
-    names, formula = _FORMULAS.get(structure.kernels, ((), _products))
-    if formula is _products:
+    known = _BY_KERNELS.get(structure.kernels)
+    if known is None:
         if not structure.sums_of_products or not structure.contracts:
             return None
-    elif facts.last_name(asked.source.name) not in names:
+    elif last_name(asked.source.name) not in known.functions:
         return None
     try:
         with torch.no_grad():
-            found = formula(asked)
-    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError):  # given in a way not foreseen here
+            found = _products(asked) if known is None else known.terms(asked)
+    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError):  # arguments that were not foreseen
         return None
     return found if found is not None and found.squares.shape == asked.golden.shape else None
 
@@ -79,7 +88,7 @@ def _single(tensor: Tensor) -> Tensor:
 def _sent(asked: Asked) -> Tensor:
     grads = asked.source.grad_outputs or ()
     if len(grads) != 1 or grads[0] is None:
-        raise ValueError("not one gradient")
+        raise ValueError("not exactly one gradient")
     return _single(grads[0])
 
 
@@ -121,6 +130,10 @@ def _gelu_backward(asked: Asked) -> Terms | None:
     return Terms(squares, unit**2, 2.25 * unit**2)
 
 
+_FORMULAS.register("gelu", Formula(("gelu",), _gelu))
+_FORMULAS.register("gelu+gelu_backward", Formula(("gelu",), _gelu_backward))
+
+
 def _added_to(asked: Asked) -> Terms | None:
     """self + alpha · other, self + value · a · b, self + value · a / b: all that goes in, each rounded once."""
     source, name = asked.source, asked.structure.kernels[0]
@@ -148,7 +161,12 @@ def _summed(asked: Asked) -> Terms | None:
     return Terms(sent.square().sum_to_size(shape), variance, variance)
 
 
-_SLOPE: Final = 1 / math.sqrt(2 * math.pi)
+_ADDS: Final = [
+    f"{before}add{what}{after}" for before in ("", "_foreach_") for what in ("", "cmul", "cdiv") for after in ("", "_")
+]
+_FORMULAS.register("add addcmul addcdiv", Formula(_ADDS, _added_to))
+_FORMULAS.register("add+sum", Formula(_ADDS, _summed))
+_SLOPE: Final = 1 / math.sqrt(2 * math.pi)  # of erf(x / sqrt(2)) / 2 at zero
 
 
 def _into_erf() -> float:
@@ -210,6 +228,10 @@ def _layer_norm_backward(asked: Asked) -> Terms | None:
     return Terms(squares, unit**2, few * unit**2)
 
 
+_NORMS: Final = ("layer_norm", "native_layer_norm")
+_FORMULAS.register("native_layer_norm", Formula(_NORMS, _layer_norm))
+_FORMULAS.register("native_layer_norm+native_layer_norm_backward", Formula(_NORMS, _layer_norm_backward))
+
 # --- embedding --------------------------------------------------------------------------------------------------
 
 
@@ -229,6 +251,8 @@ def _embedding_backward(asked: Asked) -> Terms | None:
     variance = hits * asked.precision.stored**2 if hits > 1 else asked.precision.inner**2
     return Terms(squares, variance, variance)
 
+
+_FORMULAS.register("embedding_dense_backward", Formula(("embedding",), _embedding_backward))
 
 # --- attention --------------------------------------------------------------------------------------------------
 
@@ -275,6 +299,12 @@ def _attended(source: Source) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
     return functional.softmax(scores, -1), query, key, value, scale
 
 
+_ATTENTION: Final = "scaled_dot_product_flash_attention_for_cpu"
+_FORMULAS.register(_ATTENTION, Formula(("scaled_dot_product_attention",), _attention))
+_FORMULAS.register(
+    f"{_ATTENTION}+{_ATTENTION}_backward", Formula(("scaled_dot_product_attention",), _attention_backward)
+)
+
 # --- products of matrices ---------------------------------------------------------------------------------------
 
 
@@ -283,7 +313,7 @@ def _products(asked: Asked) -> Terms | None:
     precision, structure = asked.precision, asked.structure
     squares = _squared_bias(asked) if asked.backward else None
     if squares is None:
-        factors = _factors_of(facts.last_name(asked.source.name), asked)
+        factors = _factors_of(last_name(asked.source.name), asked)
         if factors is None:
             return None
         left, right = factors
@@ -300,7 +330,7 @@ def _products(asked: Asked) -> Terms | None:
 
 def _squared_bias(asked: Asked) -> Tensor | None:
     """The bias of a linear layer gets the sum of the gradients."""
-    if facts.last_name(asked.source.name) != "linear":
+    if last_name(asked.source.name) != "linear":
         return None
     _, _, bias = _arguments(asked.source, "input", "weight", "bias")
     target = asked.source.tensors[asked.number]
@@ -312,10 +342,10 @@ def _squared_bias(asked: Asked) -> Tensor | None:
 
 def _factors_of(name: str, asked: Asked) -> tuple[Tensor, Tensor] | None:
     """The matrices whose product a result is."""
-    find = _FACTORS.get(name)
-    if find is None:
+    given = _operands(name, asked.source)
+    if not given:
         return None
-    left, right = find(asked.source)
+    left, right = given if name != "linear" else (given[0], given[1].t())
     if left.dim() < 2 or right.dim() < 2 or not left.is_floating_point() or not right.is_floating_point():
         return None
     left, right = left.detach(), right.detach()
@@ -330,7 +360,6 @@ def _factors_of(name: str, asked: Asked) -> tuple[Tensor, Tensor] | None:
     grad = sent[0].detach()
     grad = grad.reshape(-1, grad.shape[-1]) if rows else grad
     target = asked.source.tensors[asked.number]
-    given = _OPERANDS[name](asked.source)
     if given[0] is given[1]:
         return None
     if target is given[0]:
@@ -342,44 +371,14 @@ def _factors_of(name: str, asked: Asked) -> tuple[Tensor, Tensor] | None:
     return None
 
 
-def _linear(source: Source) -> tuple[Tensor, Tensor]:
-    x, weight = _arguments(source, "input", "weight")
-    return x, weight.t()
+def _operands(name: str, source: Source) -> Sequence[Tensor]:
+    """The two matrices that a function multiplies, as they were given; none where it is not known to."""
+    if name == "linear":
+        return _arguments(source, "input", "weight")
+    known = FUNCTIONS.by_name.get(name)
+    if known is None or known.factors_at is None:
+        return ()
+    return source.args[known.factors_at], source.args[known.factors_at + 1]
 
 
-def _two(source: Source) -> Sequence[Tensor]:
-    return source.args[0], source.args[1]
-
-
-def _added(source: Source) -> Sequence[Tensor]:
-    return source.args[1], source.args[2]
-
-
-def _linear_operands(source: Source) -> Sequence[Tensor]:
-    return _arguments(source, "input", "weight")
-
-
-_OPERANDS: Final[dict[str, Callable[[Any], Sequence[Tensor]]]] = {
-    "linear": _linear_operands,
-    **dict.fromkeys(("mm", "bmm", "matmul", "__matmul__"), _two),
-    **dict.fromkeys(("addmm", "baddbmm"), _added),
-}
-_FACTORS: Final[dict[str, Callable[[Any], Sequence[Tensor]]]] = {**_OPERANDS, "linear": _linear}
-
-_Formula = Callable[[Asked], Terms | None]
-_NORM: Final = ("layer_norm", "native_layer_norm")
-_SUMS: Final = tuple(
-    f"{before}add{what}{after}" for before in ("", "_foreach_") for what in ("", "cmul", "cdiv") for after in ("", "_")
-)
-# by the operators that compute something in a call, and by the function that was called: it says what the arguments are
-_FORMULAS: Final[dict[tuple[str, ...], tuple[tuple[str, ...], _Formula]]] = {
-    **dict.fromkeys([("add",), ("addcmul",), ("addcdiv",)], (_SUMS, _added_to)),
-    ("add", "sum"): (_SUMS, _summed),
-    ("embedding_dense_backward",): (("embedding",), _embedding_backward),
-    ("gelu",): (("gelu",), _gelu),
-    ("gelu", "gelu_backward"): (("gelu",), _gelu_backward),
-    ("native_layer_norm",): (_NORM, _layer_norm),
-    ("native_layer_norm", "native_layer_norm_backward"): (_NORM, _layer_norm_backward),
-    (_ATTENTION,): (("scaled_dot_product_attention",), _attention),
-    (_ATTENTION, f"{_ATTENTION}_backward"): (("scaled_dot_product_attention",), _attention_backward),
-}
+_BY_KERNELS: Final = {tuple(kernels.split("+")): formula for kernels, formula in _FORMULAS.by_name.items()}

@@ -5,14 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
-from op_tools.call import facts
-from op_tools.call.facts.kernels import kernel_facts
-from op_tools.call.registry import KernelFacts, Kind, Registry, unknown_names
+from op_tools.call.facts import kernel_facts
+from op_tools.call.operators.registry import (
+    FUNCTIONS,
+    FunctionFacts,
+    KernelFacts,
+    Kind,
+    Registry,
+    function_names,
+    unknown_names,
+)
+from op_tools.judge import formulas
 
 
 @pytest.fixture
 def registry() -> Registry[KernelFacts]:
-    from op_tools.call import registry as module
+    from op_tools.call.operators import registry as module
 
     made = Registry[KernelFacts]("kernel", lambda: {"mm", "bmm", "linalg_qr", "round.decimals"})
     module._REGISTRIES.remove(made)  # its names are made up
@@ -21,6 +29,12 @@ def registry() -> Registry[KernelFacts]:
 
 def test_every_registered_name_is_one_of_pytorch() -> None:
     assert unknown_names() == []
+
+
+def test_formulas_name_functions_of_pytorch() -> None:
+    named = {function for formula in formulas._FORMULAS.by_name.values() for function in formula.functions}
+    assert named
+    assert named <= function_names()
 
 
 def test_a_name_is_registered_once(registry: Registry[KernelFacts]) -> None:
@@ -33,7 +47,7 @@ def test_a_name_is_registered_once(registry: Registry[KernelFacts]) -> None:
 
 def test_a_registered_name_cannot_get_a_second_entry_elsewhere() -> None:
     with pytest.raises(ValueError, match=r"function 'dropout' is registered twice: at .*draws.py:\d+ and"):
-        facts.FUNCTIONS.register("dropout", facts.FunctionFacts(draws=True))
+        FUNCTIONS.register("dropout", FunctionFacts(draws=True))
 
 
 def test_unknown_names_are_reported_with_their_place(registry: Registry[KernelFacts]) -> None:

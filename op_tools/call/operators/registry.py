@@ -1,7 +1,7 @@
 """The registry of operator facts: each name is registered once, and a name that PyTorch does not have is reported.
 
-`KERNELS` holds what is known of ATen operators, `FUNCTIONS` what is known of functions that users call. The facts
-themselves are registered in `op_tools.call.facts`, whose docstring says how to add one.
+`KERNELS` holds facts about ATen operators, `FUNCTIONS` facts about functions that users call; the package docstring
+says how to add one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class KernelFacts(NamedTuple):
 class IndexFacts(NamedTuple):
     """How a function that returns indices is called."""
 
-    dim: Any  # default of its parameter `dim`; ...: all dimensions if not given
+    dim: Any  # default of its parameter `dim`; None and ...: all dimensions
     position: int = 1  # of `dim` among the arguments
     permutes: bool = False  # no index may occur twice
 
@@ -109,9 +109,8 @@ class Registry(Generic[Facts]):
     def register(self, names: str, facts: Facts, *, since: str = "", maybe: str = "") -> None:
         """Add names, separated by blanks, with the facts that hold for each; a name is registered once.
 
-        `linalg_*` stands for all names that begin like this, `round.decimals` for one overload, `gelu+gelu_backward`
-        for one after the other. `since` is the first version of PyTorch with these names, `maybe` the reason why
-        any version may lack them.
+        `linalg_*` are all names that begin with `linalg_`, `round.decimals` is one overload, `gelu+gelu_backward` one
+        kernel after the other. `since`: the first PyTorch with these names; `maybe`: why a PyTorch may lack them.
         """
         frame = sys._getframe(1)
         entry = _Entry(f"{frame.f_code.co_filename}:{frame.f_lineno}", since, maybe)
@@ -126,7 +125,7 @@ class Registry(Generic[Facts]):
         return frozenset(name for name, facts in self.by_name.items() if holds(facts))
 
     def unknown(self) -> list[str]:
-        """Names that this PyTorch should have and has not, each with the place where it is registered."""
+        """Names that this PyTorch should have but lacks, each with the place where it is registered."""
         known = self._known()
 
         def exists(name: str) -> bool:
@@ -145,7 +144,7 @@ _REGISTRIES: Final[list[Registry[Any]]] = []
 
 
 def unknown_names() -> list[str]:
-    """Registered names that the running PyTorch does not have, though it should (`unknown_names() == []`)."""
+    """Names in any registry that this PyTorch should have but lacks (`unknown_names() == []`)."""
     return [line for registry in _REGISTRIES for line in registry.unknown()]
 
 

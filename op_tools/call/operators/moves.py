@@ -1,13 +1,12 @@
-"""Operators without arithmetic: they allocate, move, compare, convert or rename."""
+"""Operators without arithmetic: they ask, allocate, move, compare, convert, rename or communicate."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from ..registry import CPU, FUNCTIONS, KERNELS, FunctionFacts, KernelFacts, Kind
+from .registry import CPU, FUNCTIONS, KERNELS, NODES, FunctionFacts, KernelFacts, Kind
 
-KERNELS.register(
-    """
+KERNELS.register("""
     alias argwhere as_strided assert_async atleast_1d bitwise_and bitwise_left_shift bitwise_not bitwise_or
     bitwise_right_shift bitwise_xor block_diag bucketize ceil channel_shuffle clamp clamp_max clamp_min coalesced
     combinations complex concat conj conj_physical contiguous copysign count_nonzero dense_dim diag diag_embed
@@ -23,18 +22,13 @@ KERNELS.register(
     searchsorted select_scatter set sign signbit slice_scatter sparse_dim split squeeze take tensor_split threshold
     threshold_backward tile tril tril_indices triu triu_indices trunc unfold unique_consecutive unique_dim
     unpack_dual unsafe_index unsafe_masked_index values view_as_complex view_as_real where
-    """,
-    KernelFacts(Kind.EXACT),
-)
+    """, KernelFacts(Kind.EXACT))  # fmt: skip
 KERNELS.register("round.decimals", KernelFacts())
 KERNELS.register("abs sgn", KernelFacts(Kind.EXACT, exact_if_real=True))
-KERNELS.register(
-    """
+KERNELS.register("""
     cat clone constant_pad_nd copy empty empty_like empty_strided fill new_empty new_empty_strided new_zeros ones_like
     select_backward slice_backward stack to unsafe_view zero zeros zeros_like
-    """,
-    KernelFacts(Kind.EXACT, plain_move=True),
-)
+    """, KernelFacts(Kind.EXACT, plain_move=True))  # fmt: skip
 KERNELS.register(
     "arange range bartlett_window blackman_window hamming_window hann_window kaiser_window", KernelFacts(Kind.FACTORY)
 )
@@ -46,13 +40,10 @@ FUNCTIONS.register(
     "empty empty_like empty_permuted empty_strided new_empty new_empty_strided resize_ resize_as_",
     FunctionFacts(uninitialised=True, stays=True),
 )
-FUNCTIONS.register(
-    """
+FUNCTIONS.register("""
     _pin_memory _reshape_alias _unsafe_view alias detach detach_ lift lift_fresh set_ set_data unsafe_chunk
     unsafe_split unsafe_split_with_sizes view
-    """,
-    FunctionFacts(stays=True),
-)
+    """, FunctionFacts(stays=True))  # fmt: skip
 FUNCTIONS.register("_to_copy copy_ _copy_from", FunctionFacts(moves=True))
 FUNCTIONS.register("nextafter nextafter_", FunctionFacts(bound_to_dtype=True))
 FUNCTIONS.register(
@@ -63,3 +54,40 @@ FUNCTIONS.register("to", FunctionFacts(converts="both"))
 _TO_DEVICE: Final = FunctionFacts(converts="device")
 FUNCTIONS.register("cpu cuda mps xpu", _TO_DEVICE)
 FUNCTIONS.register("gcu hpu mlu musa npu soft", _TO_DEVICE, maybe="defined by the device's plugin")
+
+_ASKS: Final = FunctionFacts(bookkeeping=True)
+FUNCTIONS.register("""
+    __array__ __array_priority__ __array_wrap__ __class__ __contains__ __cuda_array_interface__ __deepcopy__ __dir__
+    __dlpack__ __dlpack_device__ __format__ __hash__ __iter__ __reduce__ __reduce_ex__ __repr__ __setstate__
+    __torch_dispatch__ _backward_hooks _dimI _dimV _indices _is_view _is_zerotensor _nnz _reduce_ex_internal
+    _typed_storage _values _version apply_ as_subclass broadcast_shapes can_cast compiled_with_cxx11_abi data_ptr
+    dense_dim dim dim_order element_size finfo get_default_device get_default_dtype get_device get_rng_state
+    has_torch_function iinfo initial_seed is_complex is_conj is_contiguous is_distributed is_floating_point
+    is_grad_enabled is_inference is_inference_mode_enabled is_neg is_nonzero is_set_to is_shared is_signed is_storage
+    is_tensor is_warn_always_enabled itemsize layout manual_seed map_ ndim ndimension nelement numel promote_types
+    q_per_channel_axis q_scale q_zero_point qscheme register_hook register_post_accumulate_grad_hook requires_grad
+    requires_grad_ result_type retain_grad seed set_default_device set_grad_enabled set_printoptions set_rng_state
+    share_memory_ size sparse_dim storage storage_offset storage_type stride typename untyped_storage
+    """, _ASKS)  # fmt: skip
+FUNCTIONS.register(
+    "_update_names align_as has_names names refine_names rename rename_", _ASKS, maybe="named tensors, not in 2.13"
+)
+FUNCTIONS.register(
+    "_has_compatible_shallow_copy_type is_pinned is_same_size pin_memory record_stream",
+    FunctionFacts(bookkeeping=True, stays=True),
+)
+FUNCTIONS.register("""
+    __radd__ __rand__ __rdiv__ __rfloordiv__ __rlshift__ __rmod__ __rmul__ __ror__ __rpow__ __rrshift__ __rsub__
+    __rtruediv__ __rxor__
+    """, FunctionFacts(reflected=True))  # fmt: skip
+FUNCTIONS.register("""
+    distributed.all_reduce distributed.all_gather distributed.all_gather_into_tensor distributed.all_gather_coalesced
+    distributed.all_reduce_coalesced distributed.all_to_all distributed.all_to_all_single distributed.barrier
+    distributed.broadcast distributed.gather distributed.reduce distributed.reduce_scatter
+    distributed.reduce_scatter_tensor distributed.scatter distributed.send distributed.recv distributed.isend
+    distributed.irecv
+    """, FunctionFacts(collective=True))  # fmt: skip
+NODES.register("""
+    AliasBackward0 PermuteBackward0 SqueezeBackward0 SqueezeBackward1 TBackward0 TransposeBackward0 UnsafeViewBackward0
+    UnsqueezeBackward0 ViewBackward0
+    """, False)  # fmt: skip

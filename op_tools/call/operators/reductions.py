@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from ..registry import CPU, CUDA, FUNCTIONS, KERNELS, FunctionFacts, KernelFacts, Kind
+from .registry import CPU, CUDA, FUNCTIONS, KERNELS, FunctionFacts, KernelFacts, Kind
 
 Tensor = torch.Tensor
 
@@ -16,20 +16,14 @@ Tensor = torch.Tensor
 KERNELS.register("sum", KernelFacts(sum_of_products=True))
 KERNELS.register("linalg_vector_norm", KernelFacts(Kind.REDUCE))
 KERNELS.register("linalg_cross", KernelFacts(Kind.REDUCE, low_on=CPU + CUDA))
-KERNELS.register(
-    """
+KERNELS.register("""
     adaptive_avg_pool2d adaptive_avg_pool3d batch_norm_backward batch_norm_no_update batch_norm_with_update
     nll_loss2d_forward nll_loss_forward
-    """,
-    KernelFacts(low_on=CPU),
-)
-KERNELS.register(
-    """
+    """, KernelFacts(low_on=CPU))  # fmt: skip
+KERNELS.register("""
     dist multi_margin_loss multilabel_margin_loss_forward native_group_norm native_group_norm_backward renorm
     safe_softmax weight_norm_interface
-    """,
-    KernelFacts(fused=True),
-)
+    """, KernelFacts(fused=True))  # fmt: skip
 KERNELS.register("fused_rms_norm fused_rms_norm_backward", KernelFacts(fused=True), since="2.9")
 KERNELS.register("logsumexp", KernelFacts(fused=True, low_on=CPU + CUDA))
 KERNELS.register(
@@ -112,8 +106,7 @@ def _put(args: Any) -> int:
     return _most(counts.index_put(list(args[1]), ones, accumulate=True))
 
 
-KERNELS.register(
-    """
+KERNELS.register("""
     adaptive_avg_pool2d_backward adaptive_avg_pool3d_backward adaptive_max_pool2d_backward
     adaptive_max_pool3d_backward as_strided_scatter avg_pool2d_backward avg_pool3d_backward col2im embedding_bag
     embedding_bag_backward embedding_bag_dense_backward embedding_bag_per_sample_weights_backward
@@ -122,9 +115,7 @@ KERNELS.register(
     reflection_pad2d_backward reflection_pad3d_backward replication_pad1d_backward replication_pad2d_backward
     replication_pad3d_backward segment_reduce_backward unfold_backward unsafe_masked_index_put_accumulate
     value_selecting_reduction_backward
-    """,
-    KernelFacts(Kind.SCATTER, length=_overlap),
-)
+    """, KernelFacts(Kind.SCATTER, length=_overlap))  # fmt: skip
 KERNELS.register("embedding_dense_backward", KernelFacts(Kind.SCATTER, length=lambda a: _most_frequent(a[1], a)))
 KERNELS.register("index_add index_reduce", KernelFacts(Kind.SCATTER, length=lambda a: _most_frequent(a[2], a)))
 KERNELS.register("scatter_add scatter_reduce", KernelFacts(Kind.SCATTER, length=_scattered))
@@ -140,10 +131,7 @@ def _longest_side(args: Any) -> int:
 
 
 KERNELS.register("upsample_* grid_sampler*", KernelFacts(Kind.RESAMPLE, length=_longest_side))
-KERNELS.register(
-    """
+KERNELS.register("""
     grid_sampler_2d grid_sampler_2d_backward grid_sampler_3d grid_sampler_3d_backward upsample_bicubic2d
     upsample_bilinear2d upsample_linear1d upsample_trilinear3d
-    """,
-    KernelFacts(Kind.RESAMPLE, low_on=CPU, length=_longest_side),
-)
+    """, KernelFacts(Kind.RESAMPLE, low_on=CPU, length=_longest_side))  # fmt: skip

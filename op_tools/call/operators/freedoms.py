@@ -1,4 +1,4 @@
-"""Operators that choose among their inputs: results that are indices may differ where values are equal."""
+"""Results that a correct device may choose: which of equal values an index points at, the sign of a unit vector."""
 
 from __future__ import annotations
 
@@ -7,19 +7,16 @@ from typing import Any
 
 import torch
 
-from ..registry import FUNCTIONS, KERNELS, FunctionFacts, IndexFacts, KernelFacts, Kind, last_name
+from .registry import FUNCTIONS, KERNELS, FunctionFacts, IndexFacts, KernelFacts, Kind, last_name
 
 Tensor = torch.Tensor
 
-KERNELS.register(
-    """
+KERNELS.register("""
     adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d amax amin aminmax argmax argmin argsort cummax
     cummax_helper cummin cummin_helper fractional_max_pool2d fractional_max_pool3d kthvalue max max_pool1d
     max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool3d_with_indices maximum median min minimum mode
     msort nanmedian sort topk unique unique2
-    """,
-    KernelFacts(Kind.SELECT),
-)
+    """, KernelFacts(Kind.SELECT))  # fmt: skip
 FUNCTIONS.register("argmax argmin", FunctionFacts(indices=IndexFacts(None)))
 FUNCTIONS.register("max min median nanmedian cummax cummin", FunctionFacts(indices=IndexFacts(...)))
 FUNCTIONS.register("mode", FunctionFacts(indices=IndexFacts(-1)))
@@ -46,7 +43,7 @@ def chosen_values(name: str, source: Any, device: Tensor, golden: Tensor, number
         return _less_frequent(source, device, golden)
     if device.dtype != torch.int64 or source.kwargs.get("stable") or (number == 0 and not last.startswith("arg")):
         return None
-    values = source.args[0].detach()
+    values: Tensor = source.args[0].detach()
     default, position, permutes = known.indices
     dim = source.args[position] if len(source.args) > position else source.kwargs.get("dim", default)
     if isinstance(dim, bool) or dim is ...:
@@ -63,7 +60,7 @@ def chosen_values(name: str, source: Any, device: Tensor, golden: Tensor, number
     outside = (device < 0) | (device >= values.shape[dim])
     at_device = values.gather(dim, device.clamp(0, values.shape[dim] - 1))
     at_golden = values.gather(dim, golden)
-    different = outside | ~((at_device == at_golden) | (at_device.isnan() & at_golden.isnan()))
+    different: Tensor = outside | ~((at_device == at_golden) | (at_device.isnan() & at_golden.isnan()))
     if permutes and device.shape[dim] > 1:
         ordered = device.sort(dim).values
         repeated = (ordered.diff(dim=dim) == 0).any(dim, keepdim=True)
@@ -91,7 +88,7 @@ def _truncated_otherwise(source: Any, device: Tensor) -> Tensor | None:
 
 def _less_frequent(source: Any, device: Tensor, golden: Tensor) -> Tensor | None:
     """Where the device's value (or the value that its index points at) is not among the most frequent ones."""
-    values = source.args[0].detach()
+    values: Tensor = source.args[0].detach()
     dim = source.args[1] if len(source.args) > 1 else source.kwargs.get("dim", -1)
     shape = device.shape
     if values.dim() == 0 or device.dim() not in (values.dim(), values.dim() - 1):
@@ -110,3 +107,43 @@ def _less_frequent(source: Any, device: Tensor, golden: Tensor) -> Tensor | None
         at_device = values.gather(dim, device.clamp(0, values.shape[dim] - 1))
         rarer = ~inside | (frequency(at_device) != frequency(values.gather(dim, golden)))
     return rarer.reshape(shape)
+
+
+# --- vectors of unit length: their sign (or phase) is free ----------------------------------------------------
+
+FUNCTIONS.register("eigh eig", FunctionFacts(free_vectors=((1, -2),)))
+FUNCTIONS.register("svd", FunctionFacts(free_vectors=((0, -2), (2, -1))))
+
+
+def turned(name: str, number: int, device: Any, golden: Any) -> Any:
+    """The golden vectors with the signs that the device chose, where signs are free (`torch.linalg.eigh`)."""
+    phase = _phase(name, number, device, golden)
+    return golden if phase is None else golden * phase
+
+
+def gradient_turned(name: str, number: int, device: Any, golden: Any, grad: Tensor) -> Tensor:
+    """What came back to a result of the device, for the golden result, whose vectors may have other signs."""
+    phase = _phase(name, number, device, golden)
+    return grad if phase is None else grad * phase.conj()
+
+
+def has_free_vectors(name: str) -> bool:
+    """Whether a function returns vectors whose signs are free (`has_free_vectors("torch.linalg.svd")`)."""
+    facts = FUNCTIONS.by_name.get(last_name(name))
+    return facts is not None and bool(facts.free_vectors)
+
+
+def _phase(name: str, number: int, device: Any, golden: Any) -> Tensor | None:
+    """The factor that turns the golden vectors into the device's; None where no sign is free."""
+    last = last_name(name)
+    facts = FUNCTIONS.by_name.get(last)
+    if facts is None or not facts.free_vectors:
+        return None
+    along = dict(facts.free_vectors).get(number)
+    if along is None or not isinstance(device, Tensor) or device.shape != golden.shape or device.dim() < 2:
+        return None
+    if last == "svd" and number == 2 and ".linalg." not in name:
+        along = -2  # torch.svd returns V, torch.linalg.svd its conjugate transpose
+    exact = golden.detach()
+    product = (exact.conj() * device.detach().to(exact.dtype)).sum(along, keepdim=True)
+    return torch.where(product.abs() > 0, product.sgn(), torch.ones_like(product))
