@@ -66,14 +66,8 @@ def function_of(name: str) -> Callable[..., Any]:
     return function
 
 
-_HOMES: Final[dict[str, Any]] = {
-    "torch": torch,
-    "torch.Tensor": torch.Tensor,
-    "torch.nn.functional": torch.nn.functional,
-    "torch.special": torch.special,
-    "torch.linalg": torch.linalg,
-    "torch.fft": torch.fft,
-}
+_MODULES: Final = (torch, torch.nn.functional, torch.special, torch.linalg, torch.fft)
+_HOMES: Final[dict[str, Any]] = {"torch.Tensor": torch.Tensor, **{module.__name__: module for module in _MODULES}}
 
 
 def _aten_function(name: str) -> Callable[..., Any] | None:

@@ -12,6 +12,4 @@ their meaning: `KernelFacts`, `FunctionFacts`.
 A name that is registered twice raises at import; `unknown_names()` lists those that this PyTorch does not have.
 """
 
-from . import draws, freedoms, linear_algebra, moves, pointwise, reductions
-
-__all__ = ["draws", "freedoms", "linear_algebra", "moves", "pointwise", "reductions"]
+from . import draws, freedoms, linear_algebra, moves, pointwise, reductions  # noqa: F401

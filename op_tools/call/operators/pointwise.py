@@ -38,11 +38,10 @@ KERNELS.register("""
     special_xlog1py tanh_backward
     """, KernelFacts(fused=True))  # fmt: skip
 KERNELS.register("""
-    glu_backward huber_loss_backward logit logit_backward mse_loss_backward prelu_kernel_backward sigmoid_backward
-    xlogy
+    binary_cross_entropy binary_cross_entropy_backward glu_backward huber_loss_backward logit logit_backward
+    mse_loss_backward prelu_kernel_backward sigmoid_backward xlogy
     """, KernelFacts(fused=True, low_on=CPU))  # fmt: skip
 KERNELS.register("huber_loss mse_loss smooth_l1_loss", KernelFacts(fused=True, low_on=CPU + CUDA))
-KERNELS.register("binary_cross_entropy binary_cross_entropy_backward", KernelFacts(fused=True, low_on=CPU))
 KERNELS.register(
     "binary_cross_entropy_with_logits soft_margin_loss soft_margin_loss_backward",
     KernelFacts(fused=True, hidden_steps=True),
