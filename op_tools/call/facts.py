@@ -85,7 +85,7 @@ def works_on_lists(name: str) -> bool:
 
 
 def _with_narrow_numbers(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Fused optimizers take numbers of steps and scales in float32 alone, whatever they optimize."""
+    """Fused optimizers take step counts and scales in float32 only, whatever the dtype of the parameters."""
 
     def narrow(value: Any) -> Any:
         if isinstance(value, list) and value and all(isinstance(t, Tensor) and t.dim() == 0 for t in value):
@@ -155,7 +155,7 @@ def facts_for(func: Any, args: tuple[Any, ...]) -> Facts:
 
 @functools.cache
 def least_error(func: Any) -> float:
-    """Error that a correct kernel may add to its result at least, in units of its arithmetic (0 for a copy)."""
+    """The error that every correct kernel may make, in rounding errors of its arithmetic (0 for a copy)."""
     facts, known = facts_of(func), kernel_facts(func)
     if facts.kind in (Kind.VIEW, Kind.EXACT, Kind.SELECT) or known.optimizer is not None:
         return 0.0
@@ -169,7 +169,7 @@ def rounds_once(func: Any, kwargs: Mapping[str, Any]) -> bool:
 
 @functools.cache
 def jumps(func: Any) -> bool:
-    """Whether a quotient is rounded to the dtype and then to an integer: one step more or less is no error."""
+    """Whether a quotient is rounded to the dtype and then to an integer: one step off is no error."""
     return kernel_facts(func).jumps or func._overloadname.endswith("_mode")
 
 
@@ -198,13 +198,13 @@ def is_sum_of_products(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def is_aten(func: Any) -> bool:
-    """Whether an operator is PyTorch's own, not somebody's by torch.library (`is_aten(torch.ops.aten.mm.default)`)."""
+    """Whether an operator is PyTorch's own, not a custom one (`is_aten(torch.ops.aten.mm.default)`)."""
     return func.namespace in ("aten", "prims", "prim")
 
 
 @functools.cache
 def is_composition(func: Any) -> bool:
-    """Whether an operator is made of other operators that the dispatcher does not show on its own."""
+    """Whether an operator consists of others that the dispatcher shows only if it is redispatched."""
     return not is_aten(func) or kernel_facts(func).hidden_steps
 
 
@@ -246,7 +246,7 @@ def length_of_sums(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     """
     try:
         return max(1, _length(func, args, kwargs))
-    except Exception:  # arguments of a shape that was not foreseen
+    except Exception:  # arguments that were not foreseen
         return max((t.numel() for t in _flat(args)), default=1) or 1
 
 

@@ -14,7 +14,7 @@ from .functions import name_of as name_of
 from .operators.registry import FUNCTIONS, FunctionFacts, last_name
 
 _GETTER_ENDINGS: Final = (".__get__", ".__set__", ".__delete__")
-# Functions that run other operators on the user's behalf: what happens inside them is watched too.
+# Functions that run other operators for the user: the calls inside them are watched, too.
 _TRANSPARENT_NAMES: Final = frozenset({"torch.Tensor.backward", "torch.autograd.grad", "torch.autograd.backward"})
 COLLECTIVES: Final = [last_name(name) for name, facts in FUNCTIONS.by_name.items() if facts.collective]
 _NO_FACTS: Final = FunctionFacts()
@@ -42,7 +42,7 @@ class OpTraits:
 
 
 def _overloads(function: Callable[..., Any], name: str) -> list[Any]:
-    """The ATen overloads behind a function, if its name tells."""
+    """The ATen overloads that a function's name leads to."""
     candidates = [getattr(function, "__name__", ""), last_name(name)]
     for candidate in list(candidates):
         if FUNCTIONS.by_name.get(candidate, _NO_FACTS).reflected:  # __rand__ is not rand
@@ -53,7 +53,7 @@ def _overloads(function: Callable[..., Any], name: str) -> list[Any]:
 
 
 def traits_of(function: Callable[..., Any], name: str | None = None) -> OpTraits:
-    """Everything that depends on the function alone (`traits_of(torch.add).name == "torch.add"`)."""
+    """The traits of a function (`traits_of(torch.add).name == "torch.add"`)."""
     known = name is None
     if name is None:
         name = name_of(function)

@@ -1,8 +1,8 @@
-"""What the probes of common operators tend to, at least: sigma without running the call again.
+"""Lower bounds of sigma for common operators, by formula: no probe has to run the call again.
 
-Each formula counts some of the roundings that the probes of `rounding.py` draw at random, those that decide where a
-result is near zero, and leaves the others out. So it is never more than the probes would find: what it explains is
-explained, and what it does not is probed. Squares are computed in float32: they need no more than a digit.
+Each formula counts some of the roundings that the probes of `rounding.py` draw at random, those that dominate where a
+result is near zero, and leaves the others out. So it never exceeds what the probes would find: what it explains is
+explained, and what it does not is probed. Squares are computed in float32: one digit is enough.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .rounding import Precision
     from .uncertainty import Structure
 
-_FEWEST_TERMS: Final = 32  # of a long sum of products: enough to know its size within a factor
+_MIN_TERMS: Final = 32  # of a long sum of products: enough to know its size within a factor
 
 
 class Terms(NamedTuple):
@@ -57,7 +57,7 @@ _FORMULAS: Final = Registry[Formula]("formula for", kernel_names)
 
 
 def terms(asked: Asked) -> Terms | None:
-    """The formula for one result; None where there is none (`terms(Asked(...))`)."""
+    """The terms of one result, or None where no formula applies (`terms(Asked(...))`)."""
     structure = asked.structure
     known = _BY_KERNELS.get(structure.kernels)
     if known is None:
@@ -74,14 +74,14 @@ def terms(asked: Asked) -> Terms | None:
 
 
 def _arguments(source: Source, *names: str) -> list[Any]:
-    """The values of these parameters, in their order; None for those that were not given."""
+    """The values of these parameters, in order; None for those not given."""
     found: list[Any] = list(source.args[: len(names)])
     found += [source.kwargs.get(name) for name in names[len(found) :]]
     return found
 
 
 def _single(tensor: Tensor) -> Tensor:
-    """In float32; may be the tensor itself, so never written to."""
+    """A tensor in float32; may be the tensor itself, so never write to it."""
     return tensor.detach().to(torch.float32)
 
 
@@ -93,11 +93,11 @@ def _sent(asked: Asked) -> Tensor:
 
 
 def _which(asked: Asked, *candidates: Any) -> int:
-    """Which of these arguments a gradient belongs to."""
+    """Position among these arguments of the one that a gradient belongs to."""
     target = asked.source.tensors[asked.number]
     found = [n for n, candidate in enumerate(candidates) if candidate is target]
     if len(found) != 1:
-        raise ValueError("an argument given twice")
+        raise ValueError("the same tensor in two arguments")
     return found[0]
 
 
@@ -150,7 +150,7 @@ def _added_to(asked: Asked) -> Terms | None:
 
 
 def _summed(asked: Asked) -> Terms | None:
-    """What was repeated to fit gets the sum of its gradients."""
+    """A broadcast operand gets the sum of its gradients."""
     if not asked.backward or "alpha" in asked.source.kwargs or len(asked.source.args) != 2:
         return None
     sent, shape = _sent(asked), asked.golden.shape
@@ -193,8 +193,8 @@ def _layer_norm(asked: Asked) -> Terms | None:
     weighed = squared * n
     sums = [weighed.mul(n).sum(dims, True), weighed.sum(dims, True).mul_(2), squared.sum(dims, True)]
     own = squared.mul_(squared_n.add(1).mul_(-1 / length).add_(1).square_()).mul_(few)
-    spread = sums[0].mul(n).add_(sums[1]).mul_(n).add_(sums[2]).clamp_(min=0).mul_(1 / length)
-    squares = spread.add_(own).mul_(rstd.square())
+    shared = sums[0].mul(n).add_(sums[1]).mul_(n).add_(sums[2]).clamp_(min=0).mul_(1 / length)
+    squares = shared.add_(own).mul_(rstd.square())
     if weight is not None:
         squares.add_(squared_n, alpha=few).mul_(_single(weight).square())
     if bias is not None:
@@ -236,7 +236,7 @@ _FORMULAS.register("native_layer_norm+native_layer_norm_backward", Formula(_NORM
 
 
 def _embedding_backward(asked: Asked) -> Terms | None:
-    """Rows of the gradient, added up: the roundings of what is added."""
+    """Rows of the gradient, added up: the roundings of the summands."""
     index, weight, padding, longest, _, by_frequency, sparse = _arguments(
         asked.source, "input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"
     )
@@ -282,12 +282,12 @@ def _attention_backward(asked: Asked) -> Terms | None:
 
 
 def _attended(source: Source) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
-    """The weights of an attention, and what goes into it."""
+    """The attention weights, query, key, value and scale."""
     query, key, value, mask, _, causal, scale, grouped = _arguments(
         source, "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
     )
     if grouped or len(source.args) < 3:
-        raise ValueError("heads are shared")
+        raise ValueError("grouped-query attention")
     query, key, value = _single(query), _single(key), _single(value)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     scores = torch.matmul(query, key.transpose(-2, -1)).mul_(scale)
@@ -309,7 +309,7 @@ _FORMULAS.register(
 
 
 def _products(asked: Asked) -> Terms | None:
-    """Some of the squared terms of each sum: less than all of them, and nearly always enough."""
+    """Some of the squared terms of each sum: fewer than all, and nearly always enough."""
     precision, structure = asked.precision, asked.structure
     squares = _squared_bias(asked) if asked.backward else None
     if squares is None:
@@ -320,7 +320,7 @@ def _products(asked: Asked) -> Terms | None:
         if left.shape[-1] != right.shape[-2] or left.shape[:-2] != right.shape[:-2]:
             return None
         # a GPU has the time for all of them
-        step = max(1, left.shape[-1] // _FEWEST_TERMS) if left.is_cpu else 1
+        step = max(1, left.shape[-1] // _MIN_TERMS) if left.is_cpu else 1
         squares = torch.matmul(_single(left[..., ::step]).square(), _single(right[..., ::step, :]).square())
     of_squares, of_result = weights_of_products(precision, structure.longest_sum, structure.steps_in_low)
     if asked.source.rounded_to is not None:  # autocast rounds the factors first
@@ -366,7 +366,7 @@ def _factors_of(name: str, asked: Asked) -> tuple[Tensor, Tensor] | None:
         return grad, right.transpose(-2, -1)
     if target is given[1]:
         first, second = left.transpose(-2, -1), grad
-        # linear has its weight the other way round
+        # the weight of linear is transposed
         return (first, second) if name != "linear" else (second.transpose(-2, -1), left)
     return None
 

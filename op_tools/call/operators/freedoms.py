@@ -122,7 +122,7 @@ def turned(name: str, number: int, device: Any, golden: Any) -> Any:
 
 
 def gradient_turned(name: str, number: int, device: Any, golden: Any, grad: Tensor) -> Tensor:
-    """What came back to a result of the device, for the golden result, whose vectors may have other signs."""
+    """The gradient of a device's result, for the golden result, whose vectors may have other signs."""
     phase = _phase(name, number, device, golden)
     return grad if phase is None else grad * phase.conj()
 
