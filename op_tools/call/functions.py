@@ -1,9 +1,113 @@
-"""Functions by name."""
+"""Functions and their names: the name that users write for a function, and the function of a name."""
 
-from typing import Any
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch.overrides import get_testing_overrides, resolve_name
+
+from .operators.registry import last_name
 
 
-def function_of(name: str) -> Any:
-    from ..replay.captured import function_of as find
+def name_of(function: Callable[..., Any]) -> str:
+    """The name that users write (`name_of(torch.nn.functional.linear) == "torch.nn.functional.linear"`)."""
+    try:
+        name: str | None = resolve_name(function)
+    except Exception:
+        name = None
+    if name is None:
+        short = getattr(function, "__name__", type(function).__name__)
+        module = getattr(function, "__module__", None) or ""
+        owner = getattr(function, "__objclass__", None)
+        if owner is not None and issubclass(torch.Tensor, owner):
+            return f"torch.Tensor.{short}"
+        if "_VariableFunctions" in getattr(function, "__qualname__", ""):
+            return f"torch.{short}"
+        if isinstance(function, types.MethodWrapperType):
+            owner = function.__self__
+            return f"torch.Tensor.{getattr(owner, '__name__', '?')}.{short}"
+        if getattr(torch, short, None) is function:
+            return f"torch.{short}"
+        if module.startswith("torch.distributed") and getattr(torch.distributed, short, None) is not None:
+            return f"torch.distributed.{short}"
+        return f"{module}.{getattr(function, '__qualname__', short)}" if module else short
+    if name.startswith("torch.functional."):
+        plain = last_name(name)
+        if getattr(torch, plain, None) is function:
+            return f"torch.{plain}"
+    return _SAME_FUNCTION.get(name, name)
 
-    return find(name)
+
+# One C function with several names, of which PyTorch returns the rarer one.
+_SAME_FUNCTION: Final = {"torch.spmm": "torch.mm"}
+
+
+@functools.cache
+def factories() -> frozenset[str]:
+    """Names of the functions that take their device from the default device."""
+    from torch.utils._device import _device_constructors
+
+    return frozenset(f"torch.{f.__name__}" for f in _device_constructors())
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """The operator of this name; LookupError if PyTorch has none. Nothing but PyTorch's operators can be named.
+
+    >>> function_of("torch.add") is torch.add
+    True
+    """
+    function = _known_functions().get(name) or _aten_function(name)
+    if function is None:
+        raise LookupError(f"{name!r} is no operator of PyTorch {torch.__version__}")
+    return function
+
+
+_MODULES: Final = (torch, torch.nn.functional, torch.special, torch.linalg, torch.fft)
+_HOMES: Final[dict[str, Any]] = {"torch.Tensor": torch.Tensor, **{module.__name__: module for module in _MODULES}}
+
+
+def _aten_function(name: str) -> Callable[..., Any] | None:
+    """A function whose name is that of an ATen operator on tensors, or None."""
+    home, _, last = name.rpartition(".")
+    if home.startswith("aten"):
+        packet, _, overload = name.removeprefix("aten.").partition(".")
+        operator = _operator(packet)
+        return getattr(operator, overload, None) if operator is not None and overload else operator
+    if home not in _HOMES or _operator(last) is None:
+        return None
+    return getattr(_HOMES[home], last, None)
+
+
+def _operator(name: str) -> Any:
+    if name.startswith("__") or name.endswith(_NEVER):
+        return None
+    # the namespace also holds helpers of TorchScript that take no tensors
+    takes_tensors = any("Tensor" in str(overload._schema) for overload in overloads_of(name))
+    return getattr(torch.ops.aten, name) if takes_tensors else None
+
+
+def overloads_of(name: str) -> list[Any]:
+    """All overloads of an ATen operator, if there is one (`torch.ops.aten.add.out in overloads_of("add")`)."""
+    packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return []
+    return [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
+
+
+# never looked up: getters, and what reads or writes files, changes the process or calls back
+_NEVER: Final = ("__get__", "__set__", "__delete__", "from_file", "__reduce_ex__", "__setstate__", "share_memory_")
+
+
+@functools.cache
+def _known_functions() -> dict[str, Callable[..., Any]]:
+    named = ((name_of(function), function) for function in get_testing_overrides())
+    found = {name: function for name, function in named if not name.endswith(_NEVER)}
+    for name in factories() - {"torch.from_file"}:
+        factory = getattr(torch, last_name(name), None)
+        if factory is not None:
+            found[name] = factory
+    return found

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from .operators.registry import CPU, KERNELS, KernelFacts, Kind
 
 Tensor = torch.Tensor
 Number = Callable[[float], float]
@@ -27,7 +29,8 @@ class Update(NamedTuple):
 
 def steps_of(name: str) -> Callable[..., list[Update]] | None:
     """What a fused optimizer does to its lists of tensors, in plain operators (`steps_of("fused_adam")`)."""
-    return _STEPS.get(name)
+    facts = KERNELS.by_name.get(name)
+    return None if facts is None else facts.optimizer
 
 
 def _adam(
@@ -145,9 +148,7 @@ def _gradient(grad: Tensor, scale: Tensor | None, maximize: bool, parameter: Ten
     return grad + parameter * weight_decay if weight_decay else grad
 
 
-_STEPS: Final[dict[str, Callable[..., list[Update]]]] = {
-    "fused_adam": _adam,
-    "fused_adamw": _adamw,
-    "fused_sgd": _sgd,
-    "fused_adagrad": _adagrad,
-}
+KERNELS.register("fused_adam", KernelFacts(Kind.POINTWISE, optimizer=_adam))
+KERNELS.register("fused_adamw", KernelFacts(Kind.POINTWISE, optimizer=_adamw))
+KERNELS.register("fused_sgd", KernelFacts(Kind.POINTWISE, optimizer=_sgd))
+KERNELS.register("fused_adagrad", KernelFacts(Kind.POINTWISE, low_on=CPU, optimizer=_adagrad))

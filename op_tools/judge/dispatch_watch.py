@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 Tensor = torch.Tensor
 
 
-class Watcher(TorchDispatchMode):
-    """A mode that nothing compiles into: PyTorch's guard against that costs more than the modes themselves."""
+class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that is never compiled into a graph: PyTorch's guard against that costs more than the mode."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -19,7 +19,7 @@ class Watcher(TorchDispatchMode):
 
 
 def redispatched(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator that others have defined so that the ATen operators inside it are seen."""
+    """Run a custom operator so that a mode sees the ATen operators inside it."""
     with mode:
         return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
 
@@ -48,8 +48,8 @@ def mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def address(tensor: Tensor) -> int:
-    """Where a tensor's storage begins (`address(x) == address(x[1:])`)."""
+    """Address of a tensor's storage (`address(x) == address(x[1:])`)."""
     try:
         return tensor.untyped_storage().data_ptr()
-    except Exception:  # sparse and the like have no storage of their own
+    except Exception:  # sparse tensors and the like have no storage of their own
         return id(tensor)

@@ -1,14 +1,14 @@
-"""What the probes of common operators tend to, at least: sigma without running the call again.
+"""Lower bounds of sigma for common operators, by formula: no probe has to run the call again.
 
-Each formula counts some of the roundings that the probes of `rounding.py` draw at random, those that decide where a
-result is near zero, and leaves the others out. So it is never more than the probes would find: what it explains is
-explained, and what it does not is probed. Squares are computed in float32: they need no more than a digit.
+Each formula counts some of the roundings that the probes of `rounding.py` draw at random, those that dominate where a
+result is near zero, and leaves the others out. So it never exceeds what the probes would find: what it explains is
+explained, and what it does not is probed. Squares are computed in float32: one digit is enough.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ..call import facts
 from ..call.description import Tensor, tensors_in
-from ..call.facts import Kind
+from ..call.operators.registry import FUNCTIONS, Kind, Registry, kernel_names, last_name
 from .rounding import roundings, weights_of_products
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from .rounding import Precision
     from .uncertainty import Structure
 
-_FEWEST_TERMS: Final = 32  # of a long sum of products: enough to know its size within a factor
-_ATTENTION: Final = "scaled_dot_product_flash_attention_for_cpu"
+_MIN_TERMS: Final = 32  # of a long sum of products: enough to know its size within a factor
 
 
 class Terms(NamedTuple):
@@ -37,7 +36,7 @@ class Terms(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """One result of a call: whose roundings are to be counted."""
+    """One result of a call, whose roundings a formula counts."""
 
     source: Source
     number: int  # among the results, or among the tensors of the arguments for a gradient
@@ -47,48 +46,58 @@ class Asked(NamedTuple):
     structure: Structure
 
 
+class Formula(NamedTuple):
+    """The terms of calls in which certain kernels do all the arithmetic."""
+
+    functions: Collection[str]  # whose arguments it understands
+    terms: Callable[[Asked], Terms | None]
+
+
+_FORMULAS: Final = Registry[Formula]("formula for", kernel_names)
+
+
 def terms(asked: Asked) -> Terms | None:
-    """The formula for one result; None where there is none (`terms(Asked(...))`)."""
+    """The terms of one result, or None where no formula applies (`terms(Asked(...))`)."""
     structure = asked.structure
-    names, formula = _FORMULAS.get(structure.kernels, ((), _products))
-    if formula is _products:
+    known = _BY_KERNELS.get(structure.kernels)
+    if known is None:
         if not structure.sums_of_products or not structure.contracts:
             return None
-    elif facts.last_name(asked.source.name) not in names:
+    elif last_name(asked.source.name) not in known.functions:
         return None
     try:
         with torch.no_grad():
-            found = formula(asked)
-    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError):  # given in a way not foreseen here
+            found = _products(asked) if known is None else known.terms(asked)
+    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError):  # arguments that were not foreseen
         return None
     return found if found is not None and found.squares.shape == asked.golden.shape else None
 
 
 def _arguments(source: Source, *names: str) -> list[Any]:
-    """The values of these parameters, in their order; None for those that were not given."""
+    """The values of these parameters, in order; None for those not given."""
     found: list[Any] = list(source.args[: len(names)])
     found += [source.kwargs.get(name) for name in names[len(found) :]]
     return found
 
 
 def _single(tensor: Tensor) -> Tensor:
-    """In float32; may be the tensor itself, so never written to."""
+    """A tensor in float32; may be the tensor itself, so never write to it."""
     return tensor.detach().to(torch.float32)
 
 
 def _sent(asked: Asked) -> Tensor:
     grads = asked.source.grad_outputs or ()
     if len(grads) != 1 or grads[0] is None:
-        raise ValueError("not one gradient")
+        raise ValueError("not exactly one gradient")
     return _single(grads[0])
 
 
 def _which(asked: Asked, *candidates: Any) -> int:
-    """Which of these arguments a gradient belongs to."""
+    """Position among these arguments of the one that a gradient belongs to."""
     target = asked.source.tensors[asked.number]
     found = [n for n, candidate in enumerate(candidates) if candidate is target]
     if len(found) != 1:
-        raise ValueError("an argument given twice")
+        raise ValueError("the same tensor in two arguments")
     return found[0]
 
 
@@ -121,6 +130,10 @@ def _gelu_backward(asked: Asked) -> Terms | None:
     return Terms(squares, unit**2, 2.25 * unit**2)
 
 
+_FORMULAS.register("gelu", Formula(("gelu",), _gelu))
+_FORMULAS.register("gelu+gelu_backward", Formula(("gelu",), _gelu_backward))
+
+
 def _added_to(asked: Asked) -> Terms | None:
     """self + alpha · other, self + value · a · b, self + value · a / b: all that goes in, each rounded once."""
     source, name = asked.source, asked.structure.kernels[0]
@@ -137,7 +150,7 @@ def _added_to(asked: Asked) -> Terms | None:
 
 
 def _summed(asked: Asked) -> Terms | None:
-    """What was repeated to fit gets the sum of its gradients."""
+    """A broadcast operand gets the sum of its gradients."""
     if not asked.backward or "alpha" in asked.source.kwargs or len(asked.source.args) != 2:
         return None
     sent, shape = _sent(asked), asked.golden.shape
@@ -148,7 +161,12 @@ def _summed(asked: Asked) -> Terms | None:
     return Terms(sent.square().sum_to_size(shape), variance, variance)
 
 
-_SLOPE: Final = 1 / math.sqrt(2 * math.pi)
+_ADDS: Final = [
+    f"{before}add{what}{after}" for before in ("", "_foreach_") for what in ("", "cmul", "cdiv") for after in ("", "_")
+]
+_FORMULAS.register("add addcmul addcdiv", Formula(_ADDS, _added_to))
+_FORMULAS.register("add+sum", Formula(_ADDS, _summed))
+_SLOPE: Final = 1 / math.sqrt(2 * math.pi)  # of erf(x / sqrt(2)) / 2 at zero
 
 
 def _into_erf() -> float:
@@ -175,8 +193,8 @@ def _layer_norm(asked: Asked) -> Terms | None:
     weighed = squared * n
     sums = [weighed.mul(n).sum(dims, True), weighed.sum(dims, True).mul_(2), squared.sum(dims, True)]
     own = squared.mul_(squared_n.add(1).mul_(-1 / length).add_(1).square_()).mul_(few)
-    spread = sums[0].mul(n).add_(sums[1]).mul_(n).add_(sums[2]).clamp_(min=0).mul_(1 / length)
-    squares = spread.add_(own).mul_(rstd.square())
+    shared = sums[0].mul(n).add_(sums[1]).mul_(n).add_(sums[2]).clamp_(min=0).mul_(1 / length)
+    squares = shared.add_(own).mul_(rstd.square())
     if weight is not None:
         squares.add_(squared_n, alpha=few).mul_(_single(weight).square())
     if bias is not None:
@@ -210,11 +228,15 @@ def _layer_norm_backward(asked: Asked) -> Terms | None:
     return Terms(squares, unit**2, few * unit**2)
 
 
+_NORMS: Final = ("layer_norm", "native_layer_norm")
+_FORMULAS.register("native_layer_norm", Formula(_NORMS, _layer_norm))
+_FORMULAS.register("native_layer_norm+native_layer_norm_backward", Formula(_NORMS, _layer_norm_backward))
+
 # --- embedding --------------------------------------------------------------------------------------------------
 
 
 def _embedding_backward(asked: Asked) -> Terms | None:
-    """Rows of the gradient, added up: the roundings of what is added."""
+    """Rows of the gradient, added up: the roundings of the summands."""
     index, weight, padding, longest, _, by_frequency, sparse = _arguments(
         asked.source, "input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"
     )
@@ -229,6 +251,8 @@ def _embedding_backward(asked: Asked) -> Terms | None:
     variance = hits * asked.precision.stored**2 if hits > 1 else asked.precision.inner**2
     return Terms(squares, variance, variance)
 
+
+_FORMULAS.register("embedding_dense_backward", Formula(("embedding",), _embedding_backward))
 
 # --- attention --------------------------------------------------------------------------------------------------
 
@@ -258,12 +282,12 @@ def _attention_backward(asked: Asked) -> Terms | None:
 
 
 def _attended(source: Source) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
-    """The weights of an attention, and what goes into it."""
+    """The attention weights, query, key, value and scale."""
     query, key, value, mask, _, causal, scale, grouped = _arguments(
         source, "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
     )
     if grouped or len(source.args) < 3:
-        raise ValueError("heads are shared")
+        raise ValueError("grouped-query attention")
     query, key, value = _single(query), _single(key), _single(value)
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     scores = torch.matmul(query, key.transpose(-2, -1)).mul_(scale)
@@ -275,22 +299,28 @@ def _attended(source: Source) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
     return functional.softmax(scores, -1), query, key, value, scale
 
 
+_ATTENTION: Final = "scaled_dot_product_flash_attention_for_cpu"
+_FORMULAS.register(_ATTENTION, Formula(("scaled_dot_product_attention",), _attention))
+_FORMULAS.register(
+    f"{_ATTENTION}+{_ATTENTION}_backward", Formula(("scaled_dot_product_attention",), _attention_backward)
+)
+
 # --- products of matrices ---------------------------------------------------------------------------------------
 
 
 def _products(asked: Asked) -> Terms | None:
-    """Some of the squared terms of each sum: less than all of them, and nearly always enough."""
+    """Some of the squared terms of each sum: fewer than all, and nearly always enough."""
     precision, structure = asked.precision, asked.structure
     squares = _squared_bias(asked) if asked.backward else None
     if squares is None:
-        factors = _factors_of(facts.last_name(asked.source.name), asked)
+        factors = _factors_of(last_name(asked.source.name), asked)
         if factors is None:
             return None
         left, right = factors
         if left.shape[-1] != right.shape[-2] or left.shape[:-2] != right.shape[:-2]:
             return None
         # a GPU has the time for all of them
-        step = max(1, left.shape[-1] // _FEWEST_TERMS) if left.is_cpu else 1
+        step = max(1, left.shape[-1] // _MIN_TERMS) if left.is_cpu else 1
         squares = torch.matmul(_single(left[..., ::step]).square(), _single(right[..., ::step, :]).square())
     of_squares, of_result = weights_of_products(precision, structure.longest_sum, structure.steps_in_low)
     if asked.source.rounded_to is not None:  # autocast rounds the factors first
@@ -300,7 +330,7 @@ def _products(asked: Asked) -> Terms | None:
 
 def _squared_bias(asked: Asked) -> Tensor | None:
     """The bias of a linear layer gets the sum of the gradients."""
-    if facts.last_name(asked.source.name) != "linear":
+    if last_name(asked.source.name) != "linear":
         return None
     _, _, bias = _arguments(asked.source, "input", "weight", "bias")
     target = asked.source.tensors[asked.number]
@@ -312,10 +342,10 @@ def _squared_bias(asked: Asked) -> Tensor | None:
 
 def _factors_of(name: str, asked: Asked) -> tuple[Tensor, Tensor] | None:
     """The matrices whose product a result is."""
-    find = _FACTORS.get(name)
-    if find is None:
+    given = _operands(name, asked.source)
+    if not given:
         return None
-    left, right = find(asked.source)
+    left, right = given if name != "linear" else (given[0], given[1].t())
     if left.dim() < 2 or right.dim() < 2 or not left.is_floating_point() or not right.is_floating_point():
         return None
     left, right = left.detach(), right.detach()
@@ -330,56 +360,25 @@ def _factors_of(name: str, asked: Asked) -> tuple[Tensor, Tensor] | None:
     grad = sent[0].detach()
     grad = grad.reshape(-1, grad.shape[-1]) if rows else grad
     target = asked.source.tensors[asked.number]
-    given = _OPERANDS[name](asked.source)
     if given[0] is given[1]:
         return None
     if target is given[0]:
         return grad, right.transpose(-2, -1)
     if target is given[1]:
         first, second = left.transpose(-2, -1), grad
-        # linear has its weight the other way round
+        # the weight of linear is transposed
         return (first, second) if name != "linear" else (second.transpose(-2, -1), left)
     return None
 
 
-def _linear(source: Source) -> tuple[Tensor, Tensor]:
-    x, weight = _arguments(source, "input", "weight")
-    return x, weight.t()
+def _operands(name: str, source: Source) -> Sequence[Tensor]:
+    """The two matrices that a function multiplies, as they were given; none where it is not known to."""
+    if name == "linear":
+        return _arguments(source, "input", "weight")
+    known = FUNCTIONS.by_name.get(name)
+    if known is None or known.factors_at is None:
+        return ()
+    return source.args[known.factors_at], source.args[known.factors_at + 1]
 
 
-def _two(source: Source) -> Sequence[Tensor]:
-    return source.args[0], source.args[1]
-
-
-def _added(source: Source) -> Sequence[Tensor]:
-    return source.args[1], source.args[2]
-
-
-def _linear_operands(source: Source) -> Sequence[Tensor]:
-    return _arguments(source, "input", "weight")
-
-
-_OPERANDS: Final[dict[str, Callable[[Any], Sequence[Tensor]]]] = {
-    "linear": _linear_operands,
-    **dict.fromkeys(("mm", "bmm", "matmul", "__matmul__"), _two),
-    **dict.fromkeys(("addmm", "baddbmm"), _added),
-}
-_FACTORS: Final[dict[str, Callable[[Any], Sequence[Tensor]]]] = {**_OPERANDS, "linear": _linear}
-
-_Formula = Callable[[Asked], Terms | None]
-_NORM: Final = ("layer_norm", "native_layer_norm")
-_SUMS: Final = tuple(
-    f"{before}add{what}{after}" for before in ("", "_foreach_") for what in ("", "cmul", "cdiv") for after in ("", "_")
-)
-# by the operators that compute something in a call, and by the function that was called: it says what the arguments are
-_FORMULAS: Final[dict[tuple[str, ...], tuple[tuple[str, ...], _Formula]]] = {
-    **dict.fromkeys([("add",), ("addcmul",), ("addcdiv",)], (_SUMS, _added_to)),
-    ("add", "sum"): (_SUMS, _summed),
-    ("embedding_dense_backward",): (("embedding",), _embedding_backward),
-    ("gelu",): (("gelu",), _gelu),
-    ("gelu", "gelu_backward"): (("gelu",), _gelu_backward),
-    ("native_layer_norm",): (_NORM, _layer_norm),
-    ("native_layer_norm", "native_layer_norm_backward"): (_NORM, _layer_norm_backward),
-    (_ATTENTION,): (("scaled_dot_product_attention",), _attention),
-    (_ATTENTION, f"{_ATTENTION}_backward"): (("scaled_dot_product_attention",), _attention_backward),
-}
+_BY_KERNELS: Final = {tuple(kernels.split("+")): formula for kernels, formula in _FORMULAS.by_name.items()}

@@ -1,7 +1,7 @@
-"""Operators that others have defined: whether ATen operators do all of their work, or some of it goes on unseen.
+"""Custom operators: whether ATen operators do all of their work, or some of it is invisible to the dispatcher.
 
-A kernel in C++, in numpy or behind ctypes writes to memory that no operator seems to write to. So an operator is run
-once under watch: memory that changes between two operators, or that is used though nobody has filled it, tells.
+A kernel in C++, in numpy or behind ctypes writes to memory that no ATen operator writes to. So an operator is run once
+under a dispatch mode: memory that changes between two operators, or is read before any has written it, gives it away.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from .dispatch_watch import Watcher, address, mutated, redispatched, tensors_of
 
 
 def works_unseen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether some of an operator's work cannot be watched (`works_unseen(torch.ops.mine.scan.default, args, {})`)."""
+    """Whether the dispatcher does not see all work of an operator (`works_unseen(torch.ops.mine.f.default, a, {})`)."""
     args, kwargs = map_tensors((args, kwargs), lambda t: t.detach().clone())
-    watch = _Watch(list(tensors_in((args, kwargs))))
+    watch = _MemoryWatch(list(tensors_in((args, kwargs))))
     try:
         result = redispatched(watch, func, args, kwargs)
-    except Exception:  # what fails under watch is not seen
+    except Exception:  # it cannot run under a dispatch mode
         return True
     for tensor in tensors_in((args, kwargs, result)):
-        watch.look_at(tensor)
-    return watch.unseen
+        watch.check(tensor)
+    return watch.found_hidden_write
 
 
-class _Watch(Watcher):
-    """Keeps what every operator has left in memory, and compares when the next one reads it."""
+class _MemoryWatch(Watcher):  # type: ignore[no-untyped-call]
+    """Copies the memory that each operator has written, and compares it when the next one reads it."""
 
     def __init__(self, inputs: list[Tensor]) -> None:
-        super().__init__()
-        self.unseen = False
-        self._left: dict[int, Tensor | None] = {}  # None: nobody has written there yet
-        self._alive: list[Tensor] = []  # an address is not given to another tensor meanwhile
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found_hidden_write = False
+        self._written: dict[int, Tensor | None] = {}  # by address; None: allocated, but not written yet
+        self._alive: list[Tensor] = []  # so that no address is reused
         for tensor in inputs:
-            self._keep(tensor)
+            self._note(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -48,29 +48,30 @@ class _Watch(Watcher):
         if not view:
             for tensor in tensors_in((args, kwargs)):
                 if not any(tensor is w for w in written):
-                    self.look_at(tensor)
+                    self.check(tensor)
         result = func(*args, **kwargs)
         blank = facts.base_name(func) in _BLANK
         for tensor in (*written, *(() if view else tensors_in(result))):
-            self._keep(tensor, blank)
+            self._note(tensor, blank)
         if view:
             for tensor in tensors_in(result):
-                if tensor.numel() == 1 and address(tensor) not in self._left:  # a number that became a tensor
-                    self._keep(tensor)
+                if tensor.numel() == 1 and address(tensor) not in self._written:  # a number that became a tensor
+                    self._note(tensor)
         return result
 
-    def look_at(self, tensor: Tensor) -> None:
-        """Note whether somebody unseen has written to a tensor."""
+    def check(self, tensor: Tensor) -> None:
+        """Find out whether the memory of a tensor differs from what operators have written there."""
         if tensor.numel() == 0 or tensor.layout != torch.strided:
             return
-        left = self._left.get(address(tensor))
-        self.unseen = self.unseen or left is None or not torch.equal(left, _bytes(tensor))
+        written = self._written.get(address(tensor))
+        if written is None or not torch.equal(written, _bytes(tensor)):
+            self.found_hidden_write = True
 
-    def _keep(self, tensor: Tensor, blank: bool = False) -> None:
+    def _note(self, tensor: Tensor, blank: bool = False) -> None:
         if tensor.numel() == 0 or tensor.layout != torch.strided:
             return
         self._alive.append(tensor)
-        self._left[address(tensor)] = None if blank else _bytes(tensor).clone()
+        self._written[address(tensor)] = None if blank else _bytes(tensor).clone()
 
 
 _BLANK: Final = frozenset(name.strip("_") for name in facts.UNINITIALISED)
@@ -87,7 +88,7 @@ _TRUSTED: Final = 2.0**-10  # error of a run in single precision, relative to th
 
 
 def errors_in_single_precision(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor] | None:
-    """What an operator's own kernel for float32 adds to its results by rounding; None where there is no such kernel.
+    """The rounding errors of an operator's own float32 kernel; None where it has no such kernel.
 
     One tensor for each result and each argument that is written to. The arguments, in float64, stay as they are.
     """
@@ -95,7 +96,7 @@ def errors_in_single_precision(func: Any, args: tuple[Any, ...], kwargs: dict[st
     wide = map_tensors(narrow, lambda t: t.to(_WIDER.get(t.dtype, t.dtype), copy=True))
     try:
         rounded, exact = (results_of(func, *copies) for copies in (narrow, wide))
-    except Exception:  # it takes nothing but float64
+    except Exception:  # it takes float64 only
         return None
     if len(rounded) != len(exact):
         return None

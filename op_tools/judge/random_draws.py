@@ -12,36 +12,27 @@ from typing import Any, Final
 
 import torch
 
-from ..call.facts import last_name
+from ..call.operators.registry import FUNCTIONS, last_name
 
 Tensor = torch.Tensor
 
-_FEWEST: Final = 256  # values; fewer say nothing about a distribution
+_MIN_VALUES: Final = 256  # fewer say nothing about a distribution
 _SIGMAS: Final = 6.5
-_KOLMOGOROV: Final = 3.5  # 2 exp(-2 c²) is about 5e-11
-_DROPOUTS: Final = frozenset(["dropout", "dropout_", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"])
-_SAMPLERS: Final = frozenset(
-    [
-        *("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "poisson"),
-        *("uniform_", "normal_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_"),
-    ]
-)
+_KOLMOGOROV_FACTOR: Final = 3.5  # 2 exp(-2 c²) is about 5e-11
 
 
 def judge(name: str, source: Any, outputs: Any) -> tuple[bool, str] | None:
-    """Whether a random result can be right, and why not; None where nothing can be said.
+    """Whether a random result can be right, and if not, why; None where no rule applies.
 
     >>> judge("torch.rand", source, torch.zeros(1000))  # doctest: +SKIP
     (False, 'the values are not distributed as on the CPU: ...')
     """
-    last = last_name(name)
-    if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
+    facts = FUNCTIONS.by_name.get(last_name(name))
+    if facts is None or not facts.law or not isinstance(outputs, Tensor) or not outputs.is_floating_point():
         return None
-    if last in _DROPOUTS:
-        return _dropout(source, outputs, whole_channels=last not in ("dropout", "dropout_"))
-    if last in _SAMPLERS:
+    if facts.law == "samples":
         return _sampled(source, outputs)
-    return None
+    return _dropout(source, outputs, whole_channels=facts.law == "channel dropout")
 
 
 def _dropout(source: Any, outputs: Tensor, whole_channels: bool) -> tuple[bool, str] | None:
@@ -52,18 +43,18 @@ def _dropout(source: Any, outputs: Tensor, whole_channels: bool) -> tuple[bool, 
     if not 0 < p < 1:
         return None
     before, after = args[0].detach().double(), outputs.detach().double()
-    kept = before / (1 - p)
-    slack = kept.abs() * (2 * torch.finfo(outputs.dtype).eps) + torch.finfo(outputs.dtype).smallest_normal
-    neither = (after != 0) & ((after - kept).abs() > slack) & before.isfinite()
+    scaled = before / (1 - p)
+    slack = scaled.abs() * (2 * torch.finfo(outputs.dtype).eps) + torch.finfo(outputs.dtype).smallest_normal
+    neither = (after != 0) & ((after - scaled).abs() > slack) & before.isfinite()
     if bool(neither.any()):
-        place = [int(i) for i in neither.nonzero()[0]]
-        at = tuple(place)
-        return False, f"{after[at].item():.9g} at {place} is neither 0 nor {kept[at].item():.9g}"
-    alive = before != 0
-    count = int(alive.sum())
-    if whole_channels or count < _FEWEST:
+        index = [int(i) for i in neither.nonzero()[0]]
+        at = tuple(index)
+        return False, f"{after[at].item():.9g} at {index} is neither 0 nor {scaled[at].item():.9g}"
+    nonzero = before != 0
+    count = int(nonzero.sum())
+    if whole_channels or count < _MIN_VALUES:
         return True, ""
-    dropped = int(((after == 0) & alive).sum())
+    dropped = int(((after == 0) & nonzero).sum())
     if abs(dropped - p * count) > _SIGMAS * math.sqrt(count * p * (1 - p)) + 1:
         return False, f"{dropped / count:.4f} of the values are dropped instead of {p:g}"
     return True, ""
@@ -71,7 +62,7 @@ def _dropout(source: Any, outputs: Tensor, whole_channels: bool) -> tuple[bool, 
 
 def _sampled(source: Any, outputs: Tensor) -> tuple[bool, str] | None:
     values = outputs.detach().double().reshape(-1)
-    if values.numel() < _FEWEST:
+    if values.numel() < _MIN_VALUES:
         return None
     drawn = _draw_on_cpu(source.function, source)
     if drawn is None or drawn.numel() != values.numel():
@@ -79,28 +70,28 @@ def _sampled(source: Any, outputs: Tensor) -> tuple[bool, str] | None:
     if bool(values.isnan().any()) and not bool(drawn.isnan().any()):
         return False, "NaN among the values drawn"
     distance = _kolmogorov_smirnov(values, drawn)
-    limit = _KOLMOGOROV * math.sqrt(2 / values.numel())
+    limit = _KOLMOGOROV_FACTOR * math.sqrt(2 / values.numel())
     if distance > limit:
         return False, f"the values are not distributed as on the CPU: distance {distance:.3f}, at most {limit:.3f}"
     return True, ""
 
 
 def _draw_on_cpu(function: Callable[..., Any], source: Any) -> Tensor | None:
-    """The same call with a generator of its own: no stream of the program is touched."""
+    """The same call on the CPU with a generator of its own: those of the program stay untouched."""
     kwargs = {k: v for k, v in source.kwargs.items() if k not in ("device", "generator", "out", "pin_memory")}
     args = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in source.args)
     args = tuple(a for a in args if not isinstance(a, torch.Generator))
     try:
         with torch.no_grad():
-            drawn = function(*args, **kwargs, generator=torch.Generator().manual_seed(0))
+            drawn: Tensor = function(*args, **kwargs, generator=torch.Generator().manual_seed(0))
         return drawn.detach().double().reshape(-1)
-    except Exception:  # takes no generator: then there is nothing to compare with
+    except Exception:  # it takes no generator: there is nothing to compare with
         return None
 
 
 def _kolmogorov_smirnov(a: Tensor, b: Tensor) -> float:
     """Largest distance between the two empirical distributions."""
-    places = torch.cat([a, b]).sort().values
-    below_a = torch.searchsorted(a.sort().values, places, right=True).double() / a.numel()
-    below_b = torch.searchsorted(b.sort().values, places, right=True).double() / b.numel()
+    points = torch.cat([a, b]).sort().values
+    below_a = torch.searchsorted(a.sort().values, points, right=True).double() / a.numel()
+    below_b = torch.searchsorted(b.sort().values, points, right=True).double() / b.numel()
     return float((below_a - below_b).abs().max())

@@ -31,7 +31,6 @@ STORED: Final = 2.0
 SIGMAS: Final = 6.0
 _TF32: Final = 2.0**-11
 _NOTICEABLE: Final = 1 / 64  # share of what TF32 may do at most that it does at least somewhere
-_OF_CUDNN: Final = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _TRUST: Final = 0.5  # in what one probe says; in n of them, the square root of n as much
 _MANY: Final = 1 / 16  # share of elements in doubt above which a probe of the whole call is cheaper
 
@@ -841,7 +840,7 @@ def _concluded(
 def _tf32_allowed(name: str) -> bool:
     """Whether this process lets CUDA multiply float32 in TF32 for an operator."""
     last = facts.last_name(name)
-    flags = torch.backends.cudnn if last.startswith("conv") or last in _OF_CUDNN else torch.backends.cuda.matmul
+    flags = torch.backends.cudnn if last.startswith("conv") or last in facts.BY_CUDNN else torch.backends.cuda.matmul
     try:
         return bool(flags.allow_tf32)
     except RuntimeError:  # set in the old way and in the new one

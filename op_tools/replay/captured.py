@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch.overrides import get_testing_overrides
 
-from ..call import facts
+from ..call import facts, functions
 from ..call.description import Tensor, children, map_tensors, tensors_in
 from ..call.devices import accelerator_type, get_rng_state, set_rng_state
-from ..call.traits import COLLECTIVES, OpTraits, factories, name_of, traits_of
+from ..call.traits import COLLECTIVES, OpTraits, traits_of
 from ..files import archive
 from ..files.archive import ArchiveError
 from ..files.captures import CannotReplay, is_answer, read
@@ -35,62 +34,13 @@ def function_of(name: str) -> Callable[..., Any]:
     """
     if name in _COLLECTIVE_NAMES:
         raise CannotReplay(f"{name} is a collective: it cannot run without the other processes")
-    function = _known_functions().get(name) or _aten_function(name)
-    if function is not None:
-        return function
-    raise ArchiveError(f"{name!r} is no operator of PyTorch {torch.__version__}: it cannot be replayed")
-
-
-_HOMES: Final[dict[str, Any]] = {
-    "torch": torch,
-    "torch.Tensor": torch.Tensor,
-    "torch.nn.functional": torch.nn.functional,
-    "torch.special": torch.special,
-    "torch.linalg": torch.linalg,
-    "torch.fft": torch.fft,
-}
-
-
-def _aten_function(name: str) -> Callable[..., Any] | None:
-    """A function that is an ATen operator on tensors by its name, None for everything else."""
-    home, _, last = name.rpartition(".")
-    if home.startswith("aten"):
-        packet, _, overload = name.removeprefix("aten.").partition(".")
-        operator = _operator(packet)
-        return getattr(operator, overload, None) if operator is not None and overload else operator
-    if home not in _HOMES or _operator(last) is None:
-        return None
-    return getattr(_HOMES[home], last, None)
-
-
-def _operator(name: str) -> Any:
-    if not name.isidentifier() or name.startswith("__") or name.endswith(_NEVER):
-        return None
-    packet = getattr(torch.ops.aten, name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
-        return None
-    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
-    # the namespace also holds helpers of TorchScript, which have nothing to do with tensors
-    return packet if any("Tensor" in str(schema) for schema in schemas) else None
+    try:
+        return functions.function_of(name)
+    except LookupError as error:
+        raise ArchiveError(f"{error}: it cannot be replayed") from None
 
 
 _COLLECTIVE_NAMES: Final = frozenset(f"torch.distributed.{name}" for name in COLLECTIVES)
-# getters, and what reads or writes files, changes the process or calls back
-_NEVER: Final = ("__get__", "__set__", "__delete__", "from_file", "__reduce_ex__", "__setstate__", "share_memory_")
-_by_name: dict[str, Callable[..., Any]] = {}
-
-
-def _known_functions() -> dict[str, Callable[..., Any]]:
-    if not _by_name:
-        for function in get_testing_overrides():
-            name = name_of(function)
-            if not name.endswith(_NEVER):
-                _by_name[name] = function
-        for name in factories() - {"torch.from_file"}:
-            factory = getattr(torch, name.rsplit(".", 1)[-1], None)
-            if factory is not None:
-                _by_name[name] = factory
-    return _by_name
 
 
 # --- a call -----------------------------------------------------------------------------------------------

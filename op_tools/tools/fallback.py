@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..call import facts
 from ..call.description import Tensor, TensorMeta, labelled, map_tensors, tensors_in
 from ..call.devices import accelerator_type, can_pin, get_rng_state, module_of, set_rng_state
 from ..copies.operands import span_of
@@ -24,40 +25,6 @@ from ..view import console
 from ..watch.intercept import Call
 from .base import Tool
 
-# Kernels without arithmetic: they allocate, move or rename, and stay on the device.
-_STAY: Final = frozenset(
-    [
-        "empty",
-        "empty_strided",
-        "empty_like",
-        "new_empty",
-        "new_empty_strided",
-        "empty_permuted",
-        "detach",
-        "detach_",
-        "alias",
-        "lift_fresh",
-        "lift",
-        "set_",
-        "resize_",
-        "resize_as_",
-        "record_stream",
-        "is_pinned",
-        "pin_memory",
-        "_pin_memory",
-        "set_data",
-        "_has_compatible_shallow_copy_type",
-        "view",
-        "_unsafe_view",
-        "_reshape_alias",
-        "unsafe_split",
-        "unsafe_chunk",
-        "unsafe_split_with_sizes",
-        "is_same_size",
-    ]
-)
-# Kernels that write to arguments their schema does not declare as written.
-_UNDECLARED: Final = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
 _SMALL: Final = 1 << 14  # bytes that are not worth a pinned buffer
 _HALVES: Final = (torch.float16, torch.bfloat16)
 _MOST_REMEMBERED: Final = 10_000
@@ -93,11 +60,11 @@ def _kernel(func: Any) -> _Kernel:
     for result in schema.returns:
         info = result.alias_info
         returns.append(next((by_alias.get(a) for a in info.before_set), None) if info is not None else None)
-    writes += _UNDECLARED.get(name[-1], ())
+    writes += facts.UNDECLARED_WRITES.get(name[-1], ())
     is_view = (bool(getattr(func, "is_view", False)) and not writes) or torch.Tag.inplace_view in func.tags
-    stays = is_view or name[-1] in _STAY or name[0] in ("c10d", "_c10d_functional", "prim", "profiler")
+    stays = is_view or name[-1] in facts.STAYS_ON_DEVICE or name[0] in ("c10d", "_c10d_functional", "prim", "profiler")
     random = torch.Tag.nondeterministic_seeded in func.tags
-    moves = name[-1] in ("_to_copy", "copy_", "_copy_from")
+    moves = name[-1] in facts.COPIES_BETWEEN_DEVICES
     return _Kernel(stays, tuple(writes), tuple(returns), random, moves, name[-1].startswith("_foreach_"))
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
+from ..call import facts
 from ..call.description import Tensor
 from ..call.devices import quiet
 
@@ -22,19 +23,7 @@ if TYPE_CHECKING:
 
 _sequence_now: Final[Callable[[], int]] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
 _MOST_NODES: Final = 2_000
-WITHOUT_KERNEL: Final = frozenset(
-    [
-        "AliasBackward0",
-        "PermuteBackward0",
-        "SqueezeBackward0",
-        "SqueezeBackward1",
-        "TBackward0",
-        "TransposeBackward0",
-        "UnsafeViewBackward0",
-        "UnsqueezeBackward0",
-        "ViewBackward0",
-    ]
-)
+WITHOUT_KERNEL: Final = facts.NODES_WITHOUT_KERNEL
 
 
 class _Slice(NamedTuple):

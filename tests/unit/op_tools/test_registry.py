@@ -1,0 +1,73 @@
+"""The registry of operator facts: one entry for each name, and no name that PyTorch does not have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from op_tools.call.facts import kernel_facts
+from op_tools.call.operators.registry import (
+    FUNCTIONS,
+    FunctionFacts,
+    KernelFacts,
+    Kind,
+    Registry,
+    function_names,
+    unknown_names,
+)
+from op_tools.judge import formulas
+
+
+@pytest.fixture
+def registry() -> Registry[KernelFacts]:
+    from op_tools.call.operators import registry as module
+
+    made = Registry[KernelFacts]("kernel", lambda: {"mm", "bmm", "linalg_qr", "round.decimals"})
+    module._REGISTRIES.remove(made)  # its names are made up
+    return made
+
+
+def test_every_registered_name_is_one_of_pytorch() -> None:
+    assert unknown_names() == []
+
+
+def test_formulas_name_functions_of_pytorch() -> None:
+    named = {function for formula in formulas._FORMULAS.by_name.values() for function in formula.functions}
+    assert named
+    assert named <= function_names()
+
+
+def test_a_name_is_registered_once(registry: Registry[KernelFacts]) -> None:
+    registry.register("mm bmm", KernelFacts(Kind.CONTRACT))
+    with pytest.raises(ValueError, match=r"kernel 'bmm' is registered twice: at .*test_registry.py:\d+ and .*:\d+"):
+        registry.register("bmm", KernelFacts(Kind.CONTRACT))
+    with pytest.raises(ValueError, match="'linalg_qr' is registered twice"):
+        registry.register("linalg_qr linalg_qr", KernelFacts(Kind.MATRIX))
+
+
+def test_a_registered_name_cannot_get_a_second_entry_elsewhere() -> None:
+    with pytest.raises(ValueError, match=r"function 'dropout' is registered twice: at .*draws.py:\d+ and"):
+        FUNCTIONS.register("dropout", FunctionFacts(draws=True))
+
+
+def test_unknown_names_are_reported_with_their_place(registry: Registry[KernelFacts]) -> None:
+    registry.register("mm mn linalg_* linalgebra_* round.decimals round.digits mm+bmm mm+bnm", KernelFacts())
+    found = [line.split("'")[1] for line in registry.unknown()]
+    assert found == ["mn", "linalgebra_*", "round.digits", "mm+bnm"]
+    assert "test_registry.py:" in registry.unknown()[0]
+
+
+def test_names_of_other_versions_are_not_reported(registry: Registry[KernelFacts]) -> None:
+    registry.register("of_the_future", KernelFacts(), since="99.0")
+    registry.register("of_a_plugin", KernelFacts(), maybe="defined by a plugin")
+    registry.register("of_the_past", KernelFacts(), since="2.0")
+    assert [line.split("'")[1] for line in registry.unknown()] == ["of_the_past"]
+
+
+def test_an_overload_a_name_and_a_family_in_this_order() -> None:
+    aten = torch.ops.aten
+    assert kernel_facts(aten.round.decimals).kind == ""
+    assert kernel_facts(aten.round.default).kind == Kind.EXACT
+    assert kernel_facts(aten.linalg_cross.default).kind == Kind.REDUCE
+    assert kernel_facts(aten.linalg_eigh.default) == KernelFacts(Kind.MATRIX, accuracy=2)
+    assert kernel_facts(aten.sin.default) == KernelFacts()
