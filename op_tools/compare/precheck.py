@@ -21,10 +21,11 @@ import torch
 from ..call import facts
 from ..call.description import Tensor, map_tensors, tensors_in
 from ..call.devices import module_of, quiet
+from ..copies.materialise import Copier
 from ..copies.memory import MemoryBudget, Reservation
 from ..copies.operands import is_plain
 from ..judge import golden, uncertainty, verdict
-from ..judge.golden import AS_IS, DOUBLE, GoldenResult, Run, Source
+from ..judge.golden import DOUBLE, GoldenResult, Run, Source
 from ..judge.verdict import RIGHT, Judgement, Rules
 from ..watch.intercept import Call
 
@@ -59,18 +60,23 @@ class Question:
 class Kept:
     """A call in float64 that waits for its backward."""
 
-    def __init__(self, question: Question, source: Source, copies: _Copies, outputs: Any) -> None:
+    def __init__(self, question: Question, source: Source, copier: Copier | None, outputs: Any) -> None:
         self.question, self.source = question, source
-        self.copies, self.outputs = copies, outputs
+        self.copier, self.outputs = copier, outputs
+        self.leaves = [t if t.requires_grad else None for t in source.tensors] if copier is None else copier.leaves
         self._versions = [t._version for t in source.tensors]
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments as they were; None where they are lost."""
         if self._versions == [t._version for t in self.source.tensors]:
             return self.source.args, self.source.kwargs
-        narrow = self.copies.narrowed()
-        if narrow is None:
+        copier = self.copier
+        if copier is None or copier.rounded_to is not None:
             return None
+
+        def narrow(tensor: Tensor) -> Tensor:
+            return copier.copy_of(tensor).detach().to(tensor.dtype).requires_grad_(tensor.requires_grad)
+
         args, kwargs = map_tensors((self.source.args, self.source.kwargs), narrow)
         return args, kwargs
 
@@ -155,11 +161,10 @@ class FirstLook:
         return found
 
     def _written(self, question: Question, call: Call, function: Any, args: Any, kwargs: Any) -> Judgement:
-        copies = _Copies(DOUBLE, question.rounded_to)
         settings = (None, question.device, question.rounded_to, question.autocast)
         source = Source(function, call.op, call.traits, args, kwargs, *settings)
         with _plain_region(question, grad=False):
-            wide_args, wide_kwargs = facts.adapt(call.op, *map_tensors((args, kwargs), copies.of))
+            wide_args, wide_kwargs = facts.adapt(call.op, *_copier(question, False).copy((args, kwargs)))
             outputs = function(*wide_args, **wide_kwargs)
         result = GoldenResult(True, "", source, DOUBLE, Run(outputs, wide_args, wide_kwargs))
         after, expected = compared(call.args, call.kwargs), compared(wide_args, wide_kwargs)
@@ -170,10 +175,13 @@ class FirstLook:
     def _forward(self, question: Question, call: Call, function: Any) -> tuple[Judgement, Kept | None]:
         kind = question.kind
         moves = kind.judgement is not None and question.key not in self._moves_only_forward
-        copies = _Copies(AS_IS if moves else DOUBLE, question.rounded_to)
+        copier = None if moves else _copier(question, question.grad_enabled)
         source = _source(question, call, function)
         with _plain_region(question, question.grad_enabled):
-            args, kwargs = facts.adapt(call.op, *map_tensors((source.args, source.kwargs), copies.of))
+            copied = (source.args, source.kwargs)
+            if copier is not None:
+                copied = copier.copy(copied, source.tensors)
+            args, kwargs = facts.adapt(call.op, *copied)
             outputs = function(*args, **kwargs)
         if kind.judgement is not None:
             if not _same(call.result, outputs):
@@ -184,7 +192,7 @@ class FirstLook:
             result = GoldenResult(True, "", source, DOUBLE, Run(exact, source.args, source.kwargs))
             judgement = self._judged(call.op, call.result, exact, result, "output", kind.structures[0])
         gradients = question.grad_enabled and any(t.requires_grad for t in tensors_in(outputs))
-        return judgement, Kept(question, source, copies, outputs) if gradients else None
+        return judgement, Kept(question, source, copier, outputs) if gradients else None
 
     def backward(
         self, kept: Kept, sent: Sequence[Tensor | None], found: Sequence[Tensor | None], looks: Any
@@ -201,7 +209,7 @@ class FirstLook:
     def _backward(
         self, kept: Kept, kind: Kind, sent: Sequence[Tensor | None], found: Sequence[Tensor | None]
     ) -> Judgement:
-        if kind.judgement is None and kept.copies.as_they_are:
+        if kind.judgement is None and kept.copier is None:
             self._moves_only_forward.add(kept.question.key)  # later ones are kept in float64
             raise verdict.InDoubt
         source = dataclasses.replace(kept.source, grad_outputs=[None if g is None else g.detach() for g in sent])
@@ -210,7 +218,7 @@ class FirstLook:
             for output, grad in zip(tensors_in(kept.outputs), sent)
             if output.requires_grad and grad is not None
         ]
-        leaves = kept.copies.leaves
+        leaves = kept.leaves
         unique = list({id(leaf): leaf for leaf in leaves if leaf is not None}.values())
         with _plain_region(kept.question, grad=True):
             grads = golden.differentiated([p[0] for p in pairs], unique, [p[1] for p in pairs], keep=True)
@@ -251,46 +259,9 @@ class FirstLook:
         return self._room.reserve(nbytes)
 
 
-class _Copies:
-    """Arguments in float64, on their device; the same tensor given twice is one copy."""
-
-    def __init__(self, cast: dict[torch.dtype, torch.dtype], rounded_to: torch.dtype | None) -> None:
-        self._cast, self._rounded_to = cast, rounded_to
-        self.as_they_are = not cast
-        self._made: dict[int, Tensor] = {}
-        self.leaves: list[Tensor | None] = []
-
-    def of(self, tensor: Tensor) -> Tensor:
-        copy = self._made.get(id(tensor))
-        if copy is None:
-            copy = self._made[id(tensor)] = self._copied(tensor)
-        self.leaves.append(copy if copy.requires_grad else None)
-        return copy
-
-    def _copied(self, tensor: Tensor) -> Tensor:
-        target = self._cast.get(tensor.dtype)
-        plain = tensor.detach()
-        if target is not None:
-            if self._rounded_to is not None and tensor.dtype == torch.float32:
-                plain = plain.to(self._rounded_to)
-            plain = _as_it_lies(plain, target)
-        if tensor.requires_grad and torch.is_grad_enabled():
-            plain.requires_grad_()
-        return plain
-
-    def narrowed(self) -> Callable[[Tensor], Tensor] | None:
-        """Takes the tensors that were copied back to what they were then; None where a copy does not tell."""
-        if self._rounded_to is not None or self.as_they_are:
-            return None
-        return lambda t: self._made[id(t)].detach().to(t.dtype).requires_grad_(t.requires_grad)
-
-
-def _as_it_lies(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """In another dtype, with the same strides; numbers that are shared by several elements are so no more."""
-    copy = tensor.to(dtype)
-    if copy.stride() == tensor.stride() or any(s == 0 for s in tensor.stride()) or not tensor.numel():
-        return copy
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device).copy_(copy)
+def _copier(question: Question, grad: bool) -> Copier:
+    """For copies in float64 where the tensors are."""
+    return Copier(None, DOUBLE, rounded_to=question.rounded_to, grad=grad, own_memory=True)
 
 
 def _source(question: Question, call: Call, function: Any) -> Source:

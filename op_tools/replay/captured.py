@@ -12,13 +12,13 @@ import torch
 from torch.overrides import get_testing_overrides
 
 from ..call import facts
-from ..call.description import Tensor, children, map_tensors, tensors_in
+from ..call.description import Tensor, children, tensors_in
 from ..call.devices import accelerator_type, get_rng_state, set_rng_state
 from ..call.traits import COLLECTIVES, OpTraits, factories, name_of, traits_of
+from ..copies.materialise import Copier, is_strided, place_of
 from ..files import archive
 from ..files.archive import ArchiveError
 from ..files.captures import CannotReplay, is_answer, read
-from ..judge import golden
 
 _FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX: Final = (torch.complex32, torch.complex64, torch.complex128)
@@ -133,7 +133,7 @@ class CapturedOp:
         self.result: Any = None
         self.grad_outputs: list[Tensor | None] | None = None
         self.apart = False  # whether equal-looking arguments are different tensors to autograd
-        self._leaves: list[Tensor] = []
+        self._leaves: list[Tensor | None] = []
         self._parts: dict[str, Any] = {}
 
     # -- what was captured ----------------------------------------------------------------------------
@@ -178,44 +178,36 @@ class CapturedOp:
             contiguous, self.note = False, "kept as captured: its meaning depends on the layout"
         if not casts and not contiguous:
             return args, kwargs
-        known: dict[Any, Tensor] = {}
-
-        def change(tensor: Tensor) -> Tensor:
-            key = _geometry(tensor)
-            if key not in known:
-                target = casts.get(tensor.dtype, tensor.dtype)
-                known[key] = _converted(tensor, target, contiguous).requires_grad_(tensor.requires_grad)
-            return known[key]
 
         def settings(value: Any) -> Any:
             return casts.get(value, value) if isinstance(value, torch.dtype) else value
 
-        args, kwargs = map_tensors(args, change), map_tensors(kwargs, change)
+        args, kwargs = Copier(cast=casts, whole=True, contiguous=contiguous).copy((args, kwargs))
         return tuple(settings(a) for a in args), {k: settings(v) for k, v in kwargs.items()}
 
     def prepare(self) -> None:
         """Fresh arguments on the device, of the captured layout, sharing memory where they did (`op.prepare()`)."""
         enter = self.writes and bool(self.payload.get("grad_enabled", True))
-        placed = _Placed(self.device, enter, self.apart)
+        copier = Copier(self.device, enter=enter, apart=self.apart, whole=True)
         with torch._C.DisableTorchFunction():
-            args, kwargs = map_tensors(self.host_args, placed), map_tensors(self.host_kwargs, placed)
+            args, kwargs = copier.copy((self.host_args, self.host_kwargs))
         self.args = tuple([self._device_in(a) for a in args])
         self.kwargs = {k: self._device_in(v, k) for k, v in kwargs.items()}
-        self._leaves = [placed.leaf_of[id(t)] for t in tensors_in((self.args, self.kwargs))]
+        self._leaves = copier.leaves
         self.result = None
 
     @property
     def has_twins(self) -> bool:
         """Whether two arguments that want gradients look the same: one tensor, or a tensor and a view of all of it."""
-        looks = [_geometry(t) for t in tensors_in((self.host_args, self.host_kwargs)) if t.requires_grad]
-        return len(set(looks)) < len(looks)
+        places = [place_of(t) for t in tensors_in((self.host_args, self.host_kwargs)) if t.requires_grad]
+        return len(set(places)) < len(places)
 
     def reference_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a reference run on the CPU gets (`golden.run(op.function, *op.reference_arguments())`)."""
         if not self.apart or self.writes:
             return self.host_args, self.host_kwargs
-        placed = _Placed(torch.device("cpu"), enter=False, apart=True, own_memory=True)
-        return map_tensors(self.host_args, placed), map_tensors(self.host_kwargs, placed)
+        args, kwargs = Copier(apart=True, own_memory=True).copy((self.host_args, self.host_kwargs))
+        return args, kwargs
 
     def _device_in(self, value: Any, key: str = "") -> Any:
         """This device in place of the one that a call named."""
@@ -272,7 +264,7 @@ class CapturedOp:
     @property
     def can_go_backward(self) -> bool:
         """Whether the result of `run_forward` depends on an argument that wants a gradient."""
-        return any(t.requires_grad for t in tensors_in(self.result)) and any(t.requires_grad for t in self._leaves)
+        return any(t.requires_grad for t in tensors_in(self.result)) and any(leaf is not None for leaf in self._leaves)
 
     def prepare_backward(self) -> None:
         """The gradients to send, on the device: those captured, ones where there are none (`op.prepare_backward()`)."""
@@ -283,12 +275,12 @@ class CapturedOp:
                 f"{self.folder / 'grad_outputs.pth'}: {len(captured)} gradients, but {self.name} "
                 f"returned {len(outputs)} tensors"
             )
-        place = _Placed(self.device, enter=False)
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if captured is None:
                 self.grad_outputs = [torch.ones_like(t) if t.requires_grad else None for t in outputs]
             else:
-                self.grad_outputs = [None if g is None else _fitting(place(g), t) for g, t in zip(captured, outputs)]
+                placed = Copier(self.device, whole=True).copy(captured)
+                self.grad_outputs = [None if g is None else _fitting(g, t) for g, t in zip(placed, outputs)]
 
     def sent_gradients(self) -> list[Tensor | None]:
         """What `run_backward` was given, in main memory (`op.sent_gradients()`)."""
@@ -310,7 +302,7 @@ class CapturedOp:
         pairs = [(t, g) for t, g in zip(outputs, self.grad_outputs) if t.requires_grad and g is not None]
         if not pairs:
             return None
-        wanted = list({id(t): t for t in self._leaves if t.requires_grad}.values())
+        wanted = list({id(leaf): leaf for leaf in self._leaves if leaf is not None}.values())
         sent, grads = [t for t, _ in pairs], [g for _, g in pairs]
         with around or contextlib.nullcontext():
             found = torch.autograd.grad(sent, wanted, grads, allow_unused=True, retain_graph=True)
@@ -372,79 +364,10 @@ def _casts_to(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
     return casts
 
 
-def _converted(tensor: Tensor, dtype: torch.dtype, contiguous: bool) -> Tensor:
-    plain = tensor.detach()
-    if plain.layout != torch.strided or (contiguous and plain.dtype == dtype):
-        return plain.to(dtype) if plain.dtype != dtype else plain.clone(memory_format=torch.contiguous_format)
-    if contiguous:
-        return plain.to(dtype).contiguous()
-    first, last = _span(plain)
-    flat = plain.as_strided((last - first,), (1,), first).to(dtype, copy=True)  # which starts at the first element
-    copy = torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, plain.shape, plain.stride())
-    return torch._neg_view(copy) if plain.is_neg() else copy
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    first = int(tensor.storage_offset())
-    if tensor.numel() == 0:
-        return first, first
-    return first, first + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
-
-
-def _geometry(tensor: Tensor) -> Any:
-    """Equal for arguments that are the same tensor: same memory seen in the same way."""
-    if tensor.layout != torch.strided:
-        return id(tensor)
-    memory = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype)
-    look = (tuple(tensor.shape), tuple(tensor.stride()), tensor.is_conj(), tensor.is_neg(), tensor.requires_grad)
-    return memory, look
-
-
 def _shares_memory(value: Any) -> bool:
     """Whether different arguments lie in one storage."""
-    looks = {_geometry(t) for t in tensors_in(value) if t.layout == torch.strided}
-    return len({look[0][0] for look in looks}) < len(looks)
-
-
-class _Placed:
-    """Puts tensors on the device with their strides and offsets, in storages shared as they were captured.
-
-    A file does not say whether two arguments of the same look are one tensor: they are, unless told `apart`.
-    """
-
-    def __init__(self, device: torch.device, enter: bool, apart: bool = False, own_memory: bool = False) -> None:
-        self.device, self._enter, self._apart, self._own_memory = device, enter, apart, own_memory
-        self.leaf_of: dict[int, Tensor] = {}  # by the id of a placed tensor: what to differentiate by
-        self._storages: dict[int, Tensor] = {}
-        self._made: dict[Any, Tensor] = {}
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        key = len(self._made) if self._apart else _geometry(tensor)
-        if key not in self._made:
-            with torch.no_grad():
-                placed = leaf = self._place(tensor)
-            if tensor.requires_grad:
-                leaf = placed.requires_grad_() if not self._enter else torch.empty_like(placed).requires_grad_()
-                if self._enter:
-                    with torch.enable_grad():
-                        placed = golden.Enter.apply(leaf, [placed])
-            self._made[key] = placed
-            self.leaf_of[id(placed)] = leaf
-        return self._made[key]
-
-    def _place(self, tensor: Tensor) -> Tensor:
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            return tensor.detach().to(self.device, copy=True)
-        key = tensor.untyped_storage()._cdata
-        flat = self._storages.get(key)
-        if flat is None or self._own_memory:
-            source = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-            flat = self._storages[key] = source.to(self.device, copy=True)
-        placed = torch.empty(0, dtype=tensor.dtype, device=self.device)
-        placed.set_(flat.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-        if tensor.is_conj():
-            placed = torch._conj(placed)
-        return torch._neg_view(placed) if tensor.is_neg() else placed
+    places = {place_of(t) for t in tensors_in(value) if is_strided(t)}
+    return len({place[0] for place in places}) < len(places)
 
 
 def leaves_of(value: Any) -> Iterator[Any]:
