@@ -15,10 +15,12 @@ from ..call import facts
 from ..call.description import Tensor, children, tensors_in
 from ..call.devices import accelerator_type, get_rng_state, set_rng_state
 from ..call.traits import COLLECTIVES, OpTraits, factories, name_of, traits_of
+from ..copies.invocation import Region, Site
 from ..copies.materialise import Copier, is_strided, place_of
 from ..files import archive
 from ..files.archive import ArchiveError
 from ..files.captures import CannotReplay, is_answer, read
+from ..files.header import read_header
 
 _FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX: Final = (torch.complex32, torch.complex64, torch.complex128)
@@ -38,7 +40,7 @@ def function_of(name: str) -> Callable[..., Any]:
     function = _known_functions().get(name) or _aten_function(name)
     if function is not None:
         return function
-    raise ArchiveError(f"{name!r} is no operator of PyTorch {torch.__version__}: it cannot be replayed")
+    raise ArchiveError(f"{name!r} is not an operator of PyTorch {torch.__version__}: it cannot be replayed")
 
 
 _HOMES: Final[dict[str, Any]] = {
@@ -116,17 +118,16 @@ class CapturedOp:
         self.folder, self.dtype = folder, dtype
         with torch._C.DisableTorchFunction():  # tools watch the operator, not its preparation
             self.device = torch.device(device or accelerator_type())
-            payload = _read_call(folder)
-            self.name: str = payload["name"]
+            payload, (self.name, self.site, self.region) = _read_call(folder)
             self.function = _placed_function(self.name, self.device)
             self.traits: OpTraits = traits_of(function_of(self.name))
-            self.payload = payload
+            self.lost_types: list[str] = payload["as_tuples"]  # of arguments that come back as tuples
             self.drew_from: str = _take_generator(payload["kwargs"])
             missing = archive.unknown_in((payload["args"], payload["kwargs"]))
             if missing:
                 raise CannotReplay(f"arguments of type {', '.join(missing)} were not captured")
             self.note = ""
-            self.host_args, self.host_kwargs = self._on_host(contiguous)
+            self.host_args, self.host_kwargs = self._on_host(payload["args"], payload["kwargs"], contiguous)
         self.writes = _writes(self.name, self.host_args, self.host_kwargs)
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
@@ -143,11 +144,6 @@ class CapturedOp:
         """Whether gradients were captured as well (`op.has_backward`)."""
         return (self.folder / "grad_outputs.pth").exists()
 
-    @property
-    def location(self) -> str:
-        """The user's line that made the call (`op.location`)."""
-        return str(self.payload.get("location") or "")
-
     def captured(self, part: str) -> Any:
         """`output`, `grad_outputs` or `grad_inputs` as captured, None where that was not saved.
 
@@ -161,7 +157,7 @@ class CapturedOp:
         payload = read(path)
         key = "result" if part == "output" else part
         if key not in payload:
-            raise ArchiveError(f"{path}: is no {part} of a capture (no {key!r} in it)")
+            raise ArchiveError(f"{path}: is not the {part} of a capture (no {key!r} in it)")
         value = payload[key]
         if part != "output" and not _is_gradients(value):
             raise ArchiveError(f"{path}: {key!r} is not a row of tensors")
@@ -170,9 +166,10 @@ class CapturedOp:
 
     # -- arguments ------------------------------------------------------------------------------------
 
-    def _on_host(self, contiguous: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _on_host(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], contiguous: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments in main memory, with the dtype and layout that were asked for."""
-        args, kwargs = self.payload["args"], self.payload["kwargs"]
         casts = _casts_to(self.dtype) if self.dtype is not None else {}
         if contiguous and (self.name.endswith(("as_strided", "as_strided_")) or _shares_memory((args, kwargs))):
             contiguous, self.note = False, "kept as captured: its meaning depends on the layout"
@@ -187,8 +184,7 @@ class CapturedOp:
 
     def prepare(self) -> None:
         """Fresh arguments on the device, of the captured layout, sharing memory where they did (`op.prepare()`)."""
-        enter = self.writes and bool(self.payload.get("grad_enabled", True))
-        copier = Copier(self.device, enter=enter, apart=self.apart, whole=True)
+        copier = Copier(self.device, enter=self.writes and self.region.grad_enabled, apart=self.apart, whole=True)
         with torch._C.DisableTorchFunction():
             args, kwargs = copier.copy((self.host_args, self.host_kwargs))
         self.args = tuple([self._device_in(a) for a in args])
@@ -217,21 +213,17 @@ class CapturedOp:
             return self.device
         return self.device if key == "device" and type(value) is int else value
 
-    @staticmethod
-    def _rng_kind(rng: Mapping[str, Any]) -> str:
-        return str(rng.get("type", "")).split(":")[0]
-
     @contextlib.contextmanager
     def _random_state(self) -> Iterator[None]:
-        rng = self.payload.get("rng")
-        if not isinstance(rng, dict):
+        rng = self.region.rng
+        if rng is None:
             yield
             return
         before, before_device = torch.get_rng_state(), get_rng_state(self.device)
         try:
             if isinstance(rng.get("cpu"), Tensor):
                 torch.set_rng_state(rng["cpu"])
-            if isinstance(rng.get("device"), Tensor) and self._rng_kind(rng) == self.device.type:
+            if isinstance(rng.get("device"), Tensor) and str(rng.get("type", "")).split(":")[0] == self.device.type:
                 set_rng_state(self.device, rng["device"])
             yield
         finally:
@@ -249,14 +241,10 @@ class CapturedOp:
 
     @contextlib.contextmanager
     def _modes(self) -> Iterator[None]:
-        autocast = self.payload.get("autocast")
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(bool(self.payload.get("grad_enabled", True))))
-            if isinstance(autocast, dict):
-                dtype = getattr(torch, str(autocast.get("dtype")).removeprefix("torch."), None)
-                if not isinstance(dtype, torch.dtype):
-                    raise ArchiveError(f"{self.folder / 'input.pth'}: autocast to {autocast.get('dtype')!r}")
-                stack.enter_context(torch.autocast(self.device.type, dtype=dtype))
+            stack.enter_context(torch.set_grad_enabled(self.region.grad_enabled))
+            if self.region.autocast is not None:
+                stack.enter_context(torch.autocast(self.device.type, dtype=self.region.autocast))
             if self.traits.factory and self.kwargs.get("device") is None and not any(tensors_in(self.args)):
                 stack.enter_context(self.device)
             yield
@@ -310,17 +298,21 @@ class CapturedOp:
         return [by_leaf.get(id(leaf)) for leaf in self._leaves]
 
 
-def _read_call(folder: Path) -> dict[str, Any]:
+def _read_call(folder: Path) -> tuple[dict[str, Any], tuple[str, Site, Region]]:
+    """The arguments of a call, and what its file says about it."""
     path = folder / "input.pth"
     payload = read(path)
     if not payload.get("name") and is_answer(folder):  # the CPU's side of a comparison
         payload["name"] = read(folder.parent / "device" / "input.pth").get("name")
     for key, kind in (("name", str), ("args", tuple), ("kwargs", dict)):
         if not isinstance(payload.get(key), kind):
-            raise ArchiveError(f"{path}: is no input of a capture (no {key!r} in it)")
+            raise ArchiveError(f"{path}: is not the input of a capture (no {key!r} in it)")
     if not all(isinstance(key, str) for key in payload["kwargs"]):
-        raise ArchiveError(f"{path}: is no input of a capture (a keyword that is no name)")
-    return payload
+        raise ArchiveError(f"{path}: is not the input of a capture (a keyword that is not a name)")
+    try:
+        return payload, read_header(payload)
+    except ArchiveError as error:
+        raise ArchiveError(f"{path}: {error}") from None
 
 
 def _placed_function(name: str, device: torch.device) -> Callable[..., Any]:

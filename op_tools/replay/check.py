@@ -189,14 +189,14 @@ class Check:
         except (MemoryError, torch.OutOfMemoryError) as error:
             outcome.status, outcome.reason = ERROR, f"not enough memory to run it ({one_line(error)})"
         except Exception as error:  # whatever an operator, or a file that was tampered with, throws
-            lost = self.op.payload["as_tuples"] if hasattr(self, "op") else []
+            lost = self.op.lost_types if hasattr(self, "op") else []
             hint = f"; an argument of type {lost[0]} was captured as a tuple" if lost else ""
             outcome.status, outcome.reason = ERROR, one_line(error) + hint
         outcome.seconds += time.perf_counter() - began
 
     def _run(self) -> None:
         op, outcome = self.op, self.outcome
-        outcome.op, outcome.location, outcome.device = op.name, op.location, str(op.device)
+        outcome.op, outcome.location, outcome.device = op.name, op.site.location, str(op.device)
         if op.note:
             outcome.notes.append(op.note)
         _check_memory(op)
@@ -365,7 +365,7 @@ class Check:
         return compared and not found
 
     def _golden(self) -> golden.GoldenResult:
-        op = self.op
+        op, low = self.op, self.op.region.autocast
         args, kwargs = op.reference_arguments()
         return golden.run(
             op.traits.function,
@@ -377,16 +377,10 @@ class Check:
             traits=op.traits,
             device=op.device.type,
             max_bytes=_memory_for_one(8 * sum(t.numel() for t in tensors_in((args, kwargs)))),
-            rounded_to=self._autocast_dtype(),
+            rounded_to=None if low is None else golden.autocast_rounds_to(op.name, low, op.result),
+            autocast=low,
             outputs=map_tensors(self.outputs, lambda t: t.detach().cpu()) if facts.has_free_vectors(op.name) else None,
         )
-
-    def _autocast_dtype(self) -> torch.dtype | None:
-        autocast = self.op.payload.get("autocast")
-        if not isinstance(autocast, dict):
-            return None
-        low = getattr(torch, str(autocast.get("dtype")).removeprefix("torch."))
-        return golden.autocast_rounds_to(self.op.name, low, self.op.result)
 
     def _judged(self, reference: golden.GoldenResult, outputs: Any, grads: Any, inputs: Any) -> verdict.Judgement:
         forward = self.options.forward

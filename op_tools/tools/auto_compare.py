@@ -38,11 +38,12 @@ from ..compare.precheck import FirstLook, Question
 from ..compare.precheck import Kept as Looked
 from ..compare.reshapes import Places, View, Views, places
 from ..compare.worker import Answer, Options, Task
+from ..copies.invocation import Invocation, Region, Site
 from ..copies.memory import MemoryBudget
 from ..copies.operands import Layouts, Operands, stage
 from ..copies.queue import Writer
 from ..copies.transport import MOST_BORROWED, Fetcher
-from ..files import archive, reproducer
+from ..files.saved import save_comparison
 from ..judge import golden
 from ..judge.golden import GoldenResult
 from ..judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
@@ -760,58 +761,19 @@ class OpAutoCompare(Tool):
         assert result is not None
         stamp = call.notes.setdefault((self, "stamp"), store.time_label())
         folder = self._folder / call.op / settings.process_label() / "autocompare" / str(call.id) / stamp
-        facts = {
-            "name": call.op,
-            "id": call.id,
-            "location": call.location,
-            "module": job.module,
-            "step": call.step,
-            "grad_enabled": job.grad_enabled,
-            "autocast": None if job.autocast is None else [job.device, str(job.autocast).removeprefix("torch.")],
-            "rng": None,
-        }
-        source = result.source
-        sides: dict[str, dict[str, dict[str, Any]]] = {
-            "device": {
-                "input": {**facts, "args": archive.encode(source.args), "kwargs": archive.encode(source.kwargs)}
-            },
-            "cpu": {},
-        }
+        site = Site(call.location, job.module, call.step, settings.rank())
+        region = Region(job.device, job.grad_enabled, job.autocast, job.rounded_to)
+        saved = Invocation(call.id, call.op, job.function, call.traits, site, region, phase=job.phase)
+        device: dict[str, Any] = {"input": (result.source.args, result.source.kwargs)}
         if job.phase == "forward":
-            after = result.inputs_after
-            sides["device"]["output"] = {"name": call.op, "result": archive.encode(host["result"])}
-            args, kwargs = archive.encode(after[0]), archive.encode(after[1])
-            sides["cpu"]["input"] = {"name": call.op, "args": args, "kwargs": kwargs}
-            sides["cpu"]["output"] = {"result": archive.encode(result.outputs)}
+            device["output"] = host["result"]
+            reference: dict[str, Any] = {"input": result.inputs_after, "output": result.outputs}
         else:
-            sides["device"]["grad_outputs"] = {"grad_outputs": archive.encode(tuple(host["grad_outputs"]))}
-            sides["device"]["grad_inputs"] = {"grad_inputs": archive.encode(tuple(host["grad_inputs"]))}
-            sides["cpu"]["grad_inputs"] = {"grad_inputs": archive.encode(tuple(result.grad_inputs or ()))}
-        lines = []
-        for side, parts in sides.items():
-            (folder / side).mkdir(parents=True, exist_ok=True)
-            for part, payload in parts.items():
-                path = folder / side / f"{part}.pth"
-                if not path.exists():
-                    archive.save(path, payload)
-                    lines.append(f"{path} saved")
-        script = reproducer.write(
-            folder,
-            call.op,
-            {
-                "device": job.device,
-                "location": call.location,
-                "module": job.module,
-                "reason": f"{worst.name}: {worst.reason}",
-                "part": "grad_input" if job.phase == "backward" else "output",
-                "observed": worst.max_abs_diff if worst.max_abs_diff < float("inf") else 0.0,
-                "rounded_to": job.rounded_to,
-                "autocast": job.autocast,
-                "mutates": bool(call.traits.mutates) or "out" in source.kwargs,
-                "ditorch": "ditorch" in sys.modules,
-            },
-        )
-        self.view.block(*lines, f"{script} saved")
+            device["grad_outputs"], device["grad_inputs"] = tuple(host["grad_outputs"]), tuple(host["grad_inputs"])
+            reference = {"grad_inputs": tuple(result.grad_inputs or ())}
+        reason = f"{worst.name}: {worst.reason}"
+        files = save_comparison(folder, saved, device, reference, reason=reason, observed=worst.max_abs_diff)
+        self.view.block(*[f"{path} saved" for path in files])
         return str(folder)
 
     # -- the end --------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import op_tools
 from op_tools import OpAutoCompare, launch, settings
 from op_tools.compare import cores, pieces
 from op_tools.judge import golden
+from op_tools.replay.captured import CapturedOp
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -214,6 +215,17 @@ def test_the_script_repeats_the_fault_alone(device: str, faults: Any, where: str
     healthy = run_script(script)
     assert healthy.returncode == 0, healthy.stdout + healthy.stderr
     assert "the difference is gone" in healthy.stdout
+
+
+def test_a_call_saved_under_autocast_is_replayed_under_autocast(device: str, faults: Any) -> None:
+    x, linear = torch.randn(4, 8).to(device), torch.nn.Linear(8, 3).to(device)
+    with faults.plant("addmm: noise=0.5"), op_tools.OpAutoCompare(ops=["torch.nn.functional.linear"]) as compared:
+        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
+            y = linear(x)
+    op = CapturedOp(Path(compared.blames[0].folder) / "device", device)
+    op.prepare()
+    assert op.run_forward().dtype == y.dtype == torch.bfloat16
+    assert (op.region.autocast, op.region.rounded_to) == (torch.bfloat16, torch.bfloat16)
 
 
 def test_calls_that_only_move_values_are_compared_each_time(

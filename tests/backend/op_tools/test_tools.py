@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 
 import op_tools
-from op_tools.files import archive
+from op_tools.files import archive, captures
 
 # -- OpCapture ----------------------------------------------------------------------------------------
 
 
 def captured(tool: op_tools.OpCapture, part: str) -> list[dict[str, Any]]:
-    return [archive.load(Path(row["path"])) for row in tool.records() if row["part"] == part]
+    return [captures.read(Path(row["path"])) for row in tool.records() if row["part"] == part]
 
 
 def test_capture_keeps_layout_and_aliasing(device: str) -> None:
