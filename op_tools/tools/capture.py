@@ -69,8 +69,8 @@ class OpCapture(Tool):
         self.folder = settings.results_dir() / "op_capture_results"
         drop = settings.choice("OP_CAPTURE_WHEN_FULL", ("block", "drop")) == "drop"
         threads = max(1, int(settings.number("OP_CAPTURE_WRITERS", 2, minimum=1)))
-        room = settings.number("OP_CAPTURE_QUEUE_MB", _default_queue() / _MEBI, minimum=1)
-        self.writer = Writer(int(room * _MEBI), threads, drop, _PATIENCE)
+        megabytes = settings.number("OP_CAPTURE_QUEUE_MB", _default_queue() / _MEBI, minimum=1)
+        self.writer = Writer(int(megabytes * _MEBI), threads, drop, _PATIENCE)
         self._label, self._rank = settings.process_label(), settings.rank()
         self._root = str(self.folder)
         self._inputs, self._outputs, self._grads = Layouts(), Layouts(), Layouts()
@@ -82,13 +82,15 @@ class OpCapture(Tool):
         self.write_seconds = 0.0
         self._broken = 0
         self._dropped = 0
+        self._counting = threading.Lock()  # around what several writers count, and nothing else
 
     # -- on the training's threads --------------------------------------------------------------------
 
     def before(self, call: Call) -> None:
         assert self.writer is not None
         if self._broken >= _GIVE_UP_AFTER:
-            self._dropped += 1
+            with self._counting:
+                self._dropped += 1
             return
         nbytes = _bytes_in(call.inputs, call.tensors)
         if not self.writer.reserve(nbytes):
@@ -189,8 +191,9 @@ class OpCapture(Tool):
             for part, one in zip(parts, staged):
                 of_part = facts if part == "input" else {"name": call.op}
                 described.append(f'"{part}": {written.add(part, one._replace(event=event), of_part)}')
-                self.bytes_written += one.nbytes
-                self.files_written += 1
+                with self._counting:
+                    self.bytes_written += one.nbytes
+                    self.files_written += 1
             readable = {"torch": torch.__version__, **_plain_facts(facts)}
             written.describe(
                 "metadata.json" if "input" in parts else "grad_metadata.json",
@@ -199,13 +202,15 @@ class OpCapture(Tool):
             site = self.site(call)
             for part, one in zip(parts, staged):
                 self.record(call.id, site, part, f"{folder}/{part}.pth", one.nbytes)
-            self.write_seconds += time.perf_counter() - began
-            self._broken = 0
+            with self._counting:
+                self.write_seconds += time.perf_counter() - began
+                self._broken = 0
             if shown is not None:
                 shown.paths = [Path(f"{folder}/{part}.pth") for part in parts]
         except Exception as error:
-            self._broken += 1
-            self._dropped += 1
+            with self._counting:
+                self._broken += 1
+                self._dropped += 1
             self.failed(call, error, f"a capture could not be written to {folder}")
         finally:
             if shown is not None:
@@ -284,7 +289,7 @@ class _Shown:
 
 
 class _Claim:
-    """Room in the queue, given back when the operator itself failed and nothing will be written."""
+    """Bytes reserved in the queue, released when the operator itself failed and nothing will be written."""
 
     def __init__(self, writer: Writer, nbytes: int) -> None:
         self._writer, self._nbytes = writer, nbytes

@@ -219,9 +219,9 @@ def test_the_script_repeats_the_fault_alone(device: str, faults: Any, where: str
 
 def test_a_call_saved_under_autocast_is_replayed_under_autocast(device: str, faults: Any) -> None:
     x, linear = torch.randn(4, 8).to(device), torch.nn.Linear(8, 3).to(device)
-    with faults.plant("addmm: noise=0.5"), op_tools.OpAutoCompare(ops=["torch.nn.functional.linear"]) as compared:
-        with torch.autocast(torch.device(device).type, dtype=torch.bfloat16):
-            y = linear(x)
+    low = torch.autocast(torch.device(device).type, dtype=torch.bfloat16)
+    with faults.plant("addmm: noise=0.5"), op_tools.OpAutoCompare() as compared, low:
+        y = linear(x)
     op = CapturedOp(Path(compared.blames[0].folder) / "device", device)
     op.prepare()
     assert op.run_forward().dtype == y.dtype == torch.bfloat16
