@@ -15,7 +15,7 @@ from . import settings
 from .view.console import table
 
 if TYPE_CHECKING:
-    from .replay.check import Options
+    from .replay.outcome import Options
 
 
 _EXAMPLES: Final = """\
@@ -127,7 +127,7 @@ def run_from_data(arguments: Sequence[str] | None = None) -> int:
 def run_replay(given: argparse.Namespace) -> int:
     """Replay every capture under some folders; the result is the exit code."""
     from .files.captures import find
-    from .replay.check import Options
+    from .replay.outcome import Options
 
     try:
         dtype = settings.parse_dtype(given.dtype, "--dtype") if given.dtype else None

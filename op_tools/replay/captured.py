@@ -12,7 +12,7 @@ import torch
 from torch.overrides import get_testing_overrides
 
 from ..call import facts
-from ..call.description import Tensor, children, tensors_in
+from ..call.description import Tensor, tensors_in
 from ..call.devices import accelerator_type, get_rng_state, set_rng_state
 from ..call.traits import COLLECTIVES, OpTraits, factories, name_of, traits_of
 from ..copies.invocation import Region, Site
@@ -69,7 +69,8 @@ def _operator(name: str) -> Any:
     if not name.isidentifier() or name.startswith("__") or name.endswith(_NEVER):
         return None
     packet = getattr(torch.ops.aten, name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    is_operator = isinstance(packet, torch._ops.OpOverloadPacket)
+    if not is_operator:
         return None
     schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
     # the namespace also holds helpers of TorchScript, which have nothing to do with tensors
@@ -360,13 +361,3 @@ def _shares_memory(value: Any) -> bool:
     """Whether different arguments lie in one storage."""
     places = {place_of(t) for t in tensors_in(value) if is_strided(t)}
     return len({place[0] for place in places}) < len(places)
-
-
-def leaves_of(value: Any) -> Iterator[Any]:
-    """Tensors and plain values of a result, in order (`list(leaves_of((x, [1])))`)."""
-    parts = None if isinstance(value, (Tensor, str)) else children(value)
-    if parts is None:
-        yield value
-        return
-    for member in parts[1]:
-        yield from leaves_of(member)

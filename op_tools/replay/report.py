@@ -18,7 +18,7 @@ from ..call.description import TensorMeta, labelled
 from ..judge.verdict import Row
 from ..view import console, store
 from .captured import CapturedOp
-from .check import ERROR, IDENTICAL, WRONG, Options, Outcome, Shown, counts
+from .outcome import ERROR, IDENTICAL, WRONG, Options, Outcome, Shown, counts
 
 _COLUMNS: Final = [*console.COMPARE_COLUMNS, *console.VERDICT_COLUMNS]
 _MOST_FAILURES: Final = 50

@@ -349,7 +349,7 @@ class _Files:
                 except archive.NotPlain:
                     pass
             return described
-        pickled, described = known
+        pickled, known_text = known
         fragments = [archive.fragment(archive.encode(v)) for pair in facts.items() for v in pair]
         borrow, event, storages = self._fetcher.borrow, staged.event, staged.storages
         buffers: list[Any]
@@ -358,7 +358,7 @@ class _Files:
         else:
             buffers = [functools.partial(lambda s: _buffer(borrow([s], event)[0]), s) for s in storages]
         self._with_folder(lambda: archive.save_fragments(f"{self._folder}/{part}.pth", [*fragments, pickled], buffers))
-        return described
+        return str(known_text)
 
     def _add_odd(self, part: str, staged: Operands, facts: dict[str, Any]) -> str:
         value = self._fetcher.unpack(staged)

@@ -29,19 +29,10 @@ from op_tools.files.header import header, read_header
 from op_tools.files.saved import save_comparison
 from op_tools.judge import golden
 from op_tools.replay import pool
+from op_tools.replay.bits import same_bits
 from op_tools.replay.captured import CapturedOp
-from op_tools.replay.check import (
-    ERROR,
-    IDENTICAL,
-    NOT_COMPARABLE,
-    RAN,
-    RIGHT,
-    WRONG,
-    Check,
-    Options,
-    replay,
-    same_bits,
-)
+from op_tools.replay.check import Check, replay
+from op_tools.replay.outcome import ERROR, IDENTICAL, NOT_COMPARABLE, RAN, RIGHT, WRONG, Options, Outcome
 
 from .test_archive import Bomb, check_same, strided
 
@@ -751,8 +742,6 @@ def test_large_captures_are_alone_in_memory(monkeypatch: pytest.MonkeyPatch) -> 
 
 def crashing_worker(connection: Any, options: Options) -> None:
     """Like a worker, but some captures take it down."""
-    from op_tools.replay.check import Outcome
-
     while True:
         try:
             folder = connection.recv()
