@@ -16,7 +16,7 @@ from .view import settings_table
 from .view.console import note, table
 
 if TYPE_CHECKING:
-    from .replay.check import Options
+    from .replay.outcome import Options
 
 
 _EXAMPLES: Final = """\
@@ -133,7 +133,7 @@ def run_from_data(arguments: Sequence[str] | None = None) -> int:
 def run_replay(given: argparse.Namespace) -> int:
     """Replay every capture under some folders; the result is the exit code."""
     from .files.captures import find
-    from .replay.check import Options
+    from .replay.outcome import Options
 
     try:
         for mistake in settings.begin():

@@ -62,7 +62,7 @@ def function_of(name: str) -> Callable[..., Any]:
     """
     function = _known_functions().get(name) or _aten_function(name)
     if function is None:
-        raise LookupError(f"{name!r} is no operator of PyTorch {torch.__version__}")
+        raise LookupError(f"{name!r} is not an operator of PyTorch {torch.__version__}")
     return function
 
 

@@ -7,7 +7,6 @@ the values that it used, so that errors can be told from their consequences.
 from __future__ import annotations
 
 import dataclasses
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +14,7 @@ from typing import Any, Final, Protocol
 
 from .. import settings
 from ..call.description import TensorMeta, describe, labelled
-from ..files import archive, reproducer
+from ..files.saved import save_comparison
 from ..judge.verdict import NOT_COMPARABLE, WRONG, Judgement, Row
 from ..view import console, rows, store
 from .ladder import FORWARD, ComparedCall, Job
@@ -151,64 +150,20 @@ class Teller:
 
     def _save(self, job: Job, call: ComparedCall, worst: Row) -> str:
         """The saved call, both sides, and a script that repeats it; what cannot be saved is left out."""
-        result, site, region = job.golden, call.site, call.region
+        result = job.golden
         assert result is not None
         stamp = call.notes.setdefault("stamp", store.time_label())
         folder = self._folder / call.op / settings.process_label() / "autocompare" / str(call.id) / stamp
-        facts = {
-            "name": call.op,
-            "id": call.id,
-            "location": site.location,
-            "module": site.module,
-            "step": site.step,
-            "grad_enabled": region.grad_enabled,
-            "autocast": None
-            if region.autocast is None
-            else [region.device, str(region.autocast).removeprefix("torch.")],
-            "rng": None,
-        }
-        source = result.source
-        sides: dict[str, dict[str, dict[str, Any]]] = {
-            "device": {
-                "input": {**facts, "args": archive.encode(source.args), "kwargs": archive.encode(source.kwargs)}
-            },
-            "cpu": {},
-        }
+        device: dict[str, Any] = {"input": (result.source.args, result.source.kwargs)}
         if job.phase == FORWARD:
-            after = result.inputs_after
-            sides["device"]["output"] = {"name": call.op, "result": archive.encode(job.result)}
-            args, kwargs = archive.encode(after[0]), archive.encode(after[1])
-            sides["cpu"]["input"] = {"name": call.op, "args": args, "kwargs": kwargs}
-            sides["cpu"]["output"] = {"result": archive.encode(result.outputs)}
+            device["output"] = job.result
+            reference: dict[str, Any] = {"input": result.inputs_after, "output": result.outputs}
         else:
-            sides["device"]["grad_outputs"] = {"grad_outputs": archive.encode(tuple(job.values[0]))}
-            sides["device"]["grad_inputs"] = {"grad_inputs": archive.encode(tuple(job.values[1]))}
-            sides["cpu"]["grad_inputs"] = {"grad_inputs": archive.encode(tuple(result.grad_inputs or ()))}
-        lines = []
-        for side, parts in sides.items():
-            (folder / side).mkdir(parents=True, exist_ok=True)
-            for part, payload in parts.items():
-                path = folder / side / f"{part}.pth"
-                if not path.exists():
-                    archive.save(path, payload)
-                    lines.append(f"{path} saved")
-        script = reproducer.write(
-            folder,
-            call.op,
-            {
-                "device": region.device,
-                "location": site.location,
-                "module": site.module,
-                "reason": f"{worst.label}: {worst.reason}",
-                "part": "output" if job.phase == FORWARD else "grad_input",
-                "observed": worst.max_abs_diff if worst.max_abs_diff < float("inf") else 0.0,
-                "rounded_to": region.rounded_to,
-                "autocast": region.autocast,
-                "mutates": bool(call.traits.mutates) or "out" in source.kwargs,
-                "ditorch": "ditorch" in sys.modules,
-            },
-        )
-        self._tool.view.block(*lines, f"{script} saved")
+            device["grad_outputs"], device["grad_inputs"] = map(tuple, job.values)
+            reference = {"grad_inputs": tuple(result.grad_inputs or ())}
+        reason = f"{worst.label}: {worst.reason}"
+        files = save_comparison(folder, call, device, reference, reason=reason, observed=worst.max_abs_diff)
+        self._tool.view.block(*[f"{path} saved" for path in files])
         return str(folder)
 
     def _show(self, job: Job, judgement: Judgement) -> None:

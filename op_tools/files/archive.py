@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import io
-import json
 import os
 import pickle
 import struct
@@ -22,7 +21,6 @@ from ..copies.operands import Opaque, Ref
 
 FORMAT: Final = 1
 _TAG: Final = "__op_tools__"
-_PARTS: Final = ("input", "output", "grad_inputs", "grad_outputs")
 
 
 class ArchiveError(ValueError):
@@ -414,11 +412,6 @@ def _write_all(descriptor: int, buffers: list[Any]) -> None:
             views[0] = views[0][written:]
 
 
-def save_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write the readable twin of a capture (`save_json(folder / "input.json", {...})`)."""
-    save_text(str(path), json.dumps(content, default=str))
-
-
 def save_text(path: str, text: str) -> None:
     """Write a small file, whole or not at all (`save_text("input.json", "{}")`)."""
     folder, _, name = path.rpartition("/")
@@ -429,30 +422,3 @@ def save_text(path: str, text: str) -> None:
     finally:
         os.close(descriptor)
     os.replace(partial, path)
-
-
-def load(path: Path) -> dict[str, Any]:
-    """Read one captured file; nothing in it can run code (`load(folder / "input.pth")["args"]`)."""
-    try:
-        payload = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise
-    except Exception as error:
-        first = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        raise ArchiveError(f"{path}: cannot be read as a capture ({type(error).__name__}: {first})") from None
-    if not isinstance(payload, dict) or "format" not in payload:
-        raise ArchiveError(f"{path}: is no capture of op_tools (no format field)")
-    if payload["format"] != FORMAT:
-        raise ArchiveError(f"{path}: was written in format {payload['format']!r}, this version reads {FORMAT}")
-    return {key: decode(value) for key, value in payload.items()}
-
-
-def find(folder: Path) -> list[Path]:
-    """All folders under `folder` that hold a capture, in order (`find(Path("op_tools_results"))`)."""
-    if folder.is_file():
-        return [folder.parent]
-
-    def natural(path: Path) -> list[Any]:
-        return [(0, int(p), "") if p.isdigit() else (1, 0, p) for p in path.parts]
-
-    return sorted({p.parent for p in folder.rglob("input.pth")}, key=natural)

@@ -58,7 +58,7 @@ def read(path: Path) -> dict[str, Any]:
     'torch.add'
     """
     if not path.is_file():  # a pipe or a device of that name would be waited for
-        raise ArchiveError(f"{path}: {'is no plain file' if path.exists() else 'is missing'}")
+        raise ArchiveError(f"{path}: {'is not a regular file' if path.exists() else 'is missing'}")
     try:
         payload = plain_archive.load(path)
         if payload is None:
@@ -81,20 +81,20 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _check_records(path: Path, size: int) -> None:
-    """Captures are stored, not compressed: a file that unpacks to more than its size is no capture."""
+    """Captures are stored, not compressed: a file that unpacks to more than its size is not a capture."""
     try:
         with zipfile.ZipFile(path) as records:
             entries = records.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
-        raise ArchiveError(f"cannot be read as a capture (broken, cut off, or no file of op_tools: {error})") from None
+        raise ArchiveError(f"cannot be read as a capture (broken, cut off, or of another program: {error})") from None
     packed = [entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
     if packed or sum(entry.file_size for entry in entries) > size:
-        raise ArchiveError("is no capture of op_tools (its records unpack to more than the file holds)")
+        raise ArchiveError("is not an op_tools capture (its records unpack to more than the file holds)")
 
 
 def _problem_of(payload: Any) -> str:
     if not isinstance(payload, dict) or "format" not in payload:
-        return "is no capture of op_tools (no format field)"
+        return "is not an op_tools capture (no format field)"
     if payload["format"] != archive.FORMAT:
         return f"was written in format {payload['format']!r}, this version reads {archive.FORMAT}"
     return ""

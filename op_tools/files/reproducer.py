@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+from ..copies.invocation import Invocation
+from . import archive
 
 _TEMPLATE: Final = '''"""{title}
 
@@ -131,34 +134,32 @@ if __name__ == "__main__":
 '''
 
 
-def write(folder: Path, op: str, facts: dict[str, Any]) -> Path:
-    """Write `reproduce.py` into the folder of a saved call (`write(folder, "torch.add", {...})`).
+def write(folder: Path, call: Invocation, *, reason: str, part: str, observed: float, writes: bool) -> Path:
+    """Write `reproduce.py` into the folder of a saved call (`write(folder, call, reason=..., ...)`).
 
-    `facts`: device, location, module, reason, part (what differed), observed (the size of the difference),
-    rounded_to and autocast (dtypes or None), mutates, ditorch (whether the device came from it).
+    `part` is what differed, `observed` by how much, `writes` whether the call changes its arguments.
     """
+    op, site, region = call.op, call.site, call.region
     module = op.rsplit(".", 1)[0] if not op.startswith("torch.") else ""
-    imports = "import ditorch  # noqa: F401  (the device comes from here)\n" if facts.get("ditorch") else ""
+    imports = "import ditorch  # noqa: F401  (the device comes from here)\n" if "ditorch" in sys.modules else ""
     if module:
         imports += f"import {module}\n"
-    lines = [facts.get("location") or "", f"module {facts['module']}" if facts.get("module") else "", facts["reason"]]
+    lines = [site.location, f"module {site.module}" if site.module else "", reason]
     text = _TEMPLATE.format(
-        title=f"{op} is wrong on {facts['device']}: repeats the call and compares it with the CPU in float64.",
+        title=f"{op} is wrong on {region.device}: repeats the call and compares it with the CPU in float64.",
         facts="\n".join(line.replace("\\", "\\\\").replace('"""', "'''") for line in lines if line),
         imports=imports,
-        rounded_to=facts.get("rounded_to"),
-        autocast=facts.get("autocast"),
+        rounded_to=region.rounded_to,
+        autocast=region.autocast,
         function=op,
-        device=facts["device"],
-        part=facts["part"],
-        observed=repr(float(facts["observed"])),
+        device=region.device,
+        part=part,
+        observed=repr(observed if observed < float("inf") else 0.0),
         enter="args, kwargs = each((args, kwargs), lambda v: v * 1 if isinstance(v, torch.Tensor) "
         "and v.requires_grad else v)\n        "
-        if facts.get("mutates")
+        if writes
         else "",
     )
     path = folder / "reproduce.py"
-    partial = folder / ".reproduce.py.partial"
-    partial.write_text(text)
-    os.replace(partial, path)
+    archive.save_text(str(path), text)
     return path

@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..call import facts
 from ..call.description import Tensor, map_tensors, tensors_in
 from ..call.traits import OpTraits, traits_of
-
-Cast = Mapping[torch.dtype, torch.dtype]
+from ..copies.materialise import Cast, Copier
 
 DOUBLE: Final[dict[torch.dtype, torch.dtype]] = {
     torch.float16: torch.float64,
@@ -33,7 +32,6 @@ SINGLE: Final[dict[torch.dtype, torch.dtype]] = {
     torch.bfloat16: torch.float32,
     torch.complex32: torch.complex64,
 }
-_KEEP_WHOLE: Final = 1 << 14
 _ENGINE: Final = torch._C._ImperativeEngine()  # the one that all use, as nobody has wrapped it
 AS_IS: Final[dict[torch.dtype, torch.dtype]] = {}
 
@@ -92,7 +90,7 @@ class Graph:
     """A forward pass that can be gone back through, once."""
 
     outputs: Any
-    prepared: _Copies
+    leaves: list[Tensor | None]  # of each tensor among the arguments
 
 
 @dataclasses.dataclass
@@ -227,7 +225,7 @@ def backward(result: GoldenResult, grad_outputs: Sequence[Tensor | None], output
         raise ValueError("this golden run has no graph: run it with keep_graph=True, and go back through it once")
     source = dataclasses.replace(result.source, grad_outputs=grad_outputs, outputs=outputs)
     with neutral(grad=True):
-        grads = _gradients(source, graph.outputs, graph.prepared)
+        grads = _gradients(source, graph.outputs, graph.leaves)
     return dataclasses.replace(result, source=source, run=dataclasses.replace(result.run, grad_inputs=grads))
 
 
@@ -325,18 +323,24 @@ def _execute(
 ) -> tuple[Run, Graph | None]:
     with neutral(grad=backward or keep_graph):
         enter = backward and facts.may_mutate(source.name, source.kwargs)
-        prepared = _Copies(cast, enter, whole="as_strided" in source.name, rounded_to=source.rounded_to)
-        args, kwargs = facts.adapt(source.name, source.args, source.kwargs)
-        args, kwargs = prepared.of((args, kwargs), source.tensors)
+        copier = Copier(
+            cast=cast,
+            rounded_to=source.rounded_to,
+            grad=backward or keep_graph,
+            enter=enter,
+            whole="as_strided" in source.name,  # which reads around its argument
+        )
+        adapted = facts.adapt(source.name, source.args, source.kwargs)
+        args, kwargs = _map_settings(copier.copy(adapted, source.tensors), cast)
         function = facts.on_cpu(source.name, source.function)
         if mode is None:
             outputs = function(*args, **kwargs)
-            grads = _gradients(source, outputs, prepared) if backward else None
+            grads = _gradients(source, outputs, copier.leaves) if backward else None
         else:
             with mode:
                 outputs = function(*args, **kwargs)
-                grads = _gradients(source, outputs, prepared) if backward else None
-    graph = Graph(outputs, prepared) if keep_graph else None
+                grads = _gradients(source, outputs, copier.leaves) if backward else None
+    graph = Graph(outputs, copier.leaves) if keep_graph else None
     args, kwargs = _detached((args, kwargs))
     return Run(_detached(outputs), args, kwargs, grads), graph
 
@@ -406,7 +410,7 @@ def differentiated(
     return tuple(found)
 
 
-def _gradients(source: Source, outputs: Any, prepared: _Copies) -> list[Tensor | None]:
+def _gradients(source: Source, outputs: Any, leaves: list[Tensor | None]) -> list[Tensor | None]:
     pairs = []
     theirs = list(tensors_in(source.outputs)) if facts.has_free_vectors(source.name) else []
     for number, (output, grad) in enumerate(zip(tensors_in(outputs), source.grad_outputs or ())):
@@ -415,7 +419,6 @@ def _gradients(source: Source, outputs: Any, prepared: _Copies) -> list[Tensor |
             if number < len(theirs):
                 sent = facts.gradient_turned(source.name, number, theirs[number], output, sent)
             pairs.append((output, sent))
-    leaves = prepared.leaves()
     wanted = [leaf for leaf in leaves if leaf is not None]
     if not pairs or not wanted:
         return [None] * len(leaves)
@@ -427,111 +430,6 @@ def _gradients(source: Source, outputs: Any, prepared: _Copies) -> list[Tensor |
 
 def _detached(value: Any) -> Any:
     return map_tensors(value, lambda t: t.detach() if t.requires_grad or t.grad_fn is not None else t)
-
-
-class Enter(torch.autograd.Function):
-    """Gives a prepared tensor a history, so that in-place operators may change it."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, holder: list[Tensor]) -> Tensor:
-        return holder[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
-
-
-class _Copies:
-    """Casts a tree of arguments to private CPU tensors that share memory exactly where the originals do."""
-
-    def __init__(self, cast: Cast, enter: bool, whole: bool, rounded_to: torch.dtype | None = None) -> None:
-        self._cast, self._enter = cast, enter
-        self._whole, self._rounded_to = whole, rounded_to
-        self._storages: dict[tuple[int, torch.dtype], tuple[Tensor, int]] = {}
-        self._made: dict[Any, tuple[Tensor, Tensor | None]] = {}
-        self._order: list[Tensor | None] = []
-        self._spans: dict[tuple[int, torch.dtype], tuple[int, int]] = {}
-
-    def of(self, value: Any, tensors: Sequence[Tensor]) -> Any:
-        """Copies of a tree with these tensors in it."""
-        for tensor in tensors:
-            self._note_span(tensor)
-        return self._map(value)
-
-    def leaves(self) -> list[Tensor | None]:
-        """For each tensor of the arguments the one to differentiate by, None where no gradient is asked."""
-        return self._order
-
-    def _map(self, value: Any) -> Any:
-        mapped = map_tensors(value, self._tensor)
-        return _map_settings(mapped, self._cast)
-
-    def _note_span(self, tensor: Tensor) -> None:
-        if not _is_strided(tensor):
-            return
-        key = (tensor.untyped_storage()._cdata, tensor.dtype)
-        first = last = int(tensor.storage_offset())
-        if tensor.numel():
-            last += 1 + sum(int(n - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride()))
-        known = self._spans.get(key)
-        self._spans[key] = (first, last) if known is None else (min(first, known[0]), max(last, known[1]))
-
-    def _tensor(self, tensor: Tensor) -> Tensor:
-        if not _is_strided(tensor):
-            copy = tensor.detach().clone()
-            target = self._cast.get(copy.dtype)
-            copy = copy if target is None else copy.to(target)
-            leaf = copy.requires_grad_() if tensor.requires_grad and torch.is_grad_enabled() else None
-            self._order.append(leaf)
-            return copy
-        storage = (tensor.untyped_storage()._cdata, tensor.dtype)
-        shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        needs_grad = tensor.requires_grad and torch.is_grad_enabled()
-        key = (storage, tensor.storage_offset(), shape, stride, needs_grad, tensor.is_conj(), tensor.is_neg())
-        made = self._made.get(key)
-        if made is None:
-            made = self._made[key] = self._make(tensor, storage, needs_grad)
-        self._order.append(made[1])
-        return made[0]
-
-    def _make(self, tensor: Tensor, storage: tuple[int, torch.dtype], needs_grad: bool) -> tuple[Tensor, Tensor | None]:
-        flat, start = self._flat(tensor, storage)
-        copy = flat.as_strided(tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset() - start)
-        copy = copy.detach()
-        if tensor.is_conj():
-            copy = torch._conj(copy)
-        if tensor.is_neg():
-            copy = torch._neg_view(copy)
-        if not needs_grad or not (copy.is_floating_point() or copy.is_complex()):
-            return copy, None
-        if not self._enter:
-            leaf = copy.detach().requires_grad_()
-            return leaf, leaf
-        leaf = torch.empty_like(copy).requires_grad_()
-        return Enter.apply(leaf, [copy]), leaf
-
-    def _flat(self, tensor: Tensor, key: tuple[int, torch.dtype]) -> tuple[Tensor, int]:
-        found = self._storages.get(key)
-        if found is None:
-            start, end = self._spans[key]
-            source = tensor.detach()
-            total = source.untyped_storage().nbytes() // source.element_size()
-            if self._whole or total <= _KEEP_WHOLE:  # the call may look at memory around the tensor
-                start, end = 0, total
-            if source.is_conj() or source.is_neg():
-                plain = torch.empty(0, dtype=source.dtype, device=source.device)
-                plain.set_(source.untyped_storage(), start, (end - start,), (1,))
-            else:
-                plain = source.as_strided((end - start,), (1,), start)
-            target = self._cast.get(source.dtype, source.dtype)
-            if self._rounded_to is not None and source.dtype == torch.float32:
-                plain = plain.to(self._rounded_to)
-            found = self._storages[key] = (plain.to(device="cpu", dtype=target, copy=True), start)
-        return found
-
-
-def _is_strided(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def _map_settings(value: Any, cast: Cast) -> Any:

@@ -11,13 +11,15 @@ from typing import Any, Final
 import torch
 
 from ..call import facts, functions
-from ..call.description import Tensor, children, map_tensors, tensors_in
+from ..call.description import Tensor, tensors_in
 from ..call.devices import accelerator_type, get_rng_state, set_rng_state
 from ..call.traits import COLLECTIVES, OpTraits, traits_of
+from ..copies.invocation import Region, Site
+from ..copies.materialise import Copier, is_strided, place_of
 from ..files import archive
 from ..files.archive import ArchiveError
 from ..files.captures import CannotReplay, is_answer, read
-from ..judge import golden
+from ..files.header import read_header
 
 _FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX: Final = (torch.complex32, torch.complex64, torch.complex128)
@@ -66,24 +68,23 @@ class CapturedOp:
         self.folder, self.dtype = folder, dtype
         with torch._C.DisableTorchFunction():  # tools watch the operator, not its preparation
             self.device = torch.device(device or accelerator_type())
-            payload = _read_call(folder)
-            self.name: str = payload["name"]
+            payload, (self.name, self.site, self.region) = _read_call(folder)
             self.function = _placed_function(self.name, self.device)
             self.traits: OpTraits = traits_of(function_of(self.name))
-            self.payload = payload
+            self.lost_types: list[str] = payload["as_tuples"]  # of arguments that come back as tuples
             self.drew_from: str = _take_generator(payload["kwargs"])
             missing = archive.unknown_in((payload["args"], payload["kwargs"]))
             if missing:
                 raise CannotReplay(f"arguments of type {', '.join(missing)} were not captured")
             self.note = ""
-            self.host_args, self.host_kwargs = self._on_host(contiguous)
+            self.host_args, self.host_kwargs = self._on_host(payload["args"], payload["kwargs"], contiguous)
         self.writes = _writes(self.name, self.host_args, self.host_kwargs)
         self.args: tuple[Any, ...] = ()
         self.kwargs: dict[str, Any] = {}
         self.result: Any = None
         self.grad_outputs: list[Tensor | None] | None = None
         self.apart = False  # whether equal-looking arguments are different tensors to autograd
-        self._leaves: list[Tensor] = []
+        self._leaves: list[Tensor | None] = []
         self._parts: dict[str, Any] = {}
 
     # -- what was captured ----------------------------------------------------------------------------
@@ -92,11 +93,6 @@ class CapturedOp:
     def has_backward(self) -> bool:
         """Whether gradients were captured as well (`op.has_backward`)."""
         return (self.folder / "grad_outputs.pth").exists()
-
-    @property
-    def location(self) -> str:
-        """The user's line that made the call (`op.location`)."""
-        return str(self.payload.get("location") or "")
 
     def captured(self, part: str) -> Any:
         """`output`, `grad_outputs` or `grad_inputs` as captured, None where that was not saved.
@@ -111,7 +107,7 @@ class CapturedOp:
         payload = read(path)
         key = "result" if part == "output" else part
         if key not in payload:
-            raise ArchiveError(f"{path}: is no {part} of a capture (no {key!r} in it)")
+            raise ArchiveError(f"{path}: is not the {part} of a capture (no {key!r} in it)")
         value = payload[key]
         if part != "output" and not _is_gradients(value):
             raise ArchiveError(f"{path}: {key!r} is not a row of tensors")
@@ -120,52 +116,44 @@ class CapturedOp:
 
     # -- arguments ------------------------------------------------------------------------------------
 
-    def _on_host(self, contiguous: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _on_host(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], contiguous: bool
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments in main memory, with the dtype and layout that were asked for."""
-        args, kwargs = self.payload["args"], self.payload["kwargs"]
         casts = _casts_to(self.dtype) if self.dtype is not None else {}
         if contiguous and (self.name.endswith(("as_strided", "as_strided_")) or _shares_memory((args, kwargs))):
             contiguous, self.note = False, "kept as captured: its meaning depends on the layout"
         if not casts and not contiguous:
             return args, kwargs
-        known: dict[Any, Tensor] = {}
-
-        def change(tensor: Tensor) -> Tensor:
-            key = _geometry(tensor)
-            if key not in known:
-                target = casts.get(tensor.dtype, tensor.dtype)
-                known[key] = _converted(tensor, target, contiguous).requires_grad_(tensor.requires_grad)
-            return known[key]
 
         def settings(value: Any) -> Any:
             return casts.get(value, value) if isinstance(value, torch.dtype) else value
 
-        args, kwargs = map_tensors(args, change), map_tensors(kwargs, change)
+        args, kwargs = Copier(cast=casts, whole=True, contiguous=contiguous).copy((args, kwargs))
         return tuple(settings(a) for a in args), {k: settings(v) for k, v in kwargs.items()}
 
     def prepare(self) -> None:
         """Fresh arguments on the device, of the captured layout, sharing memory where they did (`op.prepare()`)."""
-        enter = self.writes and bool(self.payload.get("grad_enabled", True))
-        placed = _Placed(self.device, enter, self.apart)
+        copier = Copier(self.device, enter=self.writes and self.region.grad_enabled, apart=self.apart, whole=True)
         with torch._C.DisableTorchFunction():
-            args, kwargs = map_tensors(self.host_args, placed), map_tensors(self.host_kwargs, placed)
+            args, kwargs = copier.copy((self.host_args, self.host_kwargs))
         self.args = tuple([self._device_in(a) for a in args])
         self.kwargs = {k: self._device_in(v, k) for k, v in kwargs.items()}
-        self._leaves = [placed.leaf_of[id(t)] for t in tensors_in((self.args, self.kwargs))]
+        self._leaves = copier.leaves
         self.result = None
 
     @property
     def has_twins(self) -> bool:
         """Whether two arguments that want gradients look the same: one tensor, or a tensor and a view of all of it."""
-        looks = [_geometry(t) for t in tensors_in((self.host_args, self.host_kwargs)) if t.requires_grad]
-        return len(set(looks)) < len(looks)
+        places = [place_of(t) for t in tensors_in((self.host_args, self.host_kwargs)) if t.requires_grad]
+        return len(set(places)) < len(places)
 
     def reference_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a reference run on the CPU gets (`golden.run(op.function, *op.reference_arguments())`)."""
         if not self.apart or self.writes:
             return self.host_args, self.host_kwargs
-        placed = _Placed(torch.device("cpu"), enter=False, apart=True, own_memory=True)
-        return map_tensors(self.host_args, placed), map_tensors(self.host_kwargs, placed)
+        args, kwargs = Copier(apart=True, own_memory=True).copy((self.host_args, self.host_kwargs))
+        return args, kwargs
 
     def _device_in(self, value: Any, key: str = "") -> Any:
         """This device in place of the one that a call named."""
@@ -175,21 +163,17 @@ class CapturedOp:
             return self.device
         return self.device if key == "device" and type(value) is int else value
 
-    @staticmethod
-    def _rng_kind(rng: Mapping[str, Any]) -> str:
-        return str(rng.get("type", "")).split(":")[0]
-
     @contextlib.contextmanager
     def _random_state(self) -> Iterator[None]:
-        rng = self.payload.get("rng")
-        if not isinstance(rng, dict):
+        rng = self.region.rng
+        if rng is None:
             yield
             return
         before, before_device = torch.get_rng_state(), get_rng_state(self.device)
         try:
             if isinstance(rng.get("cpu"), Tensor):
                 torch.set_rng_state(rng["cpu"])
-            if isinstance(rng.get("device"), Tensor) and self._rng_kind(rng) == self.device.type:
+            if isinstance(rng.get("device"), Tensor) and str(rng.get("type", "")).split(":")[0] == self.device.type:
                 set_rng_state(self.device, rng["device"])
             yield
         finally:
@@ -207,14 +191,10 @@ class CapturedOp:
 
     @contextlib.contextmanager
     def _modes(self) -> Iterator[None]:
-        autocast = self.payload.get("autocast")
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(bool(self.payload.get("grad_enabled", True))))
-            if isinstance(autocast, dict):
-                dtype = getattr(torch, str(autocast.get("dtype")).removeprefix("torch."), None)
-                if not isinstance(dtype, torch.dtype):
-                    raise ArchiveError(f"{self.folder / 'input.pth'}: autocast to {autocast.get('dtype')!r}")
-                stack.enter_context(torch.autocast(self.device.type, dtype=dtype))
+            stack.enter_context(torch.set_grad_enabled(self.region.grad_enabled))
+            if self.region.autocast is not None:
+                stack.enter_context(torch.autocast(self.device.type, dtype=self.region.autocast))
             if self.traits.factory and self.kwargs.get("device") is None and not any(tensors_in(self.args)):
                 stack.enter_context(self.device)
             yield
@@ -222,7 +202,7 @@ class CapturedOp:
     @property
     def can_go_backward(self) -> bool:
         """Whether the result of `run_forward` depends on an argument that wants a gradient."""
-        return any(t.requires_grad for t in tensors_in(self.result)) and any(t.requires_grad for t in self._leaves)
+        return any(t.requires_grad for t in tensors_in(self.result)) and any(leaf is not None for leaf in self._leaves)
 
     def prepare_backward(self) -> None:
         """The gradients to send, on the device: those captured, ones where there are none (`op.prepare_backward()`)."""
@@ -233,12 +213,12 @@ class CapturedOp:
                 f"{self.folder / 'grad_outputs.pth'}: {len(captured)} gradients, but {self.name} "
                 f"returned {len(outputs)} tensors"
             )
-        place = _Placed(self.device, enter=False)
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if captured is None:
                 self.grad_outputs = [torch.ones_like(t) if t.requires_grad else None for t in outputs]
             else:
-                self.grad_outputs = [None if g is None else _fitting(place(g), t) for g, t in zip(captured, outputs)]
+                placed = Copier(self.device, whole=True).copy(captured)
+                self.grad_outputs = [None if g is None else _fitting(g, t) for g, t in zip(placed, outputs)]
 
     def sent_gradients(self) -> list[Tensor | None]:
         """What `run_backward` was given, in main memory (`op.sent_gradients()`)."""
@@ -260,7 +240,7 @@ class CapturedOp:
         pairs = [(t, g) for t, g in zip(outputs, self.grad_outputs) if t.requires_grad and g is not None]
         if not pairs:
             return None
-        wanted = list({id(t): t for t in self._leaves if t.requires_grad}.values())
+        wanted = list({id(leaf): leaf for leaf in self._leaves if leaf is not None}.values())
         sent, grads = [t for t, _ in pairs], [g for _, g in pairs]
         with around or contextlib.nullcontext():
             found = torch.autograd.grad(sent, wanted, grads, allow_unused=True, retain_graph=True)
@@ -268,17 +248,21 @@ class CapturedOp:
         return [by_leaf.get(id(leaf)) for leaf in self._leaves]
 
 
-def _read_call(folder: Path) -> dict[str, Any]:
+def _read_call(folder: Path) -> tuple[dict[str, Any], tuple[str, Site, Region]]:
+    """The arguments of a call, and what its file says about it."""
     path = folder / "input.pth"
     payload = read(path)
     if not payload.get("name") and is_answer(folder):  # the CPU's side of a comparison
         payload["name"] = read(folder.parent / "device" / "input.pth").get("name")
     for key, kind in (("name", str), ("args", tuple), ("kwargs", dict)):
         if not isinstance(payload.get(key), kind):
-            raise ArchiveError(f"{path}: is no input of a capture (no {key!r} in it)")
+            raise ArchiveError(f"{path}: is not the input of a capture (no {key!r} in it)")
     if not all(isinstance(key, str) for key in payload["kwargs"]):
-        raise ArchiveError(f"{path}: is no input of a capture (a keyword that is no name)")
-    return payload
+        raise ArchiveError(f"{path}: is not the input of a capture (a keyword that is not a name)")
+    try:
+        return payload, read_header(payload)
+    except ArchiveError as error:
+        raise ArchiveError(f"{path}: {error}") from None
 
 
 def _placed_function(name: str, device: torch.device) -> Callable[..., Any]:
@@ -322,86 +306,7 @@ def _casts_to(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
     return casts
 
 
-def _converted(tensor: Tensor, dtype: torch.dtype, contiguous: bool) -> Tensor:
-    plain = tensor.detach()
-    if plain.layout != torch.strided or (contiguous and plain.dtype == dtype):
-        return plain.to(dtype) if plain.dtype != dtype else plain.clone(memory_format=torch.contiguous_format)
-    if contiguous:
-        return plain.to(dtype).contiguous()
-    first, last = _span(plain)
-    flat = plain.as_strided((last - first,), (1,), first).to(dtype, copy=True)  # which starts at the first element
-    copy = torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, plain.shape, plain.stride())
-    return torch._neg_view(copy) if plain.is_neg() else copy
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    first = int(tensor.storage_offset())
-    if tensor.numel() == 0:
-        return first, first
-    return first, first + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride()))
-
-
-def _geometry(tensor: Tensor) -> Any:
-    """Equal for arguments that are the same tensor: same memory seen in the same way."""
-    if tensor.layout != torch.strided:
-        return id(tensor)
-    memory = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype)
-    look = (tuple(tensor.shape), tuple(tensor.stride()), tensor.is_conj(), tensor.is_neg(), tensor.requires_grad)
-    return memory, look
-
-
 def _shares_memory(value: Any) -> bool:
     """Whether different arguments lie in one storage."""
-    looks = {_geometry(t) for t in tensors_in(value) if t.layout == torch.strided}
-    return len({look[0][0] for look in looks}) < len(looks)
-
-
-class _Placed:
-    """Puts tensors on the device with their strides and offsets, in storages shared as they were captured.
-
-    A file does not say whether two arguments of the same look are one tensor: they are, unless told `apart`.
-    """
-
-    def __init__(self, device: torch.device, enter: bool, apart: bool = False, own_memory: bool = False) -> None:
-        self.device, self._enter, self._apart, self._own_memory = device, enter, apart, own_memory
-        self.leaf_of: dict[int, Tensor] = {}  # by the id of a placed tensor: what to differentiate by
-        self._storages: dict[int, Tensor] = {}
-        self._made: dict[Any, Tensor] = {}
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        key = len(self._made) if self._apart else _geometry(tensor)
-        if key not in self._made:
-            with torch.no_grad():
-                placed = leaf = self._place(tensor)
-            if tensor.requires_grad:
-                leaf = placed.requires_grad_() if not self._enter else torch.empty_like(placed).requires_grad_()
-                if self._enter:
-                    with torch.enable_grad():
-                        placed = golden.Enter.apply(leaf, [placed])
-            self._made[key] = placed
-            self.leaf_of[id(placed)] = leaf
-        return self._made[key]
-
-    def _place(self, tensor: Tensor) -> Tensor:
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            return tensor.detach().to(self.device, copy=True)
-        key = tensor.untyped_storage()._cdata
-        flat = self._storages.get(key)
-        if flat is None or self._own_memory:
-            source = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-            flat = self._storages[key] = source.to(self.device, copy=True)
-        placed = torch.empty(0, dtype=tensor.dtype, device=self.device)
-        placed.set_(flat.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-        if tensor.is_conj():
-            placed = torch._conj(placed)
-        return torch._neg_view(placed) if tensor.is_neg() else placed
-
-
-def leaves_of(value: Any) -> Iterator[Any]:
-    """Tensors and plain values of a result, in order (`list(leaves_of((x, [1])))`)."""
-    parts = None if isinstance(value, (Tensor, str)) else children(value)
-    if parts is None:
-        yield value
-        return
-    for member in parts[1]:
-        yield from leaves_of(member)
+    places = {place_of(t) for t in tensors_in(value) if is_strided(t)}
+    return len({place[0] for place in places}) < len(places)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..judge import verdict
-from .check import ERROR, Check, Options, Outcome, op_from, replay
+from .check import Check, replay
+from .outcome import ERROR, Options, Outcome, op_from
 
 
 def replay_all(folders: Sequence[Path], options: Options, jobs: int = 0) -> Iterator[Outcome]:
@@ -34,7 +35,7 @@ def replay_all(folders: Sequence[Path], options: Options, jobs: int = 0) -> Iter
 # --- in this process -----------------------------------------------------------------------------------------
 
 
-_MOST_JUDGES: Final = 4  # more of them wait for the interpreter
+_MOST_JUDGES: Final = 4  # more of them wait for the GIL
 _LARGE: Final = 1 << 28  # bytes of a capture that is alone in memory
 
 

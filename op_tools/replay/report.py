@@ -17,7 +17,7 @@ from .. import settings
 from ..call.description import TensorMeta, labelled
 from ..view import console, rows, store
 from .captured import CapturedOp
-from .check import ERROR, IDENTICAL, WRONG, Options, Outcome, Shown, counts
+from .outcome import ERROR, IDENTICAL, WRONG, Options, Outcome, Shown, counts
 
 _MOST_FAILURES: Final = 50
 

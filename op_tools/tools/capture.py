@@ -17,9 +17,11 @@ import torch
 from .. import settings
 from ..call.description import Described, Descriptions, Tensor, TensorMeta, describe, labelled
 from ..call.devices import accelerator_type, get_rng_state, module_of, quiet
+from ..copies.invocation import Invocation, Region, Site
 from ..copies.operands import MOST_BORROWED, Fetcher, Layouts, Operands, mark_after, measure
 from ..copies.queue import Writer
 from ..files import archive
+from ..files.header import content, header
 from ..view import console, store
 from ..watch.intercept import Call
 from .base import Tool
@@ -66,9 +68,9 @@ class OpCapture(Tool):
         self.folder = settings.results_dir() / "op_capture_results"
         drop = settings.choice("OP_CAPTURE_WHEN_FULL") == "drop"
         threads = int(settings.number("OP_CAPTURE_WRITERS"))
-        room = settings.number("OP_CAPTURE_QUEUE_MB", _default_queue() / _MEBI)
-        self.writer = Writer(int(room * _MEBI), threads, drop, _PATIENCE)
-        self._label = settings.process_label()
+        megabytes = settings.number("OP_CAPTURE_QUEUE_MB", _default_queue() / _MEBI)
+        self.writer = Writer(int(megabytes * _MEBI), threads, drop, _PATIENCE)
+        self._label, self._rank = settings.process_label(), settings.rank()
         self._root = str(self.folder)
         self._inputs, self._outputs, self._grads = Layouts(), Layouts(), Layouts()
         self._gradients = Descriptions()
@@ -79,13 +81,15 @@ class OpCapture(Tool):
         self.write_seconds = 0.0
         self._broken = 0
         self._dropped = 0
+        self._counting = threading.Lock()  # around what several writers count, and nothing else
 
     # -- on the training's threads --------------------------------------------------------------------
 
     def before(self, call: Call) -> None:
         assert self.writer is not None
         if self._broken >= _GIVE_UP_AFTER:
-            self._dropped += 1
+            with self._counting:
+                self._dropped += 1
             return
         nbytes = _bytes_in(call.inputs, call.tensors)
         if not self.writer.reserve(nbytes):
@@ -96,17 +100,17 @@ class OpCapture(Tool):
         rng = None
         if call.traits.random is not False:
             rng = {"cpu": torch.get_rng_state(), "device": get_rng_state(device), "type": str(device)}
-        state = (torch.is_grad_enabled(), _autocast_state(device.type), rng)
+        region = Region(device.type, torch.is_grad_enabled(), _autocast_dtype(device.type), None, rng)
         with quiet():
             staged = self._inputs.stage(call.inputs.number, call.tensors, (call.args, call.kwargs), event=False)
-        call.notes[self] = (staged, state, claimed)
+        call.notes[self] = (staged, region, claimed)
 
     def after(self, call: Call) -> None:
         noted = call.notes.pop(self, None)
         if noted is None:
             return
         assert self.writer is not None
-        inputs, state, claimed = noted
+        inputs, region, claimed = noted
         nbytes = _bytes_in(call.outputs, call.results)
         if not self.writer.reserve(nbytes):
             return
@@ -122,7 +126,7 @@ class OpCapture(Tool):
             kinds = ", ".join(inputs.opaque)
             self.found(call, "not-captured", f"arguments of type {kinds} were not captured", once=True)
         shown = self._to_show(call, None)  # here, not on the writer's thread: shown in the order of the calls
-        job = functools.partial(self._write, call, folder, _FORWARD, (inputs, outputs), state, shown)
+        job = functools.partial(self._write, call, folder, _FORWARD, (inputs, outputs), region, shown)
         self.writer.submit(total, job)
         if self.view.full or self.only is not None:
             self._settle()
@@ -171,20 +175,24 @@ class OpCapture(Tool):
         folder: str,
         parts: tuple[str, ...],
         staged: tuple[Operands, ...],
-        state: tuple[Any, ...] | None,
+        region: Region | None,
         shown: _Shown | None,
     ) -> None:
         try:
             began = time.perf_counter()
-            facts = _facts(call, state)
+            facts = {"name": call.op}
+            if region is not None:
+                made_at = Site(call.location, "", call.step, self._rank)
+                facts = header(Invocation(call.id, call.op, call.function, call.traits, made_at, region))
             written = _Files(folder, self._fetchers.setdefault(threading.get_ident(), Fetcher()))
             event = next((s.event for s in reversed(staged) if s.event is not None), None)
             described = []
             for part, one in zip(parts, staged):
                 of_part = facts if part == "input" else {"name": call.op}
                 described.append(f'"{part}": {written.add(part, one._replace(event=event), of_part)}')
-                self.bytes_written += one.nbytes
-                self.files_written += 1
+                with self._counting:
+                    self.bytes_written += one.nbytes
+                    self.files_written += 1
             readable = {"torch": torch.__version__, **_plain_facts(facts)}
             written.describe(
                 "metadata.json" if "input" in parts else "grad_metadata.json",
@@ -193,13 +201,15 @@ class OpCapture(Tool):
             site = self.site(call)
             for part, one in zip(parts, staged):
                 self.record(call.id, site, part, f"{folder}/{part}.pth", one.nbytes)
-            self.write_seconds += time.perf_counter() - began
-            self._broken = 0
+            with self._counting:
+                self.write_seconds += time.perf_counter() - began
+                self._broken = 0
             if shown is not None:
                 shown.paths = [Path(f"{folder}/{part}.pth") for part in parts]
         except Exception as error:
-            self._broken += 1
-            self._dropped += 1
+            with self._counting:
+                self._broken += 1
+                self._dropped += 1
             self.failed(call, error, f"a capture could not be written to {folder}")
         finally:
             if shown is not None:
@@ -278,7 +288,7 @@ class _Shown:
 
 
 class _Claim:
-    """Room in the queue, given back when the operator itself failed and nothing will be written."""
+    """Bytes reserved in the queue, released when the operator itself failed and nothing will be written."""
 
     def __init__(self, writer: Writer, nbytes: int) -> None:
         self._writer, self._nbytes = writer, nbytes
@@ -304,36 +314,17 @@ def _default_queue() -> int:
     return 512 * _MEBI
 
 
-def _autocast_state(device_type: str) -> dict[str, Any] | None:
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
     try:
-        if torch.is_autocast_enabled(device_type):
-            return {"device_type": device_type, "dtype": str(torch.get_autocast_dtype(device_type))}
-    except (RuntimeError, TypeError):
-        pass
-    return None
+        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    except (RuntimeError, TypeError):  # a device that autocast does not know
+        return None
 
 
 def _bytes_in(described: Described, tensors: list[Tensor]) -> int:
     if described.number:
         return sum([t.nbytes for t in tensors])
     return measure(tensors)
-
-
-def _facts(call: Call, state: tuple[Any, ...] | None) -> dict[str, Any]:
-    """What a file says about its call besides the tensors."""
-    if state is None:
-        return {"name": call.op}
-    grad_enabled, autocast, rng = state
-    return {
-        "name": call.op,
-        "id": call.id,
-        "location": call.location,
-        "step": call.step,
-        "grad_enabled": grad_enabled,
-        "autocast": autocast,
-        "rng": rng,
-        "kind": "input",
-    }
 
 
 class _Files:
@@ -351,13 +342,13 @@ class _Files:
             if layout is not None:
                 try:
                     sizes = [end - start for _, start, end in layout.parts]
-                    payload = _payload(part, layout.tree)
+                    payload = content(part, layout.tree)
                     pickled = b"".join([archive.fragment(v, sizes) for pair in payload.items() for v in pair])
                     layout.notes[part] = (pickled, described)
                 except archive.NotPlain:
                     pass
             return described
-        pickled, described = known
+        pickled, known_text = known
         fragments = [archive.fragment(archive.encode(v)) for pair in facts.items() for v in pair]
         borrow, event, storages = self._fetcher.borrow, staged.event, staged.storages
         buffers: list[Any]
@@ -366,12 +357,12 @@ class _Files:
         else:
             buffers = [functools.partial(lambda s: _buffer(borrow([s], event)[0]), s) for s in storages]
         self._with_folder(lambda: archive.save_fragments(f"{self._folder}/{part}.pth", [*fragments, pickled], buffers))
-        return described
+        return str(known_text)
 
     def _add_odd(self, part: str, staged: Operands, facts: dict[str, Any]) -> str:
         value = self._fetcher.unpack(staged)
-        content = {**{key: archive.encode(v) for key, v in facts.items()}, **_payload(part, value)}
-        self._with_folder(lambda: archive.save(Path(f"{self._folder}/{part}.pth"), content))
+        payload = {**{key: archive.encode(v) for key, v in facts.items()}, **content(part, value)}
+        self._with_folder(lambda: archive.save(Path(f"{self._folder}/{part}.pth"), payload))
         return json.dumps(_described(part, value), default=str)
 
     def describe(self, name: str, text: str) -> None:
@@ -392,12 +383,6 @@ def _buffer(flat: Tensor) -> Any:
 
 def _plain_facts(facts: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in facts.items() if key != "rng"}
-
-
-def _payload(part: str, value: Any) -> dict[str, Any]:
-    if part == "input":
-        return {"args": archive.encode(value[0]), "kwargs": archive.encode(value[1])}
-    return {"result" if part == "output" else part: archive.encode(value)}
 
 
 def _described(part: str, value: Any) -> dict[str, Any]:

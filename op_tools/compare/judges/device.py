@@ -22,10 +22,11 @@ from ...call import facts
 from ...call.description import Tensor, map_tensors, tensors_in
 from ...call.devices import module_of, quiet
 from ...copies.invocation import Region
+from ...copies.materialise import Copier
 from ...copies.operands import Operands, is_plain, stage
 from ...copies.queue import MemoryBudget, Reservation
 from ...judge import golden, uncertainty, verdict
-from ...judge.golden import AS_IS, DOUBLE, GoldenResult, Run, Source
+from ...judge.golden import DOUBLE, GoldenResult, Run, Source
 from ...judge.verdict import RIGHT, Judgement
 from ...native import device_measures
 from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup, compared_arguments
@@ -54,24 +55,29 @@ class _Checked:
     key: Hashable
     reservation: Reservation | None  # of memory to keep it for its backward
     source: Source | None = None  # of a call in float64 that waits for its backward
-    copies: _Copies | None = None
+    copier: Copier | None = None  # None where the call only moves values, and was run as it is
+    leaves: Sequence[Tensor | None] = ()
     outputs: Any = None
     versions: Sequence[int] = ()
 
-    def keep(self, source: Source, copies: _Copies, outputs: Any) -> None:
+    def keep(self, source: Source, copier: Copier | None, outputs: Any) -> None:
         """Keep the call in float64 for its backward."""
-        self.source, self.copies, self.outputs = source, copies, outputs
+        self.source, self.copier, self.outputs = source, copier, outputs
+        self.leaves = [t if t.requires_grad else None for t in source.tensors] if copier is None else copier.leaves
         self.versions = [t._version for t in source.tensors]
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments as they were; None where they are lost."""
         assert self.source is not None
-        assert self.copies is not None
         if self.versions == [t._version for t in self.source.tensors]:
             return self.source.args, self.source.kwargs
-        narrow = self.copies.narrowed()
-        if narrow is None:
+        copier = self.copier
+        if copier is None or copier.rounded_to is not None:
             return None
+
+        def narrow(tensor: Tensor) -> Tensor:
+            return copier.copy_of(tensor).detach().to(tensor.dtype).requires_grad_(tensor.requires_grad)
+
         args, kwargs = map_tensors((self.source.args, self.source.kwargs), narrow)
         return args, kwargs
 
@@ -181,10 +187,13 @@ class DevicePrecheck(Judge):
             return self._written(job, call, checked.kind)
         kind, region, live = checked.kind, call.region, job.live
         moves = kind.judgement is not None and checked.key not in self._moves_only_forward
-        copies = _Copies(AS_IS if moves else DOUBLE, region.rounded_to)
+        copier = None if moves else _copier(region, region.grad_enabled)
         source = _source(call, *map_tensors((live.args, live.kwargs), _held()))
         with _plain_region(region, region.grad_enabled):
-            args, kwargs = facts.adapt(call.op, *map_tensors((source.args, source.kwargs), copies.of))
+            copied = (source.args, source.kwargs)
+            if copier is not None:
+                copied = copier.copy(copied, source.tensors)
+            args, kwargs = facts.adapt(call.op, *copied)
             outputs = call.function(*args, **kwargs)
         if kind.judgement is not None:
             if not _same(live.result, outputs):
@@ -195,16 +204,16 @@ class DevicePrecheck(Judge):
             result = GoldenResult(True, "", source, DOUBLE, Run(exact, source.args, source.kwargs))
             judgement = self._judged(live.result, exact, result, "output", kind.structures[0])
         if region.grad_enabled and any(t.requires_grad for t in tensors_in(outputs)):
-            checked.keep(source, copies, outputs)
+            checked.keep(source, copier, outputs)
         return judgement
 
     def _written(self, job: Job, call: ComparedCall, kind: Kind) -> Judgement:
         """The judgement on a call that wrote to its arguments, of which there is a snapshot."""
         assert call.before is not None
         args, kwargs = call.before.tensors()
-        copies, live = _Copies(DOUBLE, call.region.rounded_to), job.live
+        live = job.live
         with _plain_region(call.region, grad=False):
-            wide_args, wide_kwargs = facts.adapt(call.op, *map_tensors((args, kwargs), copies.of))
+            wide_args, wide_kwargs = facts.adapt(call.op, *_copier(call.region, False).copy((args, kwargs)))
             outputs = call.function(*wide_args, **wide_kwargs)
         result = GoldenResult(True, "", _source(call, args, kwargs), DOUBLE, Run(outputs, wide_args, wide_kwargs))
         after, expected = compared_arguments(live.args, live.kwargs), compared_arguments(wide_args, wide_kwargs)
@@ -214,13 +223,12 @@ class DevicePrecheck(Judge):
 
     def _backward(self, job: Job, call: ComparedCall, checked: _Checked) -> Judgement | None:
         kind = self._kinds.get((checked.key, job.grad_kind))
-        source, copies = checked.source, checked.copies
+        source = checked.source
         assert job.grads is not None
         assert source is not None
-        assert copies is not None
         if kind is None:
             return None
-        if kind.judgement is None and copies.as_they_are:
+        if kind.judgement is None and checked.copier is None:
             self._moves_only_forward.add(checked.key)  # later ones are kept in float64
             return None
         sent, found = job.grads
@@ -230,7 +238,7 @@ class DevicePrecheck(Judge):
             for output, grad in zip(tensors_in(checked.outputs), sent)
             if output.requires_grad and grad is not None
         ]
-        leaves = copies.leaves
+        leaves = checked.leaves
         unique = list({id(leaf): leaf for leaf in leaves if leaf is not None}.values())
         with _plain_region(call.region, grad=True):
             grads = golden.differentiated([p[0] for p in pairs], unique, [p[1] for p in pairs], keep=True)
@@ -270,46 +278,9 @@ class DevicePrecheck(Judge):
         ]
 
 
-class _Copies:
-    """Arguments in float64, on their device; the same tensor given twice is one copy."""
-
-    def __init__(self, cast: dict[torch.dtype, torch.dtype], rounded_to: torch.dtype | None) -> None:
-        self._cast, self._rounded_to = cast, rounded_to
-        self.as_they_are = not cast
-        self._made: dict[int, Tensor] = {}
-        self.leaves: list[Tensor | None] = []
-
-    def of(self, tensor: Tensor) -> Tensor:
-        copy = self._made.get(id(tensor))
-        if copy is None:
-            copy = self._made[id(tensor)] = self._copied(tensor)
-        self.leaves.append(copy if copy.requires_grad else None)
-        return copy
-
-    def _copied(self, tensor: Tensor) -> Tensor:
-        target = self._cast.get(tensor.dtype)
-        plain = tensor.detach()
-        if target is not None:
-            if self._rounded_to is not None and tensor.dtype == torch.float32:
-                plain = plain.to(self._rounded_to)
-            plain = _as_it_lies(plain, target)
-        if tensor.requires_grad and torch.is_grad_enabled():
-            plain.requires_grad_()
-        return plain
-
-    def narrowed(self) -> Callable[[Tensor], Tensor] | None:
-        """Takes the tensors that were copied back to what they were then; None where a copy does not tell."""
-        if self._rounded_to is not None or self.as_they_are:
-            return None
-        return lambda t: self._made[id(t)].detach().to(t.dtype).requires_grad_(t.requires_grad)
-
-
-def _as_it_lies(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """In another dtype, with the same strides; numbers that are shared by several elements are so no more."""
-    copy = tensor.to(dtype)
-    if copy.stride() == tensor.stride() or any(s == 0 for s in tensor.stride()) or not tensor.numel():
-        return copy
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=tensor.device).copy_(copy)
+def _copier(region: Region, grad: bool) -> Copier:
+    """For copies in float64 where the tensors are."""
+    return Copier(None, DOUBLE, rounded_to=region.rounded_to, grad=grad, own_memory=True)
 
 
 def _source(call: ComparedCall, args: Any, kwargs: Any) -> Source:

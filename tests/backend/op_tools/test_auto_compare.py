@@ -25,6 +25,7 @@ from op_tools.compare import cores, pieces
 from op_tools.compare.judges.host import Host
 from op_tools.compare.judges.views import Views
 from op_tools.judge import golden
+from op_tools.replay.captured import CapturedOp
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -216,6 +217,17 @@ def test_the_script_repeats_the_fault_alone(device: str, faults: Any, where: str
     healthy = run_script(script)
     assert healthy.returncode == 0, healthy.stdout + healthy.stderr
     assert "the difference is gone" in healthy.stdout
+
+
+def test_a_call_saved_under_autocast_is_replayed_under_autocast(device: str, faults: Any) -> None:
+    x, linear = torch.randn(4, 8).to(device), torch.nn.Linear(8, 3).to(device)
+    low = torch.autocast(torch.device(device).type, dtype=torch.bfloat16)
+    with faults.plant("addmm: noise=0.5"), op_tools.OpAutoCompare() as compared, low:
+        y = linear(x)
+    op = CapturedOp(Path(compared.blames[0].folder) / "device", device)
+    op.prepare()
+    assert op.run_forward().dtype == y.dtype == torch.bfloat16
+    assert (op.region.autocast, op.region.rounded_to) == (torch.bfloat16, torch.bfloat16)
 
 
 def test_calls_that_only_move_values_are_compared_each_time(

@@ -170,7 +170,7 @@ def test_hooks_do_not_keep_the_graph_alive(device: str) -> None:
 
 
 def test_captured_gradients_are_the_true_ones(device: str) -> None:
-    from op_tools.files import archive
+    from op_tools.files import captures
 
     x = torch.randn(5, 7, device=device, requires_grad=True)
     w = torch.randn(3, 7, device=device, requires_grad=True)
@@ -182,7 +182,7 @@ def test_captured_gradients_are_the_true_ones(device: str) -> None:
     paths = [row["path"] for row in capture.records() if row["part"] == "grad_inputs"]
     from pathlib import Path
 
-    grads = archive.load(Path(paths[0]))["grad_inputs"]
+    grads = captures.read(Path(paths[0]))["grad_inputs"]
     for grad, want in zip(grads, expected):
         assert torch.equal(grad, want.cpu())
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import op_tools
-from op_tools.files import archive
+from op_tools.files import archive, captures
 from op_tools.tools.base import Tool
 from op_tools.watch.intercept import Call
 
@@ -87,7 +87,7 @@ def test_unpicklable_arguments_are_named_and_the_rest_is_captured(device: str) -
         result = globals()["odd_operator"](x, Odd())
         paths = [Path(row["path"]) for row in handle.tool.records()]
     assert torch.equal(result, x * 2)
-    payload = archive.load(next(p for p in paths if p.name == "input.pth"))
+    payload = captures.read(next(p for p in paths if p.name == "input.pth"))
     assert torch.equal(payload["args"][0], x.cpu())
     assert archive.unknown_in(payload["args"]) == [f"{__name__}.{Odd.__qualname__}"]
 
@@ -112,7 +112,7 @@ def test_a_full_disk_ends_the_capture_not_the_training(device: str, monkeypatch:
     assert any("captures were dropped" in fact for fact in capture.summary())
     assert capture.files_written == written > 0
     for row in capture.records():
-        archive.load(Path(row["path"]))
+        captures.read(Path(row["path"]))
 
 
 def test_records_that_cannot_be_written_are_dropped_and_said(device: str) -> None:
@@ -218,7 +218,7 @@ def test_kill_minus_9_leaves_readable_records_and_captures(tmp_path: Path) -> No
     assert count >= 20
     loaded = 0
     for path in (tmp_path / "op_tools_results/op_capture_results").rglob("[!.]*.pth"):
-        archive.load(path)
+        captures.read(path)
         loaded += 1
     assert loaded >= 20
 
@@ -257,7 +257,7 @@ def test_ctrl_c_ends_cleanly(tmp_path: Path) -> None:
     assert "OpCapture summary" in out
     assert "Traceback" not in err
     for path in (tmp_path / "op_tools_results/op_capture_results").rglob("[!.]*.pth"):
-        archive.load(path)
+        captures.read(path)
 
 
 class Squares(torch.utils.data.Dataset[torch.Tensor]):

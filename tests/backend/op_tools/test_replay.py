@@ -23,7 +23,8 @@ import ditorch
 import op_tools
 from benchmarks.tool_overhead import GPT
 from op_tools.files.captures import find
-from op_tools.replay.check import ERROR, IDENTICAL, RIGHT, WRONG, Options, Outcome, replay
+from op_tools.replay.check import replay
+from op_tools.replay.outcome import ERROR, IDENTICAL, RIGHT, WRONG, Options, Outcome
 
 from .samples import gradients_of, operators, samples_of, seed
 

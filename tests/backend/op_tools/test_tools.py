@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ import torch
 import torch.nn.functional as F
 
 import op_tools
-from op_tools.files import archive
+from op_tools.files import archive, captures
 
 # -- OpCapture ----------------------------------------------------------------------------------------
 
 
 def captured(tool: op_tools.OpCapture, part: str) -> list[dict[str, Any]]:
-    return [archive.load(Path(row["path"])) for row in tool.records() if row["part"] == part]
+    return [captures.read(Path(row["path"])) for row in tool.records() if row["part"] == part]
 
 
 def test_capture_keeps_layout_and_aliasing(device: str) -> None:
@@ -70,8 +71,6 @@ def test_capture_metadata_is_readable(device: str) -> None:
 
 
 def test_capture_blocks_or_drops_when_its_queue_is_full(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import time
-
     slow = archive.write_archive
 
     def slowly(*args: Any) -> None:
@@ -94,6 +93,26 @@ def test_capture_blocks_or_drops_when_its_queue_is_full(device: str, monkeypatch
             assert capture.files_written < 40
             assert any("dropped" in fact for fact in capture.summary())
             assert any(f.kind == "dropped" for f in capture.findings())
+
+
+class SlowToAdd(int):
+    """A counter that several threads cannot change at once without losing counts."""
+
+    def __add__(self, other: int) -> SlowToAdd:
+        time.sleep(0.002)
+        return SlowToAdd(int(self) + other)
+
+
+def test_several_writers_lose_no_counts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OP_CAPTURE_WRITERS", "4")
+    x = torch.randn(4, device=device)
+    with op_tools.OpCapture() as capture:
+        capture.files_written, capture.bytes_written = SlowToAdd(0), SlowToAdd(0)
+        for _ in range(20):
+            x.exp()
+    rows = capture.records()
+    assert capture.files_written == len(rows) == 40
+    assert capture.bytes_written == sum(row["bytes"] for row in rows)
 
 
 # -- OpTimeMeasure ------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from op_tools.call.description import Descriptions, tensors_in
 from op_tools.copies.operands import Fetcher, Layouts, stage
-from op_tools.files import archive
+from op_tools.files import archive, captures
 from op_tools.files.archive import ArchiveError
 from op_tools.tools import capture
 
@@ -77,7 +77,7 @@ def test_staged_tensors_keep_their_layout(tensors: list[torch.Tensor]) -> None:
 def test_saved_tensors_keep_their_layout(tensors: list[torch.Tensor]) -> None:
     path = Path("x.pth")
     archive.save(path, {"args": archive.encode(tuple(tensors))})
-    for old, new in zip(tensors, archive.load(path)["args"]):
+    for old, new in zip(tensors, captures.read(path)["args"]):
         check_same(old, new)
         assert old.storage_offset() == new.storage_offset()
 
@@ -89,7 +89,7 @@ def test_shared_memory_stays_shared() -> None:
     assert a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
     assert c.untyped_storage().data_ptr() != a.untyped_storage().data_ptr()
     archive.save(Path("x.pth"), {"args": archive.encode((a, b))})
-    a, b = archive.load(Path("x.pth"))["args"]
+    a, b = captures.read(Path("x.pth"))["args"]
     a.zero_()
     assert b[:, 1:].abs().sum() == 0
 
@@ -121,7 +121,7 @@ VALUES = [
 @pytest.mark.parametrize("value", VALUES, ids=str)
 def test_values_come_back(value: Any) -> None:
     archive.save(Path("x.pth"), {"args": archive.encode((value,))})
-    assert archive.load(Path("x.pth"))["args"] == (value,)
+    assert captures.read(Path("x.pth"))["args"] == (value,)
 
 
 def test_plain_torch_load_reads_a_capture() -> None:
@@ -134,7 +134,7 @@ def test_plain_torch_load_reads_a_capture() -> None:
 def test_large_records_and_sparse_tensors() -> None:
     big = torch.randn(300_000)
     archive.save(Path("x.pth"), {"args": archive.encode((big, torch.eye(3).to_sparse()))})
-    back, sparse = archive.load(Path("x.pth"))["args"]
+    back, sparse = captures.read(Path("x.pth"))["args"]
     assert torch.equal(back, big)
     assert torch.equal(sparse.to_dense(), torch.eye(3))
 
@@ -147,10 +147,10 @@ class Bomb:
 def test_nothing_in_a_file_is_executed() -> None:
     torch.save({"format": 1, "args": (Bomb(),)}, "x.pth")
     with pytest.raises(ArchiveError, match=r"x\.pth: cannot be read"):
-        archive.load(Path("x.pth"))
+        captures.read(Path("x.pth"))
     Path("y.pth").write_bytes(pickle.dumps(Bomb()))
     with pytest.raises(ArchiveError, match=r"y\.pth"):
-        archive.load(Path("y.pth"))
+        captures.read(Path("y.pth"))
     assert not Path("exploded").exists()
 
 
@@ -161,16 +161,16 @@ def test_truncated_files_are_a_clear_error(length: int) -> None:
     content = Path("whole.pth").read_bytes()
     Path("cut.pth").write_bytes(content[: min(length, len(content) - 1)])
     with pytest.raises(ArchiveError, match=r"cut\.pth"):
-        archive.load(Path("cut.pth"))
+        captures.read(Path("cut.pth"))
 
 
 def test_foreign_files_are_a_clear_error() -> None:
     torch.save([1, 2], "x.pth")
-    with pytest.raises(ArchiveError, match="no capture"):
-        archive.load(Path("x.pth"))
+    with pytest.raises(ArchiveError, match="not an op_tools capture"):
+        captures.read(Path("x.pth"))
     torch.save({"format": 99}, "x.pth")
     with pytest.raises(ArchiveError, match="format 99"):
-        archive.load(Path("x.pth"))
+        captures.read(Path("x.pth"))
 
 
 def test_a_failed_write_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +186,7 @@ def test_a_failed_write_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_opaque_arguments_are_described() -> None:
     encoded = archive.encode((object(), torch.zeros(1)))
     archive.save(Path("x.pth"), {"args": encoded})
-    args = archive.load(Path("x.pth"))["args"]
+    args = captures.read(Path("x.pth"))["args"]
     assert archive.unknown_in(args) == ["builtins.object"]
     assert len(list(tensors_in(args))) == 1
 
@@ -229,7 +229,7 @@ def test_the_second_of_two_calls_that_look_alike_is_written_as_faithfully(make: 
             assert staged.layout is not None
             files = capture._Files(f"{folder}/{number}", Fetcher())
             told = files.add("input", staged, {"name": "torch.add", "id": number, "autocast": None})
-            payload = archive.load(Path(f"{folder}/{number}/input.pth"))
+            payload = captures.read(Path(f"{folder}/{number}/input.pth"))
             loaded = payload["args"]
             assert (payload["name"], payload["id"], payload["kwargs"]) == ("torch.add", number, {})
             assert loaded[1][1] == args[1][1]

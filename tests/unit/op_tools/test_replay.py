@@ -20,23 +20,19 @@ from hypothesis import strategies as st
 
 from op_tools import cli
 from op_tools.call.description import tensors_in
+from op_tools.call.traits import traits_of
+from op_tools.copies.invocation import Invocation, Region, Site
 from op_tools.files import archive
 from op_tools.files.archive import ArchiveError
 from op_tools.files.captures import find, read
+from op_tools.files.header import header, read_header
+from op_tools.files.saved import save_comparison
+from op_tools.judge import golden
 from op_tools.replay import pool
+from op_tools.replay.bits import same_bits
 from op_tools.replay.captured import CapturedOp
-from op_tools.replay.check import (
-    ERROR,
-    IDENTICAL,
-    NOT_COMPARABLE,
-    RAN,
-    RIGHT,
-    WRONG,
-    Check,
-    Options,
-    replay,
-    same_bits,
-)
+from op_tools.replay.check import Check, replay
+from op_tools.replay.outcome import ERROR, IDENTICAL, NOT_COMPARABLE, RAN, RIGHT, WRONG, Options, Outcome
 
 from .test_archive import Bomb, check_same, strided
 
@@ -233,6 +229,62 @@ def test_autocast_is_restored() -> None:
     assert outcome.status == IDENTICAL, outcome.reason
 
 
+def test_a_comparison_saved_under_autocast_replays_under_autocast() -> None:
+    x, w = torch.randn(4, 8), torch.randn(3, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = torch.nn.functional.linear(x, w)
+    written_before = save("a", "torch.nn.functional.linear", (x, w), {"bias": None}, y, autocast=["cuda", "bfloat16"])
+    linear = torch.nn.functional.linear
+    region = Region("cuda", autocast=torch.bfloat16, rounded_to=torch.bfloat16)
+    call = Invocation(7, "torch.nn.functional.linear", linear, traits_of(linear), Site("train.py:3", "head", 2), region)
+    answer = (x.bfloat16() @ w.bfloat16().t()).double()
+    sides = {"input": ((x, w), {}), "output": y}, {"input": ((x, w), {}), "output": answer}
+    files = save_comparison(Path("b"), call, *sides, reason="output: off", observed=0.5)
+    assert {f.name for f in files} == {"input.pth", "output.pth", "reproduce.py"}
+    assert "LOW = torch.bfloat16" in files[-1].read_text()
+    for folder in (written_before, Path("b/device")):
+        outcome = replay(folder, CPU)
+        assert (outcome.status, outcome.reason) == (IDENTICAL, "")
+        op = CapturedOp(folder, "cpu")
+        op.prepare()
+        assert op.run_forward().dtype == torch.bfloat16
+    assert replay(Path("b/device"), CPU).location == "train.py:3"
+    assert save_comparison(Path("b"), call, *sides, reason="output: off", observed=0.5) == [Path("b/reproduce.py")]
+
+
+def test_the_reference_knows_the_autocast_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a composite call keeps between its steps is in the lower precision: its bound depends on that."""
+    seen: list[golden.Source] = []
+    run = golden.run
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        result = run(*args, **kwargs)
+        seen.append(result.source)
+        return result
+
+    monkeypatch.setattr(golden, "run", spy)
+    x, w = torch.randn(4, 8), torch.randn(3, 8)
+    state = {"device_type": "cuda", "dtype": "torch.bfloat16"}
+    replay(save("a", "torch.nn.functional.linear", (x, w), {}, autocast=state), CPU)
+    replay(save("b", "torch.exp", (x,), {}, autocast=state), CPU)
+    assert [s.autocast for s in seen] == [torch.bfloat16, torch.bfloat16]
+    assert [s.rounded_to for s in seen] == [torch.bfloat16, None]
+
+
+def test_the_header_of_a_file_comes_back_whole() -> None:
+    for autocast, rng in ((None, None), (torch.float16, {"cpu": torch.zeros(2), "device": None, "type": "cuda:1"})):
+        region = Region("cuda", False, autocast, autocast, rng)
+        site = Site("train.py:3 f: y = x + 1", "blocks.0", 5, 3)
+        call = Invocation(7, "torch.add", torch.add, traits_of(torch.add), site, region)
+        assert read_header(header(call)) == ("torch.add", site, region)
+    old = {"name": "torch.add", "id": 1, "rng": {"cpu": None, "device": None, "type": "cuda:1"}}
+    assert read_header(old) == ("torch.add", Site(), Region("cuda", rng=old["rng"]))
+    assert read_header({"autocast": ("cuda", "float16")})[2] == Region("cuda", autocast=torch.float16)
+    for bad in ({"autocast": {"dtype": "torch.nn"}}, {"autocast": ["cuda", "no"]}, {"rounded_to": 3}):
+        with pytest.raises(ArchiveError, match="to "):
+            read_header(bad)
+
+
 def test_gradients_of_ones_where_none_were_captured() -> None:
     x = torch.randn(4, requires_grad=True)
     outcome = replay(save("a", "torch.exp", (x,), {}, x.detach().exp()), CPU)
@@ -401,19 +453,19 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no name": (payload(args=(), kwargs={}), "no 'name' in it"),
     "no args": (payload(name="torch.exp", kwargs={}), "no 'args' in it"),
     "args no tuple": (payload(name="torch.exp", args=3, kwargs={}), "no 'args' in it"),
-    "odd keyword": (payload(name="torch.exp", args=(), kwargs={3: 4}), "a keyword that is no name"),
+    "odd keyword": (payload(name="torch.exp", args=(), kwargs={3: 4}), "a keyword that is not a name"),
     "odd constant": (payload(args=({"__op_tools__": "dtype", "value": "torch.nonsense"},)), "cannot be read"),
     "odd tag": (payload(args=({"__op_tools__": "code"},)), "unknown kind of value 'code'"),
-    "no such operator": (payload(name="torch.no_such_op", args=(), kwargs={}), "is no operator of PyTorch"),
-    "a program": (payload(name="os.system", args=("touch exploded",), kwargs={}), "is no operator of PyTorch"),
-    "a file writer": (payload(name="torch.from_file", args=("exploded",), kwargs={}), "is no operator of PyTorch"),
-    "aten writer": (payload(name="aten.from_file", args=("exploded",), kwargs={}), "is no operator of PyTorch"),
-    "a loader": (payload(name="torch.hub.load", args=("x", "y"), kwargs={}), "is no operator of PyTorch"),
+    "no such operator": (payload(name="torch.no_such_op", args=(), kwargs={}), "is not an operator of PyTorch"),
+    "a program": (payload(name="os.system", args=("touch exploded",), kwargs={}), "is not an operator of PyTorch"),
+    "a file writer": (payload(name="torch.from_file", args=("exploded",), kwargs={}), "is not an operator of PyTorch"),
+    "aten writer": (payload(name="aten.from_file", args=("exploded",), kwargs={}), "is not an operator of PyTorch"),
+    "a loader": (payload(name="torch.hub.load", args=("x", "y"), kwargs={}), "is not an operator of PyTorch"),
     "wrong arguments": (payload(name="torch.exp", args=("x",), kwargs={}), "TypeError"),
     "claims memory": (write_lie, "bad/torch.exp/1/1/input.pth: "),
     "zip bomb": (write_compressed, "unpack to more than the file holds"),
     "endless": (write_endless, "more than 1,000,000 values"),
-    "a pipe": (lambda p: os.mkfifo(p), "is no plain file"),
+    "a pipe": (lambda p: os.mkfifo(p), "is not a regular file"),
 }
 
 
@@ -472,7 +524,7 @@ def test_parts_that_do_not_fit_and_missing_ones() -> None:
     assert "is not a row of tensors" in replay(folder, CPU).reason
     archive.save(folder / "output.pth", {"something": 3})
     os.remove(folder / "grad_outputs.pth")
-    assert "output.pth: is no output of a capture (no 'result' in it)" in replay(folder, CPU).reason
+    assert "output.pth: is not the output of a capture (no 'result' in it)" in replay(folder, CPU).reason
     os.remove(folder / "input.pth")
     assert find(Path(".")) == [folder]
     outcome = replay(folder, CPU)
@@ -690,8 +742,6 @@ def test_large_captures_are_alone_in_memory(monkeypatch: pytest.MonkeyPatch) -> 
 
 def crashing_worker(connection: Any, options: Options) -> None:
     """Like a worker, but some captures take it down."""
-    from op_tools.replay.check import Outcome
-
     while True:
         try:
             folder = connection.recv()

@@ -1,0 +1,177 @@
+"""Private copies of the tensors of a call, on any device, in other dtypes, that lie in memory as the originals do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
+
+from ..call.description import Tensor, map_tensors, tensors_in
+from .operands import span_of
+
+Cast = Mapping[torch.dtype, torch.dtype]
+
+_CPU: Final = torch.device("cpu")
+_COPY_WHOLE_BELOW: Final = 1 << 14  # elements of a storage; operators may look around a small tensor
+
+
+class Enter(torch.autograd.Function):
+    """Gives a copy a history, so that in-place operators may change it."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, holder: list[Tensor]) -> Tensor:
+        return holder[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0], None
+
+
+_enter: Final[Any] = Enter.apply
+
+
+class Copier:
+    """Copies the tensors of a tree: strides, offsets, shared memory, conj and neg bits and requires_grad are kept.
+
+    `device` None leaves them where they are. `cast` maps dtypes; float32 values are rounded to `rounded_to` first.
+    `enter` gives copies that require gradients a history, for operators that write to them. `whole` copies all of each
+    storage. Tensors with the same place in memory are one tensor to autograd, unless they are kept `apart`. With
+    `own_memory` the copy of each tensor has its own storage. `contiguous` gives up strides and sharing.
+
+    >>> x = torch.ones(2, 2)
+    >>> a, b = Copier(cast={torch.float32: torch.float64}).copy((x, x.t()))
+    >>> a.dtype, a.data_ptr() == b.data_ptr(), b.stride()
+    (torch.float64, True, (1, 2))
+    """
+
+    def __init__(
+        self,
+        device: torch.device | None = _CPU,
+        cast: Cast | None = None,
+        *,
+        rounded_to: torch.dtype | None = None,
+        grad: bool = True,
+        enter: bool = False,
+        whole: bool = False,
+        apart: bool = False,
+        own_memory: bool = False,
+        contiguous: bool = False,
+    ) -> None:
+        self.leaves: list[Tensor | None] = []  # for each tensor the one to differentiate by, None without a gradient
+        self.rounded_to = rounded_to
+        self._cast: Cast = cast or {}
+        if rounded_to is not None:
+            self._cast = {**self._cast, torch.float32: self._cast.get(torch.float32, torch.float32)}
+        self._device, self._grad, self._enter = device, grad, enter
+        self._whole, self._apart, self._own_memory, self._contiguous = whole, apart, own_memory, contiguous
+        self._spans: dict[Any, tuple[int, int]] = {}  # in bytes of the storage
+        self._storages: dict[Any, tuple[Tensor, int]] = {}  # the copy, and which byte of the storage is its first
+        self._made: dict[Any, tuple[Tensor, Tensor | None]] = {}
+
+    def copy(self, value: Any, tensors: Iterable[Tensor] | None = None) -> Any:
+        """The tree with copies in it; `tensors` are those that it holds, where that is known."""
+        if not self._whole:
+            for tensor in tensors_in(value) if tensors is None else tensors:
+                if is_strided(tensor):
+                    self._note_span(tensor)
+        return map_tensors(value, self._copied)
+
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """The copy of a tensor that has its own memory (`copier.copy_of(x)`)."""
+        return self._made[id(tensor)][0]
+
+    def _note_span(self, tensor: Tensor) -> None:
+        first, last = span_of(tensor)
+        size = tensor.element_size()
+        first, last = first * size, last * size
+        key = self._memory_of(tensor)
+        known = self._spans.get(key)
+        self._spans[key] = (first, last) if known is None else (min(first, known[0]), max(last, known[1]))
+
+    def _memory_of(self, tensor: Tensor) -> Any:
+        """Copies of tensors with equal keys share memory; what is cast is shared by tensors of one dtype."""
+        if self._own_memory:
+            return id(tensor)
+        dtype, storage = tensor.dtype, tensor.untyped_storage()._cdata
+        return (storage, dtype) if dtype in self._cast else storage
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        strided = is_strided(tensor)
+        key: Any = id(tensor)
+        if self._apart:
+            key = len(self._made)
+        elif strided and not self._own_memory:
+            key = place_of(tensor)
+        made = self._made.get(key)
+        if made is None:
+            copy = self._strided_copy(tensor) if strided and not self._contiguous else self._other_copy(tensor)
+            made = self._made[key] = self._with_leaf(copy, self._grad and tensor.requires_grad)
+        self.leaves.append(made[1])
+        return made[0]
+
+    def _strided_copy(self, tensor: Tensor) -> Tensor:
+        key = self._memory_of(tensor)
+        turned = tensor.is_conj() or tensor.is_neg()
+        found = self._storages.get(key)
+        if found is None or self._own_memory:
+            storage = tensor.untyped_storage()
+            if not turned and storage.nbytes() == tensor.nbytes:
+                copy = self._converted(tensor.detach(), self._cast.get(tensor.dtype))
+                if copy.stride() == tensor.stride():  # a tensor that fills its storage
+                    self._storages[key] = (copy, 0)
+                    return copy
+            found = self._storages[key] = self._copy_memory(tensor, storage, key)
+        memory, start = found
+        copy = torch.empty(0, dtype=self._cast.get(tensor.dtype, tensor.dtype), device=memory.device)
+        offset = tensor.storage_offset() - start // tensor.element_size()
+        copy.set_(memory.untyped_storage(), offset, tensor.shape, tensor.stride())
+        if turned:
+            copy = torch._conj(copy).detach() if tensor.is_conj() else copy
+            copy = torch._neg_view(copy).detach() if tensor.is_neg() else copy
+        return copy
+
+    def _copy_memory(self, tensor: Tensor, storage: torch.UntypedStorage, key: Any) -> tuple[Tensor, int]:
+        dtype, size = tensor.dtype, tensor.element_size()
+        start, end = 0, storage.nbytes()
+        if not self._whole and end > _COPY_WHOLE_BELOW * size:
+            start, end = self._spans[key]
+        target = self._cast.get(dtype)
+        if target is None:  # bytes, whatever they are seen as
+            dtype, size, start = torch.uint8, 1, start - start % 64
+        flat = torch.empty(0, dtype=dtype, device=tensor.device)
+        flat.set_(storage, start // size, ((end - start) // size,), (1,))
+        return self._converted(flat, target), start
+
+    def _converted(self, tensor: Tensor, target: torch.dtype | None) -> Tensor:
+        if self.rounded_to is not None and tensor.dtype == torch.float32:
+            tensor = tensor.to(self.rounded_to)
+        return tensor.to(self._device or tensor.device, target or tensor.dtype, copy=True)
+
+    def _other_copy(self, tensor: Tensor) -> Tensor:
+        copy = tensor.detach().to(self._device or tensor.device, copy=True)
+        if copy.dtype in self._cast:
+            copy = self._converted(copy, self._cast[copy.dtype])
+        return copy.clone(memory_format=torch.contiguous_format) if self._contiguous and is_strided(copy) else copy
+
+    def _with_leaf(self, copy: Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
+        if not wants_gradient or not (copy.is_floating_point() or copy.is_complex()):
+            return copy, None
+        if not self._enter:
+            return copy.requires_grad_(), copy
+        leaf = torch.empty_like(copy).requires_grad_()
+        with torch.enable_grad():
+            return _enter(leaf, [copy]), leaf
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """Whether a tensor is plain strided memory (`is_strided(torch.ones(2))`)."""
+    return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
+
+
+def place_of(tensor: Tensor) -> Any:
+    """Equal for arguments that may be the same tensor: the same memory seen in the same way; storage first."""
+    if not is_strided(tensor):
+        return id(tensor)
+    memory = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype)
+    return *memory, tensor.shape, tensor.stride(), tensor.requires_grad, tensor.is_conj(), tensor.is_neg()

@@ -1,0 +1,117 @@
+"""How to replay captures, and what came of each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ..call.description import Described
+from ..judge.verdict import Row
+
+IDENTICAL: Final = "bit-identical"
+RIGHT: Final = "right within rounding"
+WRONG: Final = "wrong"
+NOT_COMPARABLE: Final = "not comparable"
+RAN: Final = "ran"
+ERROR: Final = "error"
+STATUSES: Final = (IDENTICAL, RIGHT, RAN, NOT_COMPARABLE, WRONG, ERROR)
+_FAILED: Final = frozenset({WRONG, ERROR})
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How to replay.
+
+    >>> Options(acc_check=True, run_times=3).forward
+    True
+    """
+
+    device: str | None = None
+    dtype: torch.dtype | None = None
+    contiguous: bool = False
+    acc_check: bool = False
+    time: bool = False
+    run_times: int = 1
+    forward: bool = True  # measured and judged; it always runs
+    backward: bool = True
+    describe: bool = False  # keep what the tables of arguments show
+
+    def __post_init__(self) -> None:
+        if self.run_times < 1:
+            raise ValueError(f"run_times={self.run_times}: an operator must run at least once")
+        if not (self.forward or self.backward):
+            raise ValueError("only forward and only backward exclude each other")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shown:
+    """Descriptions of the tensors of one pass, for its table."""
+
+    parts: tuple[tuple[str, Described], ...]
+    cast: str = ""
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What came of one capture.
+
+    >>> Outcome(Path("x"), "torch.add", IDENTICAL).passed
+    True
+    """
+
+    folder: Path
+    op: str
+    status: str
+    reason: str = ""
+    location: str = ""
+    device: str = ""
+    rows: tuple[Row, ...] = ()
+    forward_ms: list[float] = dataclasses.field(default_factory=list)
+    backward_ms: list[float] = dataclasses.field(default_factory=list)
+    went_backward: bool = False
+    like_capture: str = ""  # how the result compares with the captured one
+    repeatable: bool = True
+    notes: list[str] = dataclasses.field(default_factory=list)
+    shown_forward: Shown | None = None
+    shown_backward: Shown | None = None
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is wrong with it (`outcome.passed`)."""
+        return self.status not in _FAILED
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able values (`json.dumps(outcome.as_dict())`)."""
+        return {
+            "folder": str(self.folder),
+            "op": self.op,
+            "status": self.status,
+            "reason": self.reason,
+            "like_capture": self.like_capture,
+            "repeatable": self.repeatable,
+            "notes": self.notes,
+            "location": self.location,
+            "device": self.device,
+            "went_backward": self.went_backward,
+            "forward_ms": self.forward_ms,
+            "backward_ms": self.backward_ms,
+            "seconds": self.seconds,
+            "rows": [row.as_dict() for row in self.rows],
+        }
+
+
+def op_from(folder: Path) -> str:
+    """The operator by the path of a capture that cannot even be read (`op_from(Path("torch.add/1/2"))`)."""
+    return next((part for part in reversed(folder.parts) if part.startswith("torch.")), "")
+
+
+def counts(outcomes: Iterable[Outcome]) -> dict[str, int]:
+    """How many captures came to each status (`counts(outcomes)["wrong"]`)."""
+    found = Counter(outcome.status for outcome in outcomes)
+    return {status: found[status] for status in STATUSES if found[status]}
