@@ -153,7 +153,7 @@ class Registry:
     # -- misspelt variables -----------------------------------------------------------------------------
 
     def misspelt(self, variables: Iterable[str]) -> list[str]:
-        """One line for each variable that is meant for the package, as it seems, and is not declared."""
+        """One line for each undeclared variable that seems to be meant for the package (`misspelt(os.environ)`)."""
         spellings, tails = self._spellings()
         lines = []
         for variable in sorted(variables):

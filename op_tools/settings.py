@@ -73,7 +73,7 @@ _at_start: Mapping[str, str] | None = None
 
 
 def begin() -> list[str]:
-    """A tool starts: keep the environment of this moment. Returns a line for each misspelt variable, once."""
+    """Keep the environment as it is now, at the start of a tool; returns one line per misspelt variable, once."""
     global _at_start
     _at_start = MappingProxyType(dict(os.environ))
     native()  # a mistake in it is an error now, not in a thread
