@@ -68,7 +68,7 @@ def _aten_function(name: str) -> Callable[..., Any] | None:
 def _operator(name: str) -> Any:
     if not name.isidentifier() or name.startswith("__") or name.endswith(_NEVER):
         return None
-    packet = getattr(torch.ops.aten, name, None)
+    packet: Any = getattr(torch.ops.aten, name, None)
     is_operator = isinstance(packet, torch._ops.OpOverloadPacket)
     if not is_operator:
         return None
