@@ -203,7 +203,7 @@ class _Pickler(pickle.Pickler):
 
 
 class NotPlain(Exception):
-    """Something that the plain form of a pickle has no words for; `save` has."""
+    """A value that `fragment` cannot write; `save` can."""
 
 
 def fragment(value: Any, sizes: Sequence[int] = ()) -> bytes:
@@ -271,7 +271,7 @@ def _put_tensor(ref: Ref, sizes: Sequence[int], dtypes: dict[int, torch.dtype], 
 
 
 def save_fragments(path: str, fragments: Iterable[bytes], storages: Iterable[Any]) -> None:
-    """Write a `.pth` file of one dict: fragments are its keys and values, storages are buffers or give one.
+    """Write a `.pth` file of one dict: fragments are its keys and values; storages are buffers or return one when called.
 
     >>> save_fragments("one.pth", [fragment("x"), fragment(1)], [])  # doctest: +SKIP
     """
@@ -288,8 +288,8 @@ def save_fragments(path: str, fragments: Iterable[bytes], storages: Iterable[Any
 def save(path: Path, payload: Mapping[str, Any]) -> None:
     """Write one `.pth` file; a reader sees all of it or nothing (`save(folder / "input.pth", {...})`).
 
-    The file is what `torch.save` would write. `torch.save` spends so long in the interpreter that the
-    training would wait for the writer; this spends its time in the pickler and in writing.
+    The file is what `torch.save` would write. `torch.save` holds the GIL so long that it slows the
+    training down; this spends its time in the C pickler and in system calls.
     """
     partial = str(path.with_name(f".{path.name}.partial"))
     content = {"format": FORMAT, **payload}
@@ -308,7 +308,7 @@ def save(path: Path, payload: Mapping[str, Any]) -> None:
 
 
 def _plain(content: Any) -> tuple[Any, list[torch.UntypedStorage]]:
-    """In the form that is read fastest."""
+    """The pickle in the form that `plain_archive` reads."""
     numbers: dict[int, int] = {}
     storages: list[torch.UntypedStorage] = []
 
@@ -362,13 +362,13 @@ def write_archive(path: str, records: Sequence[tuple[str, Any]]) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
     try:
         for name, data in records:
-            if callable(data):  # too large to be held beside others
+            if callable(data):  # read late: too large to hold together with others
                 _write_all(descriptor, waiting)
                 waiting = []
                 data = data()
             label = f"archive/{name}".encode()
             size = len(data)
-            checksum = zlib.crc32(data) if size < _SMALL else 0  # `torch.load` does not look at it
+            checksum = zlib.crc32(data) if size < _SMALL else 0  # `torch.load` does not check it
             # the size fields hold 32 bits; larger records have theirs in an extra field of the directory
             shown, start = min(size, _MASK), position
             padding = -(start + _LOCAL.size + len(label) + 4) % 64
@@ -401,7 +401,7 @@ _PADDING: Final = tuple(struct.pack("<HH", 0x4246, n) + b"Z" * n for n in range(
 
 
 def _write_all(descriptor: int, buffers: list[Any]) -> None:
-    """Hand all buffers to the system at once: no copy of them, and the interpreter is free meanwhile."""
+    """Write all buffers with few system calls, without copying them and without the GIL."""
     views = [memoryview(b) for b in buffers if len(b)]
     while views:
         written = os.writev(descriptor, views[:512])

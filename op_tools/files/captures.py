@@ -1,4 +1,4 @@
-"""Captures on disk: which there are, and how to read a file that may be broken, foreign or hostile."""
+"""Finds captures on disk and reads their files, which may be broken, foreign or hostile."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MOST_VALUES: Final = 1_000_000  # in one file; a real call has a few, a foreach
 
 
 class CannotReplay(ArchiveError):
-    """A whole and sound capture of something that cannot run alone, such as a collective."""
+    """An intact capture of a call that cannot run alone, such as a collective."""
 
 
-# --- which captures there are -----------------------------------------------------------------------------
+# --- finding -----------------------------------------------------------------------------------------------
 
 
 def find(folder: Path) -> list[Path]:
@@ -52,12 +52,12 @@ def _in_order(path: Path) -> list[Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read one file of a capture; a file that lies about its size or its nature is an ArchiveError.
+    """Read one file of a capture; a file that is damaged or not a capture raises ArchiveError.
 
     >>> read(Path("capture/input.pth"))["name"]  # doctest: +SKIP
     'torch.add'
     """
-    if not path.is_file():  # a pipe or a device of that name would be waited for
+    if not path.is_file():  # opening a pipe would block
         raise ArchiveError(f"{path}: {'is not a regular file' if path.exists() else 'is missing'}")
     try:
         payload = plain_archive.load(path)
@@ -128,7 +128,7 @@ def _tensors_of(payload: Any) -> list[Tensor] | None:
 
 
 def _kinds_lost(payload: Any) -> list[str]:
-    """Types of arguments that a file can only give back as plain tuples: to make one would run its code."""
+    """Types of arguments that come back as plain tuples: to construct them would run their code."""
     if isinstance(payload, (list, tuple)):
         return [kind for member in payload for kind in _kinds_lost(member)]
     if not isinstance(payload, dict):

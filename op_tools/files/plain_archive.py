@@ -19,7 +19,7 @@ import torch
 from ..call.description import Tensor
 from .archive import storage_kinds
 
-_MOST_PICKLED: Final = 1 << 22  # bytes of everything that is no tensor
+_MOST_PICKLED: Final = 1 << 22  # bytes of everything except tensor data
 _FOLDER: Final = b"archive/"
 _LOCAL: Final = struct.Struct("<4s5H3I2H")
 _CENTRAL: Final = struct.Struct("<4s6H3I5H2I")
@@ -39,7 +39,7 @@ _TENSOR: Final = re.compile(
 
 
 class _NotPlain(Exception):
-    """Left to the general reader, which also knows what to say about broken files."""
+    """Not of the plain form: `torch.load` reads it, or says what is wrong with it."""
 
 
 def load(path: Path) -> Any:
@@ -71,7 +71,7 @@ def load(path: Path) -> Any:
 
 
 def _content(path: Path) -> tuple[memoryview, int]:
-    """All of a file, in memory as aligned as tensors are."""
+    """The content of a file, in memory with the alignment of tensors."""
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
     try:
         size = os.fstat(descriptor).st_size
@@ -88,7 +88,7 @@ def _content(path: Path) -> tuple[memoryview, int]:
 
 
 def _records(content: memoryview, size: int) -> dict[bytes, tuple[int, int]]:
-    """Where the records of an archive lie: stored one after the other, each once, as its directory says."""
+    """The byte range of each record; they must lie one after the other, as the directory says."""
     start = size - _END.size
     mark, disk, first_disk, here, count, length, directory, comment = _END.unpack_from(content, start)
     if mark != b"PK\5\6" or disk or first_disk or here != count or comment or directory + length != start:

@@ -1,4 +1,4 @@
-"""A captured operator, ready to run again on any device: looked up, its arguments placed as they were, run."""
+"""A captured call that can run again on any device, with its arguments laid out as they were."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class CapturedOp:
             payload, (self.name, self.site, self.region) = _read_call(folder)
             self.function = _placed_function(self.name, self.device)
             self.traits: OpTraits = traits_of(function_of(self.name))
-            self.lost_types: list[str] = payload["as_tuples"]  # of arguments that come back as tuples
+            self.lost_types: list[str] = payload["as_tuples"]  # types that come back as plain tuples
             self.drew_from: str = _take_generator(payload["kwargs"])
             missing = archive.unknown_in((payload["args"], payload["kwargs"]))
             if missing:
@@ -83,7 +83,7 @@ class CapturedOp:
         self.kwargs: dict[str, Any] = {}
         self.result: Any = None
         self.grad_outputs: list[Tensor | None] | None = None
-        self.apart = False  # whether equal-looking arguments are different tensors to autograd
+        self.apart = False  # whether arguments with the same place in memory are different tensors to autograd
         self._leaves: list[Tensor | None] = []
         self._parts: dict[str, Any] = {}
 
@@ -133,7 +133,7 @@ class CapturedOp:
         return tuple(settings(a) for a in args), {k: settings(v) for k, v in kwargs.items()}
 
     def prepare(self) -> None:
-        """Fresh arguments on the device, of the captured layout, sharing memory where they did (`op.prepare()`)."""
+        """Make fresh arguments on the device, with the captured layout and aliasing (`op.prepare()`)."""
         copier = Copier(self.device, enter=self.writes and self.region.grad_enabled, apart=self.apart, whole=True)
         with torch._C.DisableTorchFunction():
             args, kwargs = copier.copy((self.host_args, self.host_kwargs))
@@ -144,19 +144,19 @@ class CapturedOp:
 
     @property
     def has_twins(self) -> bool:
-        """Whether two arguments that want gradients look the same: one tensor, or a tensor and a view of all of it."""
+        """Whether two arguments that require grad have one place in memory: one tensor, or a tensor and a full view."""
         places = [place_of(t) for t in tensors_in((self.host_args, self.host_kwargs)) if t.requires_grad]
         return len(set(places)) < len(places)
 
     def reference_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What a reference run on the CPU gets (`golden.run(op.function, *op.reference_arguments())`)."""
+        """The arguments of the reference run on the CPU (`golden.run(op.function, *op.reference_arguments())`)."""
         if not self.apart or self.writes:
             return self.host_args, self.host_kwargs
         args, kwargs = Copier(apart=True, own_memory=True).copy((self.host_args, self.host_kwargs))
         return args, kwargs
 
     def _device_in(self, value: Any, key: str = "") -> Any:
-        """This device in place of the one that a call named."""
+        """The value, with this device in place of the one that the call named."""
         if isinstance(value, torch.device):
             return value if value.type == "cpu" else self.device
         if isinstance(value, str) and facts.names_a_device(value) and value != "cpu":
@@ -184,7 +184,7 @@ class CapturedOp:
     # -- running --------------------------------------------------------------------------------------
 
     def run_forward(self, around: AbstractContextManager[Any] | None = None) -> Any:
-        """Run the operator as it was called, `around` it alone whatever is to measure it (`op.run_forward()`)."""
+        """Run the operator as it was called, inside the context `around` if given (`op.run_forward()`)."""
         with self._random_state(), self._modes(), around or contextlib.nullcontext():
             self.result = self.function(*self.args, **self.kwargs)
         return self.result
@@ -201,11 +201,11 @@ class CapturedOp:
 
     @property
     def can_go_backward(self) -> bool:
-        """Whether the result of `run_forward` depends on an argument that wants a gradient."""
+        """Whether the result of `run_forward` depends on an argument that requires grad."""
         return any(t.requires_grad for t in tensors_in(self.result)) and any(leaf is not None for leaf in self._leaves)
 
     def prepare_backward(self) -> None:
-        """The gradients to send, on the device: those captured, ones where there are none (`op.prepare_backward()`)."""
+        """Put the incoming gradients on the device: the captured ones, or ones (`op.prepare_backward()`)."""
         outputs = list(tensors_in(self.result))
         captured = self.captured("grad_outputs") if self.has_backward else None
         if captured is not None and len(captured) != len(outputs):
@@ -221,12 +221,12 @@ class CapturedOp:
                 self.grad_outputs = [None if g is None else _fitting(g, t) for g, t in zip(placed, outputs)]
 
     def sent_gradients(self) -> list[Tensor | None]:
-        """What `run_backward` was given, in main memory (`op.sent_gradients()`)."""
+        """The incoming gradients of `run_backward`, in main memory (`op.sent_gradients()`)."""
         captured = self.captured("grad_outputs") if self.has_backward else None
         own = self.grad_outputs or []
         if captured is None:
             return [None if g is None else g.detach().cpu() for g in own]
-        # a copy of what was captured, unless it had to be converted
+        # the captured gradient itself, unless it had to be converted
         return [c if g is None or g.dtype == c.dtype else g.detach().cpu() for c, g in zip(captured, own)]
 
     def run_backward(self, around: AbstractContextManager[Any] | None = None) -> list[Tensor | None] | None:
@@ -274,7 +274,7 @@ def _placed_function(name: str, device: torch.device) -> Callable[..., Any]:
 
 
 def _take_generator(kwargs: dict[str, Any]) -> str:
-    """A generator has no file form: the call draws from the default one, and cannot be compared."""
+    """Remove a generator, which no file can hold: the call draws from the default one and cannot be compared."""
     kinds = archive.unknown_in((kwargs.get("generator"),))
     if not kinds or "Generator" not in kinds[0]:
         return ""
@@ -283,7 +283,7 @@ def _take_generator(kwargs: dict[str, Any]) -> str:
 
 
 def _writes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the call writes to an argument; functions with an `inplace` option say so."""
+    """Whether the call writes to an argument; functions with an `inplace` option only if it is set."""
     if not facts.may_mutate(name, kwargs):
         return False
     plain = facts.last_name(name).endswith("_") or kwargs.get("out") is not None
@@ -301,7 +301,7 @@ def _fitting(grad: Tensor, output: Tensor) -> Tensor:
 
 def _casts_to(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:
     casts = dict.fromkeys(_FLOATS, dtype)
-    if dtype in (torch.float32, torch.float64):  # operators lack complex numbers of two halves
+    if dtype in (torch.float32, torch.float64):  # few operators support complex32
         casts.update(dict.fromkeys(_COMPLEX, dtype.to_complex()))
     return casts
 

@@ -1,6 +1,6 @@
-"""What comes of replaying a capture: whether it ran, how long it took, and whether it is right.
+"""Replays a capture: runs it, times it, and judges its results.
 
-Two references are asked: the captured results (the same device must give the same bits) and the golden run on
+There are two references: the captured results (the same device must give the same bits) and the golden run on
 the CPU, which tells rounding from error whatever device the capture came from.
 """
 
@@ -30,7 +30,7 @@ _ASK_ABOVE: Final = 32 << 20  # bytes that a call needs before the free memory i
 
 
 def replay(folder: Path, options: Options | None = None, rules: verdict.Rules | None = None) -> Outcome:
-    """Run one captured call again and say what came of it; never raises for what a file holds.
+    """Run one captured call again and judge it; never raises for what a file holds.
 
     >>> replay(Path("op_tools_results/.../torch.add/1/1/t"), Options(acc_check=True)).status  # doctest: +SKIP
     'bit-identical'
@@ -79,7 +79,7 @@ class Runs:
         except (RuntimeError, NotImplementedError) as error:
             if op.has_backward:
                 raise
-            # nobody went backward through it while it was captured: that it cannot be done is no failure
+            # no backward pass was captured: that there is none is not a failure
             self.outcome.notes.append(f"its backward pass was not captured and does not run ({one_line(error)})")
             return
         if grads is None:
@@ -110,7 +110,7 @@ class Runs:
 
     @contextlib.contextmanager
     def _clock(self, times: list[float]) -> Iterator[None]:
-        """Add the milliseconds of what is inside, by the device's own clock where it has one."""
+        """Append the milliseconds that the body took, measured by device events where there are any."""
         if not self.options.time:
             yield
             return
@@ -144,9 +144,9 @@ class Runs:
 
 
 class Check:
-    """One capture on its way: it runs on the device, then it is judged, in another thread if that is wanted.
+    """The replay of one capture: `run` on the device, then `conclude`, which may happen in another thread.
 
-    What a file or an operator throws becomes its outcome.
+    Whatever a file or an operator raises becomes the outcome.
 
     >>> check = Check(Path("op_tools_results/.../torch.add/1/1/t"), Options(acc_check=True))  # doctest: +SKIP
     >>> check.run()                                                                           # doctest: +SKIP
@@ -163,7 +163,7 @@ class Check:
         self._ran = False
 
     def run(self) -> None:
-        """Read it and run it (`check.run()`)."""
+        """Read the capture and run it (`check.run()`)."""
         options = self.options
         with self._caught():
             self.op = CapturedOp(self.outcome.folder, options.device, options.dtype, options.contiguous)
@@ -171,7 +171,7 @@ class Check:
             self._ran = True
 
     def conclude(self) -> Outcome:
-        """What came of it (`check.conclude().status`)."""
+        """Judge the results and return the outcome (`check.conclude().status`)."""
         if self._ran:
             with self._caught():
                 self._conclude()
@@ -313,7 +313,7 @@ class Check:
         )
 
     def _untouched_inputs(self, reference: golden.GoldenResult) -> verdict.Judgement:
-        """What the call was given must still be there, or be what the reference made of it (running statistics)."""
+        """Arguments must be unchanged, or changed as in the reference run (running statistics)."""
         name = self.op.name
         ours = list(tensors_in(self.runs.inputs_after))
         theirs = list(tensors_in((self.op.host_args, self.op.host_kwargs)))
@@ -329,7 +329,7 @@ class Check:
         return verdict.Judgement(verdict.RIGHT, "", tuple(rows))
 
     def _judge_capture(self, reference: golden.GoldenResult, output: Any, grads: Any) -> None:
-        """The results differ: say which of the two is at fault."""
+        """The results differ: note whether the captured ones are right."""
         if not reference.comparable or self.options.dtype is not None or (output is None and grads is None):
             return
         usable = (
@@ -371,7 +371,7 @@ _NO_BACKWARD: Final = "it has no backward pass"
 
 @functools.cache
 def _warm_up(device: torch.device) -> None:
-    """What a process does once (start the device, the autograd engine, late imports) is no operator's time."""
+    """Do what happens once per process (device, autograd engine, late imports), so that no operator is charged."""
     with torch._C.DisableTorchFunction():
         leaf = torch.ones(1, device=device, requires_grad=True)
         torch.autograd.grad([leaf * 2], [leaf], [torch.ones(1, device=device)], retain_graph=True)
@@ -382,7 +382,7 @@ def _warm_up(device: torch.device) -> None:
 
 
 def _free_memory() -> int | None:
-    """Bytes that the machine, or the container around this process, can still give; None where neither says."""
+    """Free bytes of the machine or of the container, whichever is less; None where unknown."""
     found = []
     with contextlib.suppress(OSError, StopIteration, ValueError, IndexError), open("/proc/meminfo") as handle:
         line = next(line for line in handle if line.startswith("MemAvailable"))
@@ -395,13 +395,13 @@ def _free_memory() -> int | None:
 
 
 def _memory_for_one(needed: int) -> int | None:
-    """What a call may take, None where it takes so little that nobody need be asked."""
+    """The most bytes that a call may take; None (no limit) for small calls and where free memory is unknown."""
     free = _free_memory() if needed > _ASK_ABOVE else None
     return None if free is None else int(free * _MOST_OF_FREE)
 
 
 def _check_memory(op: CapturedOp) -> None:
-    """A few bytes can stand for a tensor of any size (stride 0): refuse what would take the machine down."""
+    """Refuse tensors that do not fit into memory: with stride 0, a small file can hold one of any size."""
     needed = max((t.numel() * t.element_size() for t in tensors_in((op.host_args, op.host_kwargs))), default=0)
     limit = _memory_for_one(needed)
     if limit is not None and needed > limit:

@@ -1,4 +1,4 @@
-"""Replays many captures, here (device and judges side by side) or in worker processes; results come in order."""
+"""Replays many captures, in this process (device and judges overlap) or in worker processes; results in order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .outcome import ERROR, Options, Outcome, op_from
 
 
 def replay_all(folders: Sequence[Path], options: Options, jobs: int = 0) -> Iterator[Outcome]:
-    """Replay captures in order; with `jobs`, in that many processes of their own.
+    """Replay captures in order; with `jobs`, in that many worker processes.
 
     >>> [outcome.status for outcome in replay_all(folders, Options(acc_check=True), jobs=4)]  # doctest: +SKIP
     """
@@ -36,7 +36,7 @@ def replay_all(folders: Sequence[Path], options: Options, jobs: int = 0) -> Iter
 
 
 _MOST_JUDGES: Final = 4  # more of them wait for the GIL
-_LARGE: Final = 1 << 28  # bytes of a capture that is alone in memory
+_LARGE: Final = 1 << 28  # bytes of a capture that is judged before the next one is read
 
 
 def _overlapped(folders: Sequence[Path], options: Options) -> Iterator[Outcome]:
@@ -81,7 +81,7 @@ class _Worker:
 
 
 class _Pool:
-    """Workers that each hold one capture at a time, so that it is known what a dead one was doing."""
+    """Worker processes with one capture each at a time, so that a crash can be blamed on a capture."""
 
     def __init__(self, folders: Sequence[Path], options: Options, jobs: int) -> None:
         self._folders, self._options = folders, options
@@ -117,7 +117,7 @@ class _Pool:
         worker.number, self._next = self._next, self._next + 1
         try:
             worker.connection.send(self._folders[worker.number])
-        except OSError:  # it died in between: the end of its pipe tells
+        except OSError:  # it died meanwhile; reading from its pipe will tell
             pass
 
     def _take(self, worker: _Worker) -> None:
@@ -142,7 +142,7 @@ class _Pool:
             self._workers.append(self._start())
 
     def close(self) -> None:
-        """End the workers, whatever they do (`pool.close()`)."""
+        """Stop all workers, busy or not (`pool.close()`)."""
         for worker in self._workers:
             worker.connection.close()
         for worker in self._workers:
@@ -162,7 +162,7 @@ def _death(code: int | None) -> str:
 
 @contextlib.contextmanager
 def _limited_threads(threads: int) -> Iterator[None]:
-    """Children read their number of threads from the environment; the user's own choice is a ceiling."""
+    """Limit the threads of child processes through the environment; never above what the user set."""
     before = os.environ.get("OMP_NUM_THREADS")
     chosen = min(threads, int(before)) if before and before.isdecimal() else threads
     os.environ["OMP_NUM_THREADS"] = str(chosen)
@@ -176,8 +176,8 @@ def _limited_threads(threads: int) -> Iterator[None]:
 
 
 def _work(connection: Connection, options: Options) -> None:
-    """The life of a worker: captures in, outcomes out, until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    """The loop of a worker: captures in, outcomes out, until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     activate(options.device)
     with contextlib.suppress(EOFError, OSError):
         while True:
@@ -186,7 +186,7 @@ def _work(connection: Connection, options: Options) -> None:
 
 
 def activate(device: str | None) -> str:
-    """Let ditorch choose this machine's device where it is installed; its name (`activate(None)`)."""
+    """Import ditorch, if installed, to activate this machine's device; returns its name (`activate(None)`)."""
     if device == "cpu":
         return ""
     try:

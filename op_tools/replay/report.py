@@ -1,4 +1,4 @@
-"""What a replay shows and writes: tables of each call, a summary, JSON and CSV."""
+"""Output of a replay: a table for each call, a summary, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_FAILURES: Final = 50
 
 
 class Report:
-    """Shows outcomes as they come, at the level of `OP_TOOLS_CONSOLE`, and remembers them for the end.
+    """Shows outcomes as they come, at the level of `OP_TOOLS_CONSOLE`, and collects them for the summary.
 
     >>> report = Report(Options(), "full")  # doctest: +SKIP
     >>> report.add(outcome)                 # doctest: +SKIP
@@ -50,7 +50,7 @@ class Report:
             self._show(outcome)
         if outcome.status == ERROR:
             print(f"{outcome.folder}: {outcome.reason}", file=sys.stderr)
-        # the tables are shown: what describes them need not pile up
+        # the tables were shown; free their descriptions
         outcome.shown_forward = outcome.shown_backward = None
 
     # -- one capture ----------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class Report:
     # -- the end --------------------------------------------------------------------------------------
 
     def finish(self, total: int) -> None:
-        """The whole table of times, what failed, and one line that says it all."""
+        """Show the table of times, the failures and a one-line result."""
         if self._full and self._times:
             console.emit(console.table(_TIME_COLUMNS, self._times))
         if self.options.time:
@@ -233,7 +233,7 @@ def _place(outcome: Outcome) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no infinity and no NaN: they are written as words."""
+    """JSON has no infinity and no NaN: they are written as strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -252,7 +252,7 @@ def with_progress(outcomes: Iterator[Outcome], total: int) -> Iterator[Outcome]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # text for a terminal goes above the bar; text for a file stays out of it
+    # text for a terminal is printed above the bar; text for a file is left alone
     both = sys.stdout.isatty()
     with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=both) as progress:
         task = progress.add_task("replaying", total=total)

@@ -1,4 +1,4 @@
-"""OpCapture: saves real inputs, outputs and gradients of operators, faithful in layout and aliasing."""
+"""OpCapture: saves real inputs, outputs and gradients of operators, with their layout and aliasing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ..watch.intercept import Call
 from .base import Tool
 
 _MEBI: Final = 1 << 20
-_PATIENCE: Final = 1.0  # seconds that a burst of captures goes undisturbed by its own writing
+_PATIENCE: Final = 1.0  # seconds before writing starts, so that a burst of captures is not slowed down
 _GIVE_UP_AFTER: Final = 3  # failed writes in a row
 _FORWARD: Final = ("input", "output")
 _BACKWARD: Final = ("grad_inputs", "grad_outputs")
@@ -81,9 +81,9 @@ class OpCapture(Tool):
         self.write_seconds = 0.0
         self._broken = 0
         self._dropped = 0
-        self._counting = threading.Lock()  # around what several writers count, and nothing else
+        self._counting = threading.Lock()  # for counters of all writer threads; never held while writing
 
-    # -- on the training's threads --------------------------------------------------------------------
+    # -- on threads of the training --------------------------------------------------------------------
 
     def before(self, call: Call) -> None:
         assert self.writer is not None
@@ -167,7 +167,7 @@ class OpCapture(Tool):
         self._shown.append(shown)
         return shown
 
-    # -- on the writer's threads ----------------------------------------------------------------------
+    # -- on threads of the writer ----------------------------------------------------------------------
 
     def _write(
         self,
@@ -303,7 +303,7 @@ class _Claim:
 
 
 def _default_queue() -> int:
-    """A few percent of the memory that staged copies live in."""
+    """A few percent of the device memory, where the snapshots are."""
     kind = accelerator_type()
     if kind == "cuda":
         try:
@@ -328,7 +328,7 @@ def _bytes_in(described: Described, tensors: list[Tensor]) -> int:
 
 
 class _Files:
-    """Writes the files of one call; what calls that look alike have in common is worked out once."""
+    """Writes the files of one call; calls with the same layout share what can be prepared once."""
 
     def __init__(self, folder: str, fetcher: Fetcher) -> None:
         self._folder, self._fetcher = folder, fetcher
@@ -371,7 +371,7 @@ class _Files:
     def _with_folder(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except FileNotFoundError:  # the first file of a call finds no folder
+        except FileNotFoundError:  # the first file of a call creates the folder
             os.makedirs(self._folder, exist_ok=True)
             write()
 
