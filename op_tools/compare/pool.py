@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import torch
 
+from .. import lifecycle
 from ..call.description import Tensor
 from ..call.devices import can_pin
 from ..copies.operands import Layout, Ref, Staged, Unpacker, bytes_in, padded
@@ -406,7 +407,7 @@ def forget_in_child() -> None:
     _pools.clear()
 
 
-os.register_at_fork(after_in_child=forget_in_child)
+lifecycle.after_fork_in_child(forget_in_child)
 
 
 def available() -> bool:

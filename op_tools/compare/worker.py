@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import mmap
 import os
-import signal
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Final, NamedTuple
 
 import torch
 
+from .. import lifecycle
 from ..call.description import Tensor
 from ..call.traits import OpTraits, traits_of
 from ..judge.verdict import RIGHT, Rules
@@ -158,7 +158,7 @@ def _operator(name: str) -> tuple[Callable[..., Any], OpTraits]:
 
 def main(socket: int, memory: int, size: int) -> None:
     """Serve the process that holds the other end of a socket; both map `size` bytes of a file."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run; this process ends when the run does
+    lifecycle.ignore_ctrl_c()  # this process ends when the run does
     torch.set_num_threads(1)
     connection = Connection(socket)
     try:

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Final
 
+from .. import lifecycle
 from ..judge import verdict
 from .check import ERROR, Check, Options, Outcome, op_from, replay
 
@@ -176,7 +177,7 @@ def _limited_threads(threads: int) -> Iterator[None]:
 
 def _work(connection: Connection, options: Options) -> None:
     """The life of a worker: captures in, outcomes out, until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    lifecycle.ignore_ctrl_c()
     activate(options.device)
     with contextlib.suppress(EOFError, OSError):
         while True:

@@ -6,7 +6,6 @@ and judge. Comparisons may end in any order; they are told in the order of the c
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import functools
 import math
@@ -23,7 +22,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
-from .. import settings
+from .. import lifecycle, settings
 from ..call import facts as op_facts
 from ..call.description import Tensor, TensorMeta, describe, labelled
 from ..call.devices import quiet
@@ -944,7 +943,6 @@ class OpAutoCompare(Tool):
 _helped: Final[weakref.WeakSet[OpAutoCompare]] = weakref.WeakSet()
 
 
-@atexit.register
 def _wait_for_helpers() -> None:
     """A run that ends without `stop` still tells what its processes are working on."""
     for tool in list(_helped):
@@ -952,6 +950,9 @@ def _wait_for_helpers() -> None:
         if pool is not None and tool._pid == os.getpid():
             tool.wait()
             pool.close()
+
+
+lifecycle.at_exit(lifecycle.Exit.WORKERS, _wait_for_helpers)
 
 
 def _chooser(mode: str | None, budget: str | float | None) -> Chooser:

@@ -168,7 +168,7 @@ class Tool:
 
     def step(self) -> None:
         """Count a training step by hand, where no optimizer does it (`tool.step()`)."""
-        INTERCEPTOR.step += 1
+        INTERCEPTOR.count_step()
 
     def __enter__(self: _Self) -> _Self:
         return self.start()

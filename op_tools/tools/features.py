@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from types import ModuleType, TracebackType
 from typing import Any, Final
 
 from torch.overrides import get_testing_overrides
 
+from .. import lifecycle
 from ..call.traits import OpTraits, name_of, traits_of
 from ..settings import SettingsError, near_misses
-from ..watch.intercept import _UNPLANNED, INTERCEPTOR, _put_on, _take_off
+from ..watch import patches
+from ..watch.intercept import INTERCEPTOR
+from ..watch.modes import put_on, take_off
 from .auto_compare import OpAutoCompare
 from .base import Tool
 from .capture import OpCapture
@@ -71,10 +74,12 @@ class FeatureHandle:
 _handles: list[FeatureHandle] = []
 
 
-@atexit.register
 def _remove_all() -> None:
     for handle in list(_handles):
         handle.remove()
+
+
+lifecycle.at_exit(lifecycle.Exit.TOOLS, _remove_all)
 
 
 def apply_feature(
@@ -176,18 +181,19 @@ def _asks_modes(function: Any) -> bool:
 
 def _wrap(name: str, function: Callable[..., Any]) -> Callable[[], None]:
     """Replace a function wherever it is referred to by name; the returned function undoes that."""
-    present = _wrapped.get(name)
-    if present is not None:
-        present.users += 1
-        return present.release
-    wrapped = _Wrapped(name, function)
-    _wrapped[name] = wrapped
+    with _guard:
+        wrapped = _wrapped.get(name)
+        if wrapped is None:
+            wrapped = _wrapped[name] = _Wrapped(name, function)
+        wrapped.users += 1
     return wrapped.release
 
 
 class _Wrapped:
+    """A function that is replaced wherever it is an attribute, for as long as a feature uses it."""
+
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.name, self.users = name, 1
+        self.name, self.users = name, 0
         traits = traits_of(function, name)
         self._places: list[tuple[Any, str]] = []
 
@@ -203,6 +209,7 @@ class _Wrapped:
             self._replace(owner, function, watched)
         if not self._places:
             raise SettingsError(f"{name} cannot be watched: it is not an attribute of any module")
+        patches.record(name, "apply_feature: no mode sees the function", self._undo, original=function)
 
     def _replace(self, owner: Any, function: Any, watched: Any) -> None:
         for attribute, value in list(vars(owner).items()):
@@ -214,9 +221,12 @@ class _Wrapped:
                 self._places.append((owner, attribute))
 
     def release(self) -> None:
-        self.users -= 1
-        if self.users:
-            return
+        with _guard:
+            self.users -= 1
+            if not self.users and _wrapped.get(self.name) is self:
+                patches.undo(self.name)
+
+    def _undo(self) -> None:
         _wrapped.pop(self.name, None)
         for owner, attribute in self._places:
             if getattr(owner, attribute, None) is self._watched:
@@ -224,6 +234,7 @@ class _Wrapped:
 
 
 _wrapped: dict[str, _Wrapped] = {}
+_guard = threading.RLock()
 
 
 def _owners(name: str) -> Iterable[Any]:
@@ -243,20 +254,18 @@ def _owners(name: str) -> Iterable[Any]:
 def _watch(
     traits: OpTraits, key: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    plan = INTERCEPTOR._plans.get(key, _UNPLANNED)
-    if plan is _UNPLANNED:
-        plan = INTERCEPTOR._plans[key] = INTERCEPTOR.plan_for(traits)
+    plan = INTERCEPTOR.plan_of(key, traits)
     if plan is None:
         return function(*args, **kwargs)
 
     def one_unit(*args: Any, **kwargs: Any) -> Any:
         # The function is the operator: what it calls inside is not watched on its own.
-        _take_off(INTERCEPTOR)
+        take_off(INTERCEPTOR)
         try:
             return function(*args, **kwargs)
         finally:
             if INTERCEPTOR.tools:
-                _put_on(INTERCEPTOR)
+                put_on(INTERCEPTOR)
 
     one_unit.op_tools_function = function  # type: ignore[attr-defined]
     return INTERCEPTOR.watch(plan, one_unit, args, kwargs)

@@ -1,0 +1,1 @@
+"""What ditorch and op_tools share; it imports neither."""
