@@ -144,6 +144,11 @@ class OpAutoCompare(Tool):
 
     name = "OpAutoCompare"
     prefix = "OP_AUTOCOMPARE"
+    feature = "autocompare"
+    run_options: ClassVar[dict[str, dict[str, Any]]] = {
+        "mode": {"choices": MODES, "help": "every call, or each kind of call once"},
+        "budget": {"metavar": "2x", "help": "keep the run within this factor"},
+    }
     order = 20
     wants_backward = True
     columns: ClassVar[dict[str, str]] = {

@@ -31,6 +31,7 @@ class OpDtypeCast(Tool):
 
     name = "OpDtypeCast"
     prefix = "OP_DTYPE_CAST"
+    feature = "cast_dtype"
     transforms = True
     announces = True
     order = 70  # outside OpFallback: what is cast may then run on the CPU
@@ -160,9 +161,6 @@ class OpDtypeCast(Tool):
         if self.view.full:
             rows = [[call.op, target, action, config] for target, action in actions]
             self.view.block(console.table(console.CAST_COLUMNS, rows))
-
-    def polish(self, row: dict[str, Any]) -> None:
-        row.pop("described", None)
 
 
 def _version(tensor: Tensor) -> int:

@@ -114,6 +114,7 @@ class OpFallback(Tool):
 
     name = "OpFallback"
     prefix = "OP_FALLBACK"
+    feature = "fallback"
     transforms = True
     order = 80
     wants_backward = True
@@ -210,9 +211,6 @@ class OpFallback(Tool):
 
     def summary(self) -> list[str]:
         return [f"{self.copied_bytes / 1e6:.1f} MB copied between device and host"]
-
-    def polish(self, row: dict[str, Any]) -> None:
-        row.pop("described", None)
 
 
 class _Known(weakref.ref):  # type: ignore[type-arg]

@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from types import ModuleType, TracebackType
-from typing import Any, Final
+from typing import Any
 
 from torch.overrides import get_testing_overrides
 
@@ -17,24 +17,13 @@ from ..settings import SettingsError, near_misses
 from ..watch import patches
 from ..watch.intercept import INTERCEPTOR
 from ..watch.modes import put_on, take_off
-from .auto_compare import OpAutoCompare
+from . import all_tools
 from .base import Tool
-from .capture import OpCapture
-from .dtype_cast import OpDtypeCast
-from .fallback import OpFallback
-from .observe import OpObserve
-from .overflow_check import OpOverflowCheck
-from .time_measure import OpTimeMeasure
 
-FEATURES: Final[dict[str, type[Tool]]] = {
-    "fallback": OpFallback,
-    "cast_dtype": OpDtypeCast,
-    "op_capture": OpCapture,
-    "autocompare": OpAutoCompare,
-    "dump_op_args": OpObserve,
-    "measure_op_time": OpTimeMeasure,
-    "overflow_check": OpOverflowCheck,
-}
+
+def features() -> dict[str, type[Tool]]:
+    """The tools by their names in `apply_feature` (`features()["fallback"]`)."""
+    return {tool.feature: tool for tool in all_tools().values() if tool.feature}
 
 
 class FeatureHandle:
@@ -93,15 +82,15 @@ def apply_feature(
 
     >>> op_tools.apply_feature("torch.add", "fallback", lambda a, b: a.dim() == 2)  # doctest: +SKIP
     """
-    kind = FEATURES.get(feature)
-    if kind is None:
-        raise SettingsError(f"feature {feature!r} is unknown; choose one of {', '.join(FEATURES)}")
+    known = features()
+    if feature not in known:
+        raise SettingsError(f"feature {feature!r} is unknown; choose one of {', '.join(sorted(known))}")
     if not callable(condition_func):
         raise SettingsError(f"condition_func must be callable, not {type(condition_func).__name__}")
     wanted = _resolve(ops)
     names = {name for name, _ in wanted}
     undo = [_wrap(name, function) for name, function in wanted if not _passes_through_mode(name, function)]
-    tool = kind()
+    tool = known[feature]()
     tool.only = lambda traits: traits.name in names
     tool.condition = condition_func
     try:
@@ -271,4 +260,4 @@ def _watch(
     return INTERCEPTOR.watch(plan, one_unit, args, kwargs)
 
 
-__all__ = ["FEATURES", "FeatureHandle", "apply_feature"]
+__all__ = ["FeatureHandle", "apply_feature", "features"]

@@ -22,6 +22,7 @@ class OpObserve(Tool):
 
     name = "OpObserve"
     prefix = "OP_OBSERVE"
+    feature = "dump_op_args"
     order = 30
     columns: ClassVar[dict[str, str]] = {
         "call_id": "INTEGER",

@@ -66,6 +66,7 @@ class OpOverflowCheck(Tool):
 
     name = "OpOverflowCheck"
     prefix = "OP_OVERFLOW_CHECK"
+    feature = "overflow_check"
     order = 35
     wants_backward = True
     wants_pointers = False

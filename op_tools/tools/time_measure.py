@@ -70,6 +70,7 @@ class OpTimeMeasure(Tool):
 
     name = "OpTimeMeasure"
     prefix = "OP_TIME_MEASURE"
+    feature = "measure_op_time"
     order = 90  # closest to the kernel: the work of other tools is not measured
     wants_backward_start = True
     wants_pointers = False
@@ -368,9 +369,6 @@ class OpTimeMeasure(Tool):
         >>> timing.export_trace("trace.json")  # doctest: +SKIP
         """
         return _write_trace(Path(path), self._timings())
-
-    def polish(self, row: dict[str, Any]) -> None:
-        row.pop("described", None)
 
 
 def _pairs(timings: list[tuple[Any, ...]]) -> list[list[Any]]:
