@@ -30,7 +30,8 @@ class Patch:
     """``mapped`` (same meaning on the device), ``emulated`` (done by ditorch), ``hint`` (accepted,
     no effect), ``unsupported`` (raises, says what to do instead), ``watched`` (op_tools sees the calls)."""
     how: str = "replaced"
-    """``replaced`` attribute, function ``redirected`` in place, ``registered`` entry, ``none``."""
+    """``replaced`` attribute, function ``redirected`` in place, ``registered`` entry, ``native``
+    (in C++), ``none``."""
     original: Any = field(default=None, repr=False, compare=False)
     undo: Callable[[], None] | None = field(default=None, repr=False, compare=False)
 
@@ -141,10 +142,20 @@ class Ledger:
 
         Example: ``ledger.undo("torch.zeros")``
         """
+        patch = self.forget(what)
+        if patch is not None and patch.undo is not None:
+            patch.undo()
+
+    def forget(self, what: str) -> Patch | None:
+        """Take one patch off the list, and leave what it changed as it is.
+
+        Example: ``ledger.forget("torch.zeros")``
+        """
         patch = next((patch for patch in self.patches if patch.what == what), None)
         if patch is not None:
             self.patches.remove(patch)
-            self._take_back(patch)
+            self._seen.discard(what)
+        return patch
 
     def undo_all(self) -> None:
         """Take back every patch, last one first.
@@ -152,12 +163,10 @@ class Ledger:
         Example: ``ledger.undo_all()``
         """
         while self.patches:
-            self._take_back(self.patches.pop())
-
-    def _take_back(self, patch: Patch) -> None:
-        self._seen.discard(patch.what)
-        if patch.undo is not None:
-            patch.undo()
+            patch = self.patches.pop()
+            self._seen.discard(patch.what)
+            if patch.undo is not None:
+                patch.undo()
 
 
 def full_name(thing: Any) -> str:

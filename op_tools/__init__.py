@@ -17,7 +17,6 @@ from .tools.observe import OpObserve
 from .tools.overflow_check import OpOverflowCheck
 from .tools.time_measure import OpTimeMeasure
 
-
 if not TYPE_CHECKING:  # a misspelt name stays an error for type checkers
 
     def __getattr__(name: str) -> type[Tool]:

@@ -109,6 +109,9 @@ class Tool(Records):
     def finish(self) -> None:
         """Read back, write out, at stop."""
 
+    def release(self) -> None:
+        """Give back what `prepare` took: after `finish`, and where the tool could not start."""
+
     def summary(self) -> list[str]:
         """Facts for the summary at stop."""
         return []
@@ -133,11 +136,15 @@ class Tool(Records):
                 self.view = console.View(settings.console_level())
                 self.filter = OpFilter.from_environment(self.prefix, self._ops, self._disable)
                 self.prepare()
-                self._open(next(_RUNS))
-                self._reported.clear()
-                self.calls = Counter()
-                self.findings_now = []
-                INTERCEPTOR.add(self)
+                try:
+                    self._open(next(_RUNS))
+                    self._reported.clear()
+                    self.calls = Counter()
+                    self.findings_now = []
+                    INTERCEPTOR.add(self)
+                except BaseException:
+                    self.release()
+                    raise
             self._starts += 1
         return self
 
@@ -159,6 +166,8 @@ class Tool(Records):
                 self._store.flush()
         except Exception as error:
             self._report(Finding(self.name, "(end of run)", "tool-failure", _reason(error)))
+        finally:
+            self.release()
         if self.only is None:
             self._say_summary()
 
@@ -233,6 +242,11 @@ class Tool(Records):
             self._report(
                 Finding(self.name, call.op, "tool-failure", f"{what}: {_reason(error)}", call.id, call.location)
             )
+
+    def slowed(self, part: str, why: str) -> None:
+        """A fast path is broken for good: report it once per run."""
+        if self._is_first(part, "slow"):
+            self._report(Finding(self.name, part, "slow", f"a slower way is used: {why}"))
 
     def _is_first(self, op: str, kind: str) -> bool:
         with self._counting:

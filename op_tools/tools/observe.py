@@ -7,7 +7,7 @@ from array import array
 from typing import Any, ClassVar
 
 from ..view import console
-from ..watch.intercept import Call
+from ..watch.call import Call
 from .base import Tool
 
 

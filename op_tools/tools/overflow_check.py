@@ -16,7 +16,7 @@ from ..call.devices import can_pin, event_class, quiet
 from ..call.facts import UNINITIALISED, last_name
 from ..native.statistics import NAMES, Batch, Measure, batch_for, is_dense
 from ..view import console
-from ..watch.intercept import Call
+from ..watch.call import Call
 from .base import Tool
 
 _MOST_FLIGHTS: Final = 2

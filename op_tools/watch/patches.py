@@ -66,10 +66,14 @@ def undo_all() -> None:
 
 
 def undo_all_in_child() -> None:
-    """The same in a forked child, where another thread's lock would never be released."""
+    """The same in a forked child. Native changes stay: it must not use locks and device events of its parent."""
     global _lock
     _lock = threading.RLock()
-    undo_all()
+    for patch in reversed(listed()):
+        if patch.how == "native":
+            _ledger.forget(patch.what)
+        else:
+            _ledger.undo(patch.what)
 
 
 class Installed:

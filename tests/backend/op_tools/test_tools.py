@@ -188,17 +188,17 @@ def test_fallback_moves_each_version_of_a_tensor_once_views_included(device: str
     expected = []
     with op_tools.OpFallback() as fallback:
         F.linear(x, weight)
-        before = fallback._twins.copied_bytes
+        before = fallback._copies.copied_bytes
         expected.append((F.linear(x, weight), x @ weight.t()))
-        moved = fallback._twins.copied_bytes - before
+        moved = fallback._copies.copied_bytes - before
         assert moved == 2 * 8 * 32 * 4, "only the results, to the device"
         weight[:, ::2].neg_()  # written to through a view: what was copied is stale
         expected.append((F.linear(x, weight), x @ weight.t()))
         rest = weight.flatten()[5:]
         weight.mul_(2)  # the copy that was written is the copy of the new version
-        before = fallback._twins.copied_bytes
+        before = fallback._copies.copied_bytes
         expected.append((rest.clone(), weight.flatten()[5:]))
-        assert fallback._twins.copied_bytes - before == rest.numel() * 4
+        assert fallback._copies.copied_bytes - before == rest.numel() * 4
     for found, wanted in expected:
         torch.testing.assert_close(found, wanted)
 
