@@ -14,15 +14,15 @@ import torch
 from ..call.description import Described, Tensor, TensorMeta, labelled
 from ..call.devices import can_pin, event_class, quiet
 from ..call.facts import UNINITIALISED, last_name
-from ..native.statistics import NAMES, Batch, Measure, batch_for, is_dense
+from ..native.statistics import BROKEN, NAMES, Batch, Measure, batch_for, is_dense
 from ..view import console
 from ..watch.call import Call
 from .base import Tool
 
-_MOST_FLIGHTS: Final = 2
-_MOST_ENTRIES: Final = 1_024
+_MAX_FLIGHTS: Final = 2
+_MAX_ENTRIES: Final = 1_024
 _ROLES: Final = {"forward": ("inputs", "outputs"), "backward": ("grad_outputs", "grad_inputs")}
-_MOST_REPORTED: Final = 10
+_MAX_REPORTED: Final = 10
 
 
 class _Seen(weakref.ref):  # type: ignore[type-arg]
@@ -82,7 +82,7 @@ class OpOverflowCheck(Tool):
 
         def forget(seen: _Seen) -> None:
             if known.get(seen.key) is seen:
-                del known[seen.key]
+                known.pop(seen.key, None)
 
         self._forget = forget
         self._batches: dict[Any, Batch] = {}
@@ -181,10 +181,10 @@ class OpOverflowCheck(Tool):
     def _enter(self, entry: _Entry) -> None:
         self._entries.append(entry)
         at_once = self.only is not None  # a feature on one operator shows at once
-        if at_once or self._full or len(self._entries) >= _MOST_ENTRIES:
+        if at_once or self._full or len(self._entries) >= _MAX_ENTRIES:
             with quiet():
                 self._send()
-            while len(self._flights) > (0 if at_once else _MOST_FLIGHTS):
+            while len(self._flights) > (0 if at_once else _MAX_FLIGHTS):
                 self._land(self._flights.popleft())
 
     def _send(self) -> None:
@@ -258,7 +258,7 @@ class OpOverflowCheck(Tool):
             if self._first is None:
                 self._first = text
                 text = f"first of the run: {text}"
-            if self._made <= _MOST_REPORTED:
+            if self._made <= _MAX_REPORTED:
                 self.found(call, "overflow", text)
         if self.view.full:
             self.view.block(call.location, self._table(entry, roles))
@@ -288,6 +288,8 @@ class OpOverflowCheck(Tool):
             while self._flights:
                 self._land(self._flights.popleft())
             self._known.clear()
+        for index, why in BROKEN.items():
+            self.slowed(f"statistics on GPU {index}", f"PyTorch's reductions compute them: {why}")
 
     def first(self) -> Any:
         """The finding about the first operator that made a NaN or Inf, or None (`check.first().op`)."""
