@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,20 +54,48 @@ def _call(op: str) -> Call:
     return Call(OpTraits(op, len), len, (), {})
 
 
+class _SlowCounter(Counter[str]):
+    """Another thread runs between reading a count and writing it."""
+
+    def __getitem__(self, key: str) -> int:
+        found = super().__getitem__(key)
+        time.sleep(0)
+        return found
+
+
+class _SlowInt(int):
+    """The same for a number."""
+
+    def __add__(self, other: int) -> _SlowInt:
+        time.sleep(0)
+        return _SlowInt(int(self) + other)
+
+
+class _SlowSet(set[Any]):
+    """Another thread runs between asking and adding."""
+
+    def __contains__(self, key: object) -> bool:
+        found = super().__contains__(key)
+        time.sleep(0)
+        return found
+
+
 def test_calls_are_counted_once_each(often: None) -> None:
     tool = Tool()
-    calls = [_call(f"torch.op{number}") for number in range(3_000)]
+    tool.calls = _SlowCounter()
+    calls = [_call(f"torch.op{number}") for number in range(10)]
 
     def work() -> None:
-        for call in calls:
+        for call in calls * 50:
             tool.announce(call)
 
     _together(work)
-    assert set(tool.calls.values()) == {8}
+    assert set(tool.calls.values()) == {400}
 
 
 def test_what_is_reported_once_is_reported_once(often: None) -> None:
     tool = Tool()
+    tool._reported = _SlowSet()
     calls = [_call(f"torch.op{number}") for number in range(500)]
 
     def work() -> None:
@@ -77,8 +107,9 @@ def test_what_is_reported_once_is_reported_once(often: None) -> None:
     assert len(tool.findings()) == 1_000
 
 
-def test_steps_are_counted_once_each(often: None) -> None:
+def test_steps_are_counted_once_each(often: None, monkeypatch: pytest.MonkeyPatch) -> None:
     before = INTERCEPTOR.step
+    monkeypatch.setattr(INTERCEPTOR, "step", _SlowInt(before))
     _together(lambda: [Tool().step() for _ in range(500)] and None)
     assert INTERCEPTOR.step == before + 4_000
 
