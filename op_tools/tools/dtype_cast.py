@@ -10,7 +10,7 @@ import torch
 
 from .. import settings
 from ..call.description import Tensor, map_tensors, tensors_in
-from ..call.devices import quiet
+from ..call.devices import get_rng_state, quiet, set_rng_state
 from ..view import console
 from ..watch.call import Call
 from .base import Tool
@@ -18,7 +18,7 @@ from .base import Tool
 _DEFAULT: Final = "torch.float16->torch.float32,torch.bfloat16->torch.float32"
 _VARIABLE: Final = "OP_DTYPE_CAST_DICT"
 _FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_MOST_LEARNED: Final = 10_000
+_MAX_LEARNED: Final = 10_000
 
 
 class OpDtypeCast(Tool):
@@ -45,8 +45,6 @@ class OpDtypeCast(Tool):
     }
 
     def prepare(self) -> None:
-        self._texts: dict[str, str] = {}
-        self._maps: dict[str, dict[torch.dtype, torch.dtype]] = {}
         self._by_op: dict[str, tuple[str, dict[torch.dtype, torch.dtype]]] = {}
         self._learned: dict[Any, tuple[torch.dtype | None, ...]] = {}
         for variable, text in os.environ.items():
@@ -61,10 +59,10 @@ class OpDtypeCast(Tool):
         if not text:
             variable, text = _VARIABLE, settings.read(_VARIABLE) or _DEFAULT
         # A feature is applied before its variable may be set, so its text is looked at again.
-        if self._texts.get(op) != text:
-            self._texts[op] = text
-            self._by_op[op] = (text, settings.parse_dtype_map(text, variable))
-        return self._by_op[op]
+        known = self._by_op.get(op)
+        if known is None or known[0] != text:
+            known = self._by_op[op] = (text, settings.parse_dtype_map(text, variable))
+        return known
 
     def transform(self, call: Call, run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Any:
         traits = call.traits
@@ -102,7 +100,7 @@ class OpDtypeCast(Tool):
         for number, tensor in cast.items():
             if _version(tensor) != versions[number]:  # an in-place operator wrote to the cast copy
                 originals[number].copy_(tensor)
-        result = self._give_back(result, cast, originals, expected, mapping, actions)
+        result = self._give_back(result, cast, originals, expected, actions)
         call.notes[self] = (actions, config)
         return result
 
@@ -112,7 +110,6 @@ class OpDtypeCast(Tool):
         cast: dict[int, Tensor],
         originals: dict[int, Tensor],
         expected: tuple[torch.dtype | None, ...],
-        mapping: dict[torch.dtype, torch.dtype],
         actions: list[tuple[str, str]],
     ) -> Any:
         back = {id(tensor): originals[key] for key, tensor in cast.items()}
@@ -144,7 +141,7 @@ class OpDtypeCast(Tool):
         )
         known = self._learned.get(signature)
         if known is None:
-            if len(self._learned) > _MOST_LEARNED:
+            if len(self._learned) > _MAX_LEARNED:
                 self._learned.clear()
             known = self._learned[signature] = _probe(call)
         return known
@@ -169,10 +166,7 @@ def _version(tensor: Tensor) -> int:
 
 def _probe(call: Call) -> tuple[torch.dtype | None, ...]:
     """Run the operator as it is on private copies and see what comes out; the run's state is untouched."""
-    state = None
     device = call.device
-    from ..call.devices import get_rng_state, set_rng_state
-
     autocast = _autocast_of(device.type)
     try:
         with quiet():

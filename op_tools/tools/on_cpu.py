@@ -16,35 +16,11 @@ from ..copies.pinned_results import PinnedResults
 
 # Kernels without arithmetic: they allocate, move or rename, and stay on the device.
 _STAY: Final = frozenset(
-    [
-        "empty",
-        "empty_strided",
-        "empty_like",
-        "new_empty",
-        "new_empty_strided",
-        "empty_permuted",
-        "detach",
-        "detach_",
-        "alias",
-        "lift_fresh",
-        "lift",
-        "set_",
-        "resize_",
-        "resize_as_",
-        "record_stream",
-        "is_pinned",
-        "pin_memory",
-        "_pin_memory",
-        "set_data",
-        "_has_compatible_shallow_copy_type",
-        "view",
-        "_unsafe_view",
-        "_reshape_alias",
-        "unsafe_split",
-        "unsafe_chunk",
-        "unsafe_split_with_sizes",
-        "is_same_size",
-    ]
+    """
+    empty empty_strided empty_like new_empty new_empty_strided empty_permuted detach detach_ alias lift_fresh lift
+    set_ resize_ resize_as_ record_stream is_pinned pin_memory _pin_memory set_data _has_compatible_shallow_copy_type
+    view _unsafe_view _reshape_alias unsafe_split unsafe_chunk unsafe_split_with_sizes is_same_size
+    """.split()  # noqa: SIM905
 )
 # Kernels that write to arguments their schema does not declare as written.
 _UNDECLARED: Final = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
@@ -257,7 +233,7 @@ def _moves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         wanted = kwargs.get("device")
         return wanted is not None and torch.device(wanted).type != args[0].device.type
     if func in (torch.ops.aten.copy_.default, torch.ops.aten._copy_from.default):
-        return args[0].device != args[1].device
+        return bool(args[0].device != args[1].device)
     return False
 
 

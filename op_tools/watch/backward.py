@@ -20,17 +20,10 @@ from .call import Call, ToolProtocol
 _sequence_now: Final[Callable[[], int]] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
 _MAX_NODES: Final = 2_000
 WITHOUT_KERNEL: Final = frozenset(
-    [
-        "AliasBackward0",
-        "PermuteBackward0",
-        "SqueezeBackward0",
-        "SqueezeBackward1",
-        "TBackward0",
-        "TransposeBackward0",
-        "UnsafeViewBackward0",
-        "UnsqueezeBackward0",
-        "ViewBackward0",
-    ]
+    """
+    AliasBackward0 PermuteBackward0 SqueezeBackward0 SqueezeBackward1 TBackward0 TransposeBackward0
+    UnsafeViewBackward0 UnsqueezeBackward0 ViewBackward0
+    """.split()  # noqa: SIM905
 )
 
 

@@ -31,7 +31,7 @@ _thread: Final = modes.thread
 class Plan:
     """What to do with one function while the present tools are active."""
 
-    __slots__ = ("backward", "gated", "listeners", "observers", "pointers", "skipped", "tools", "traits", "transforms")
+    __slots__ = ("gated", "listeners", "observers", "pointers", "skipped", "tools", "traits", "transforms")
 
     def __init__(self, traits: OpTraits, tools: list[ToolProtocol], skipped: list[ToolProtocol]) -> None:
         self.traits = traits
@@ -40,7 +40,6 @@ class Plan:
         self.gated = any(t.gated for t in tools)
         self.tools = self.observers + self.transforms
         self.listeners = tuple(t for t in self.tools if t.wants_backward)
-        self.backward = bool(self.listeners)
         self.pointers = any(t.wants_pointers or t.view.full for t in tools)
         self.skipped = tuple(skipped)
 
