@@ -126,7 +126,7 @@ class OpFallback(Tool):
         if call.notes.get(self) != "cpu":
             return None
         mode = OnCpu(self._copies)
-        mode.__enter__()
+        mode.__enter__()  # type: ignore[no-untyped-call]
         return mode
 
     def after_node(self, call: Call, started: Any) -> None:
@@ -183,7 +183,7 @@ def _run_whole(call: Call, host: HostCopies) -> Any:
         if tensor.device.type == "cpu":
             return tensor
         if id(tensor) not in copies:
-            copies[id(tensor)] = _ToHost.apply(tensor, host)
+            copies[id(tensor)] = _ToHost.apply(tensor, host)  # type: ignore[no-untyped-call]
         return copies[id(tensor)]
 
     args = map_tensors(call.args, fetch)
@@ -201,7 +201,7 @@ def _run_whole(call: Call, host: HostCopies) -> Any:
     for key, copy in written.items():
         host.drop_storage(originals[key])
         originals[key].copy_(copy)
-    return map_tensors(result, lambda t: _ToDevice.apply(t, device, host))
+    return map_tensors(result, lambda t: _ToDevice.apply(t, device, host))  # type: ignore[no-untyped-call]
 
 
 def _same_autocast(device_type: str) -> torch.autocast:

@@ -67,7 +67,7 @@ class NoCpuKernel(Exception):
     """The CPU cannot run a kernel under this operator; the operator must run there as a whole."""
 
 
-class OnCpu(TorchDispatchMode):
+class OnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Every kernel that is called under this mode runs on the CPU."""
 
     @classmethod
@@ -75,7 +75,7 @@ class OnCpu(TorchDispatchMode):
         return False  # a wrapper around every dispatch, and the import of Dynamo, for nothing
 
     def __init__(self, copies: HostCopies) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._copies = copies
 
     def __torch_dispatch__(
