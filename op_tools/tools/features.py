@@ -12,11 +12,10 @@ from typing import Any
 from torch.overrides import get_testing_overrides
 
 from .. import lifecycle
-from ..call.traits import OpTraits, name_of, traits_of
+from ..call.traits import name_of, traits_of
 from ..settings import SettingsError, near_misses
 from ..watch import patches
 from ..watch.intercept import INTERCEPTOR
-from ..watch.modes import put_on, take_off
 from . import all_tools
 from .base import Tool
 
@@ -187,7 +186,7 @@ class _Wrapped:
         self._places: list[tuple[Any, str]] = []
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            return _watch(traits, watched, function, args, kwargs)
+            return INTERCEPTOR.watch_function(watched, traits, function, args, kwargs)
 
         for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
             if hasattr(function, attribute):
@@ -238,26 +237,6 @@ def _owners(name: str) -> Iterable[Any]:
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and getattr(module, "__name__", "") != __name__:
             yield module
-
-
-def _watch(
-    traits: OpTraits, key: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    plan = INTERCEPTOR.plan_of(key, traits)
-    if plan is None:
-        return function(*args, **kwargs)
-
-    def one_unit(*args: Any, **kwargs: Any) -> Any:
-        # The function is the operator: what it calls inside is not watched on its own.
-        take_off(INTERCEPTOR)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            if INTERCEPTOR.tools:
-                put_on(INTERCEPTOR)
-
-    one_unit.op_tools_function = function  # type: ignore[attr-defined]
-    return INTERCEPTOR.watch(plan, one_unit, args, kwargs)
 
 
 __all__ = ["FeatureHandle", "apply_feature", "features"]

@@ -289,7 +289,7 @@ class OpTimeMeasure(Tool):
     def finish(self) -> None:
         with self._reading:
             self._read(wait=True)
-        if LIBRARIES.failure:
+        if self._clock_device and LIBRARIES.failure:
             self.slowed("backward clock", f"hooks on autograd nodes measure backward times: {LIBRARIES.failure}")
         timings = self._timings()
         rows = _pairs(timings)

@@ -1,7 +1,7 @@
 """When autograd nodes ran, heard in C++ without a hook on any node; OpTimeMeasure asks it for backward times.
 
 A call is known by the numbers that its nodes got in the forward pass: PyTorch counts nodes per thread. Where there is
-no compiler, or it is not through yet, or another tool listens already, hooks on the nodes do the same, slower.
+no compiler, or it has not finished yet, or another tool listens already, hooks on the nodes do the same, slower.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .backward import WITHOUT_KERNEL
 _SOURCE: Final = compiling.SOURCES / "backward_clock.cpp"
 _CALLBACK: Final = "at::addGlobalCallback, of backward functions"
 _MAX_CALLS: Final = 50_000  # of a thread that may still be run backward
-_AT_ONCE: Final = 1_024
+_MAX_SPANS: Final = 1_024
 _LIGHT: Final = "\n".join(sorted(WITHOUT_KERNEL)).encode()
 
 
@@ -96,7 +96,7 @@ class BackwardClock:
         self._listening = True
         self._threads: dict[int, _Thread] = {}  # by Python's number of the thread
         self._by_number: dict[int, _Thread] = {}  # by PyTorch's
-        self._taken = (Span * _AT_ONCE)()
+        self._taken = (Span * _MAX_SPANS)()
         self._guard = threading.Lock()
         self.sequence: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", short.op_tools_clock_sequence)
         self.ready: Callable[[int], int] = short.op_tools_clock_ready
@@ -130,7 +130,7 @@ class BackwardClock:
             found: dict[int, tuple[Any, list[Span]]] = {}  # by the id of the call
             heard: dict[int, set[int]] = {}  # ids of calls by the number of their thread
             while True:
-                count = self._short.op_tools_clock_take(self._taken, _AT_ONCE)
+                count = self._short.op_tools_clock_take(self._taken, _MAX_SPANS)
                 for span in self._taken[:count]:
                     thread = self._by_number.get(span.thread)
                     call = None if thread is None else thread.find(span.sequence)
@@ -139,7 +139,7 @@ class BackwardClock:
                     else:
                         found.setdefault(id(call), (call, []))[1].append(Span.from_buffer_copy(span))
                         heard.setdefault(span.thread, set()).add(id(call))
-                if count < _AT_ONCE:
+                if count < _MAX_SPANS:
                     break
             if not graph_is_kept:
                 for number, ids in heard.items():
@@ -180,7 +180,8 @@ def _marks(spans: list[Span]) -> tuple[Any, ...]:
 def _load() -> tuple[Any, Any] | None:
     """The library twice: for calls that return at once, and for those that may wait and let other threads go on."""
     path = compiling.against_torch(
-        _SOURCE, lambda: console.note("compiling the backward clock in the background (once); until then, hooks do")
+        _SOURCE,
+        lambda: console.note("compiling the backward clock in the background (once); until then, node hooks"),
     )
     if path is None:
         return None

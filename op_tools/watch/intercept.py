@@ -167,13 +167,28 @@ class Interceptor(TorchFunctionMode):
         plans[func] = plan
         return plan
 
-    def plan_of(self, key: Any, traits: OpTraits) -> Plan | None:
-        """The plan of a function that no mode sees; `key` stands for it (`INTERCEPTOR.plan_of(wrapper, traits)`)."""
+    def watch_function(
+        self, key: Any, traits: OpTraits, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a Python function that no mode sees as one operator; `key` stands for it among the plans."""
         plans = self._plans
-        plan: Any = plans.get(key, _UNPLANNED)
+        plan: Plan | None = plans.get(key, _UNPLANNED)
         if plan is _UNPLANNED:
             plan = plans[key] = self.plan_for(traits)
-        return plan  # type: ignore[no-any-return]
+        if plan is None:
+            return function(*args, **kwargs)
+
+        def one_unit(*args: Any, **kwargs: Any) -> Any:
+            # What the function calls inside is not watched on its own.
+            modes.take_off(self)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                if self.tools:
+                    modes.put_on(self)
+
+        one_unit.op_tools_function = function  # type: ignore[attr-defined]
+        return self.watch(plan, one_unit, args, kwargs)
 
     def plan_for(self, traits: OpTraits) -> Plan | None:
         """Which of the active tools work on a function; None when nothing is to be done for it."""

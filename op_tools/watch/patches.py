@@ -207,10 +207,9 @@ class Installed:
         traits = traits_of(original, f"torch.distributed.{name}")
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            plan = interceptor.plan_of(watched, traits) if is_on(interceptor) else None
-            if plan is None:
+            if not is_on(interceptor):
                 return original(*args, **kwargs)
-            return interceptor.watch(plan, original, args, kwargs)
+            return interceptor.watch_function(watched, traits, original, args, kwargs)
 
         watched.__name__ = getattr(original, "__name__", name)
         why = "collectives are Python functions that no mode sees"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -152,3 +154,24 @@ def test_a_forked_child_has_nothing_patched_and_may_start_its_own_tool(device: s
         x = torch.ones(2, device=device)
         x.exp()
     assert "torch.Tensor.exp" in [row["op"] for row in tool.records()]
+
+
+COLLECTIVES = """
+import tempfile, torch, torch.distributed as dist, op_tools
+dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
+x = torch.ones(4)
+with op_tools.OpTimeMeasure() as timing:
+    dist.all_reduce(x)
+    dist.all_gather_into_tensor(torch.empty_like(x), x)
+print([row["op"] for row in timing.records()])
+dist.destroy_process_group()
+"""
+
+
+def test_a_collective_is_one_call_whatever_it_calls_inside(tmp_path: Path) -> None:
+    root = str(Path(__file__).resolve().parents[3])
+    env = {**os.environ, "PYTHONPATH": root, "OP_TOOLS_RESULTS_DIR": str(tmp_path), "OP_TOOLS_INCLUDE_CPU": "1"}
+    done = subprocess.run([sys.executable, "-c", COLLECTIVES], env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    names = ["torch.distributed.all_reduce", "torch.empty_like", "torch.distributed.all_gather_into_tensor"]
+    assert done.stdout.splitlines()[-1] == str(names)
