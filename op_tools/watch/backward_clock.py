@@ -63,13 +63,17 @@ class _Thread:
         self.ends: list[int] = []
         self.calls: list[Any] = []
 
-    def note(self, start: int, end: int, call: Any) -> None:
+    def note(self, start: int, end: int, call: Any) -> bool:
+        """False where node numbers have started again: Python gave the thread's number to a new thread."""
         with self.lock:
+            if self.ends and start < self.ends[-1]:
+                return False
             if len(self.calls) >= _MAX_CALLS:
                 self._keep(range(_MAX_CALLS // 2, len(self.calls)))
             self.starts.append(start)
             self.ends.append(end)
             self.calls.append(call)
+            return True
 
     def find(self, sequence: int) -> Any:
         """The call that a node belongs to, or None."""
@@ -116,13 +120,10 @@ class BackwardClock:
         """The nodes of a call have the numbers from `start` up to `end` of this thread (`clock.note(7, 9, call)`)."""
         here = threading.get_ident()
         thread = self._threads.get(here)
-        if thread is None:
+        if thread is None or not thread.note(start, end, call):
             thread = _Thread(int(self._short.op_tools_clock_thread()))
             self._threads[here] = self._by_number[thread.number] = thread
-        if thread.starts and start < thread.ends[-1]:  # the thread's number was given to a new one
-            thread = _Thread(int(self._short.op_tools_clock_thread()))
-            self._threads[here] = self._by_number[thread.number] = thread
-        thread.note(start, end, call)
+            thread.note(start, end, call)
 
     def passes(self, graph_is_kept: bool) -> list[Pass]:
         """Backward passes heard since the last time; call it when no pass is under way (`clock.passes(False)`)."""
