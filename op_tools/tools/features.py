@@ -88,11 +88,12 @@ def apply_feature(
         raise SettingsError(f"condition_func must be callable, not {type(condition_func).__name__}")
     wanted = _resolve(ops)
     names = {name for name, _ in wanted}
-    undo = [_wrap(name, function) for name, function in wanted if not _passes_through_mode(name, function)]
+    undo: list[Callable[[], None]] = []
     tool = known[feature]()
     tool.only = lambda traits: traits.name in names
     tool.condition = condition_func
     try:
+        undo += (_wrap(name, function) for name, function in wanted if not _passes_through_mode(name, function))
         tool.start()
     except BaseException:
         for one in undo:
@@ -106,9 +107,10 @@ def apply_feature(
 
 def _resolve(ops: Any) -> list[tuple[str, Callable[..., Any]]]:
     if isinstance(ops, str):
-        return [(ops, _by_name(ops))] if not isinstance(_by_name(ops), ModuleType) else _resolve(_by_name(ops))
+        found = _by_name(ops)
+        return _resolve(found) if isinstance(found, ModuleType) else [(ops, found)]
     if isinstance(ops, ModuleType):
-        found = [
+        members = [
             (f"{ops.__name__}.{name}", member)
             for name, member in vars(ops).items()
             if callable(member)
@@ -116,9 +118,9 @@ def _resolve(ops: Any) -> list[tuple[str, Callable[..., Any]]]:
             and not isinstance(member, type)
             and _home(member).startswith(ops.__name__.split(".")[0])
         ]
-        if not found:
+        if not members:
             raise SettingsError(f"module {ops.__name__} has no public functions to apply a feature to")
-        return [(name_of(f) if n.startswith("torch.") else n, f) for n, f in found]
+        return [(name_of(f) if n.startswith("torch.") else n, f) for n, f in members]
     if isinstance(ops, (list, tuple, set, frozenset)):
         return [pair for op in ops for pair in _resolve(op)]
     if callable(ops):
@@ -197,7 +199,8 @@ class _Wrapped:
             self._replace(owner, function, watched)
         if not self._places:
             raise SettingsError(f"{name} cannot be watched: it is not an attribute of any module")
-        patches.record(name, "apply_feature: no mode sees the function", self._undo, original=function)
+        self._what = f"{name}, for apply_feature"  # the interceptor may patch the same function
+        patches.record(self._what, "no mode sees this function", self._undo, original=function)
 
     def _replace(self, owner: Any, function: Any, watched: Any) -> None:
         for attribute, value in list(vars(owner).items()):
@@ -212,7 +215,7 @@ class _Wrapped:
         with _guard:
             self.users -= 1
             if not self.users and _wrapped.get(self.name) is self:
-                patches.undo(self.name)
+                patches.undo(self._what)
 
     def _undo(self) -> None:
         _wrapped.pop(self.name, None)

@@ -25,8 +25,8 @@ _ROLES: Final = {"forward": ("inputs", "outputs"), "backward": ("grad_outputs", 
 _MAX_REPORTED: Final = 10
 
 
-class _Seen(weakref.ref):  # type: ignore[type-arg]
-    """A tensor whose present version has been measured; few objects per tensor keep the collector idle."""
+class _Measured(weakref.ref):  # type: ignore[type-arg]
+    """A tensor whose present version has been measured; one object per tensor keeps the garbage collector idle."""
 
     __slots__ = ("key", "measure", "version")
 
@@ -77,10 +77,10 @@ class OpOverflowCheck(Tool):
     }
 
     def prepare(self) -> None:
-        self._known: dict[int, _Seen] = {}
+        self._known: dict[int, _Measured] = {}
         known = self._known
 
-        def forget(seen: _Seen) -> None:
+        def forget(seen: _Measured) -> None:
             if known.get(seen.key) is seen:
                 known.pop(seen.key, None)
 
@@ -134,7 +134,7 @@ class OpOverflowCheck(Tool):
             self._full.append(self._batches.pop(key))
         self.measured += 1
         if not tensor.is_inference():  # those count no versions
-            seen = _Seen(tensor, self._forget)
+            seen = _Measured(tensor, self._forget)
             seen.key, seen.version, seen.measure = id(tensor), tensor._version, measure
             self._known[seen.key] = seen
         return measure
@@ -156,7 +156,7 @@ class OpOverflowCheck(Tool):
         """Memory that nobody has written to yet may hold anything."""
         for tensor in tensors:
             if not tensor.is_inference():
-                seen = _Seen(tensor, self._forget)
+                seen = _Measured(tensor, self._forget)
                 seen.key, seen.version, seen.measure = id(tensor), tensor._version, None
                 self._known[seen.key] = seen
 

@@ -63,16 +63,33 @@ def test_all_that_is_patched_is_listed_and_comes_back(device: str) -> None:
         changed = _changed(before)
         assert {"threading.Thread.start", "torch.compile", "torch.distributed.all_reduce"} <= changed
         assert f"{__name__}.doubled" in changed
-        assert changed <= listed
-        assert listed - changed == {"torch.optim.Optimizer.step"}, "a hook, not an attribute"
+        assert changed <= {what.removesuffix(", for apply_feature") for what in listed}
+        assert len(listed) == len(changed) + 1, "each once, and a hook on optimizer steps"
         assert all(patch.why and patch.undo for patch in patches.listed())
         assert tool.active
         patches.undo_all()
         assert _changed(before) == set()
-        for name in listed & before.keys():
-            assert _attributes()[name] is before[name]
+        now = _attributes()
+        assert all(now[name] is before[name] for name in changed)
         assert patches.listed() == []
     assert _changed(before) == set()
+
+
+def test_a_feature_on_a_function_that_the_interceptor_patches_too(device: str) -> None:
+    original = torch.compile
+    with op_tools.apply_feature("torch.compile", "dump_op_args") as handle:
+        torch.compile(doubled)
+        torch.exp(torch.ones(2, device=device))
+        assert handle.tool.active
+    assert torch.compile is original
+
+
+def test_a_feature_that_cannot_be_applied_leaves_nothing_wrapped(device: str) -> None:
+    original = doubled
+    with pytest.raises(op_tools.SettingsError, match="not an attribute of any module"):
+        op_tools.apply_feature([doubled, lambda x: x], "dump_op_args")
+    assert doubled is original
+    assert patches.listed() == []
 
 
 def test_what_others_patched_meanwhile_stays(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
