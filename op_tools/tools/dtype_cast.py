@@ -18,7 +18,7 @@ from .base import Tool
 _DEFAULT: Final = "torch.float16->torch.float32,torch.bfloat16->torch.float32"
 _VARIABLE: Final = "OP_DTYPE_CAST_DICT"
 _FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_MAX_LEARNED: Final = 10_000
+_MAX_SIGNATURES: Final = 10_000
 
 
 class OpDtypeCast(Tool):
@@ -46,7 +46,7 @@ class OpDtypeCast(Tool):
 
     def prepare(self) -> None:
         self._by_op: dict[str, tuple[str, dict[torch.dtype, torch.dtype]]] = {}
-        self._learned: dict[Any, tuple[torch.dtype | None, ...]] = {}
+        self._result_dtypes: dict[Any, tuple[torch.dtype | None, ...]] = {}
         for variable, text in os.environ.items():
             if variable == _VARIABLE or variable.endswith(f"_{_VARIABLE}"):
                 settings.parse_dtype_map(text, variable)  # a mistake is an error now, not at the first call
@@ -139,11 +139,11 @@ class OpDtypeCast(Tool):
             str(call.kwargs.get("dtype")),
             torch.is_autocast_enabled(call.device.type) if tensors else False,
         )
-        known = self._learned.get(signature)
+        known = self._result_dtypes.get(signature)
         if known is None:
-            if len(self._learned) > _MAX_LEARNED:
-                self._learned.clear()
-            known = self._learned[signature] = _probe(call)
+            if len(self._result_dtypes) > _MAX_SIGNATURES:
+                self._result_dtypes.clear()
+            known = self._result_dtypes[signature] = _probe(call)
         return known
 
     def after(self, call: Call) -> None:

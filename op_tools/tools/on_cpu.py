@@ -15,7 +15,7 @@ from ..copies.host_copies import READS_AT_ONCE, HostCopies, wait_for_copies
 from ..copies.pinned_results import PinnedResults
 
 # Kernels without arithmetic: they allocate, move or rename, and stay on the device.
-_STAY: Final = frozenset(
+_STAYS_ON_DEVICE: Final = frozenset(
     """
     empty empty_strided empty_like new_empty new_empty_strided empty_permuted detach detach_ alias lift_fresh lift
     set_ resize_ resize_as_ record_stream is_pinned pin_memory _pin_memory set_data _has_compatible_shallow_copy_type
@@ -23,7 +23,7 @@ _STAY: Final = frozenset(
     """.split()  # noqa: SIM905
 )
 # Kernels that write to arguments their schema does not declare as written.
-_UNDECLARED: Final = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
+_UNDECLARED_WRITES: Final = {"native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4)}
 _HALVES: Final = (torch.float16, torch.bfloat16)
 
 
@@ -55,9 +55,9 @@ def _kernel(func: Any) -> _Kernel:
     for result in schema.returns:
         info = result.alias_info
         returns.append(next((by_alias.get(a) for a in info.before_set), None) if info is not None else None)
-    writes += _UNDECLARED.get(name[-1], ())
+    writes += _UNDECLARED_WRITES.get(name[-1], ())
     is_view = (bool(getattr(func, "is_view", False)) and not writes) or torch.Tag.inplace_view in func.tags
-    stays = is_view or name[-1] in _STAY or name[0] in ("c10d", "_c10d_functional", "prim", "profiler")
+    stays = is_view or name[-1] in _STAYS_ON_DEVICE or name[0] in ("c10d", "_c10d_functional", "prim", "profiler")
     random = torch.Tag.nondeterministic_seeded in func.tags
     moves = name[-1] in ("_to_copy", "copy_", "_copy_from")
     return _Kernel(stays, tuple(writes), tuple(returns), random, moves, name[-1].startswith("_foreach_"))
@@ -107,7 +107,7 @@ class OnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written: list[Tensor] = []
         for where in kernel.writes:
             written.extend(tensors_in(_argument(args, kwargs, where)))
-        copies = self._fetch(tensors, {id(t) for t in written} if written else _NONE, device)
+        copies = self._fetch(tensors, {id(t) for t in written} if written else _NO_IDS, device)
 
         def swap(tensor: Tensor) -> Tensor:
             return copies.get(id(tensor), tensor)
@@ -185,7 +185,7 @@ class OnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return map_tensors(result, move)
 
 
-_NONE: Final[frozenset[int]] = frozenset()
+_NO_IDS: Final[frozenset[int]] = frozenset()
 _LISTS: Final = frozenset({list, tuple})
 
 
