@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -32,6 +33,7 @@ class Diagnosis:
     hints: dict[str, str]
     missing: dict[str, str]
     environment: dict[str, str]
+    op_tools_patches: dict[str, str]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON.
@@ -43,6 +45,8 @@ class Diagnosis:
     def __str__(self) -> str:
         lines: list[str] = []
         for title, content in self.as_dict().items():
+            if title == "op_tools_patches" and not content:
+                continue  # no tool is active
             lines.append(title)
             rows = content.items() if isinstance(content, dict) else ((_first(row), _rest(row)) for row in content)
             lines.extend(f"  {name}: {value}" for name, value in rows)
@@ -88,6 +92,7 @@ def diagnose(backend: Backend, patches: list[Patch]) -> Diagnosis:
             for name, value in sorted(os.environ.items())
             if name.startswith("DITORCH_") or name in ("CUDA_VISIBLE_DEVICES", backend.visible_devices)
         },
+        op_tools_patches=_op_tools_patches(),
     )
 
 
@@ -97,6 +102,11 @@ def candidates_beside(backend: Backend) -> list[Any]:
     Example: ``[c.backend.name for c in candidates_beside(ditorch.backend)]``
     """
     return candidates(skip_building=backend.name != "soft")
+
+
+def _op_tools_patches() -> dict[str, str]:
+    loaded = sys.modules.get("op_tools.watch.patches")
+    return {} if loaded is None else {patch.what: patch.why for patch in loaded.listed()}
 
 
 def _devices(backend: Backend) -> list[dict[str, Any]]:

@@ -231,7 +231,7 @@ def show_records(file: Path) -> int:
             rows = [[n, str(connection.execute(f'SELECT count(*) FROM "{n}"').fetchone()[0])] for n in names]
             findings = connection.execute("SELECT tool, op, message, location FROM findings").fetchall()
     except sqlite3.Error as error:
-        print(f"{file}: is no records file of op_tools ({error})", file=sys.stderr)
+        print(f"{file}: is not an op_tools records file ({error})", file=sys.stderr)
         return 2
     print(table(["table", "rows"], rows))
     for tool, op, message, location in findings[:100]:

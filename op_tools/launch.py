@@ -9,26 +9,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import op_tools
-
 from .settings import SettingsError
+from .tools import all_tools
+from .tools.base import Tool
 from .view import console
-
-TOOLS = ("OpAutoCompare", "OpCapture", "OpDtypeCast", "OpFallback", "OpObserve", "OpOverflowCheck", "OpTimeMeasure")
 
 
 def parser(prog: str = "op_tools run") -> argparse.ArgumentParser:
     """The options of the command (`parser().parse_args(["OpObserve", "x.py"])`)."""
+    tools = all_tools()
     made = argparse.ArgumentParser(
         prog=prog,
         description="Run a Python script, as it is, under one or several tools of op_tools.",
         epilog=f"example: {prog} OpAutoCompare --steps 0:2 train.py --batch 16",
     )
-    made.add_argument("tool", help=f"one or several of {', '.join(TOOLS)}, separated by commas")
+    made.add_argument("tool", help=f"one or several of {', '.join(tools)}, separated by commas")
     made.add_argument("--steps", metavar="A:B", help="only in these steps of the optimizer, A included, B not")
     made.add_argument("--ops", metavar="LIST", help="only these operators: names or regular expressions, with commas")
-    made.add_argument("--mode", choices=("every", "once"), help="OpAutoCompare: every call, or each kind of call once")
-    made.add_argument("--budget", metavar="2x", help="OpAutoCompare: keep the run within this factor")
+    for name, (owners, words) in _own_options(tools).items():
+        made.add_argument(f"--{name}", **{**words, "help": f"{', '.join(owners)}: {words['help']}"})
     made.add_argument("--no-ditorch", action="store_true", help="do not import ditorch first")
     made.add_argument("script", help="the script to run")
     made.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
@@ -39,7 +38,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m op_tools
     """Run the command; the exit code is the script's (`main(["OpObserve", "train.py"])`)."""
     options = parser(prog).parse_args(arguments)
     try:
-        tools = [_tool(name.strip(), options) for name in options.tool.split(",")]
+        tools = _chosen_tools(options)
     except (SettingsError, ValueError) as error:
         console.complain(str(error))
         return 2
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m op_tools
         import ditorch  # noqa: F401  (CUDA code runs on the machine's accelerator from here on)
     sys.argv = [str(script), *options.arguments]
     sys.path[0] = str(script.resolve().parent)
-    started: list[Any] = []
+    started: list[Tool] = []
     try:
         for tool in tools:
             started.append(tool.start())
@@ -65,15 +64,32 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m op_tools
     return 0
 
 
-def _tool(name: str, options: argparse.Namespace) -> Any:
-    if name not in TOOLS:
-        raise ValueError(f"there is no tool {name!r}; choose from {', '.join(TOOLS)}")
-    more: dict[str, Any] = {}
-    if name == "OpAutoCompare":
-        more = {"mode": options.mode, "budget": options.budget}
-    elif options.mode or options.budget:
-        raise ValueError(f"--mode and --budget belong to OpAutoCompare, not to {name}")
-    return getattr(op_tools, name)(ops=options.ops, steps=_steps(options.steps), **more)
+def _own_options(tools: dict[str, type[Tool]]) -> dict[str, tuple[list[str], dict[str, Any]]]:
+    """Options of some tools only: whose they are, and the words for argparse."""
+    found: dict[str, tuple[list[str], dict[str, Any]]] = {}
+    for tool in tools.values():
+        for name, words in tool.run_options.items():
+            found.setdefault(name, ([], words))[0].append(tool.name)
+    return found
+
+
+def _chosen_tools(options: argparse.Namespace) -> list[Tool]:
+    known = all_tools()
+    names = [name.strip() for name in options.tool.split(",")]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"there is no tool {name!r}; choose from {', '.join(known)}")
+    own = _own_options(known)
+    given = {name: value for name in own if (value := getattr(options, name)) is not None}
+    for option in given:
+        owners = own[option][0]
+        if not set(owners) & set(names):
+            raise ValueError(f"--{option} belongs to {', '.join(owners)}, not to {', '.join(names)}")
+    steps = _steps(options.steps)
+    return [
+        known[name](ops=options.ops, steps=steps, **{o: v for o, v in given.items() if o in known[name].run_options})
+        for name in names
+    ]
 
 
 def _steps(text: str | None) -> range | None:

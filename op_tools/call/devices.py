@@ -50,6 +50,18 @@ def module_of(device_type: str) -> Any:
     return torch.get_device_module(device_type)
 
 
+def names_device(value: Any) -> bool:
+    """Whether a device argument names an accelerator (`names_device("cuda:0")`)."""
+    if isinstance(value, int):
+        return True
+    if not isinstance(value, (str, torch.device)):
+        return False
+    try:
+        return torch.device(value).type not in ("cpu", "meta")
+    except RuntimeError:
+        return False
+
+
 def accelerator_type() -> str:
     """Device type of this process's accelerator, `cpu` where there is none (`accelerator_type() == "cuda"`)."""
     try:
@@ -94,7 +106,8 @@ def get_rng_state(device: torch.device) -> torch.Tensor | None:
     try:
         if device.type == "cpu":
             return torch.get_rng_state()
-        return module_of(device.type).get_rng_state(device)
+        state: torch.Tensor = module_of(device.type).get_rng_state(device)
+        return state
     except Exception:
         return None
 

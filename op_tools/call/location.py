@@ -9,27 +9,29 @@ from types import CodeType, FrameType
 from typing import Final
 
 import torch
+import typing_extensions
 
 _HERE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH: Final = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _DITORCH: Final = os.path.join(os.path.dirname(os.path.dirname(_HERE)), "ditorch") + os.sep
-_INTERNAL_FILES: Final = frozenset(
-    os.path.join(os.path.dirname(os.path.abspath(os.__file__)), name)
-    for name in ("contextlib.py", "threading.py", "functools.py", "concurrent/futures/thread.py")
+_STANDARD: Final = os.path.dirname(os.path.abspath(os.__file__))
+_INTERNAL_FILES: Final = (  # wrappers around functions: decorators, threads, deprecations
+    *(os.path.join(_STANDARD, f"{name}.py") for name in ("contextlib", "threading", "functools", "warnings")),
+    os.path.join(_STANDARD, "concurrent/futures/thread.py"),
+    os.path.abspath(typing_extensions.__file__),
 )
-
+_INTERNAL: Final = (_TORCH, _HERE, _DITORCH, "<frozen", "<ditorch", *_INTERNAL_FILES)
 _REPLAY: Final = os.path.join(_HERE, "replay", "captured.py")
+_MAX_FRAMES: Final = 64
+_MAX_KNOWN: Final = 50_000  # code made by exec in a loop must not pile up
 
 _is_user_code: dict[CodeType, bool] = {}
 _texts: dict[tuple[CodeType, int], str] = {}
-_DEEPEST: Final = 64
 
 
 def _belongs_to_user(code: CodeType) -> bool:
     name = code.co_filename
-    if name == _REPLAY:  # a replayed call is made there
-        return True
-    return not (name.startswith((_TORCH, _HERE, _DITORCH, "<frozen")) or name in _INTERNAL_FILES)
+    return name == _REPLAY or not name.startswith(_INTERNAL)  # a replayed call is made there
 
 
 def call_site(depth: int = 2) -> str:
@@ -39,13 +41,13 @@ def call_site(depth: int = 2) -> str:
     except ValueError:
         return ""
     first = frame
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_FRAMES):
         if frame is None:
             break
         code = frame.f_code
         mine = _is_user_code.get(code)
         if mine is None:
-            if len(_is_user_code) > 50_000:  # code made by exec in a loop must not pile up
+            if len(_is_user_code) > _MAX_KNOWN:
                 _is_user_code.clear()
             mine = _is_user_code[code] = _belongs_to_user(code)
         if mine:
@@ -58,7 +60,7 @@ def _text(code: CodeType, line: int) -> str:
     key = (code, line)
     text = _texts.get(key)
     if text is None:
-        if len(_texts) > 50_000:
+        if len(_texts) > _MAX_KNOWN:
             _texts.clear()
         source = linecache.getline(code.co_filename, line).strip()
         text = _texts[key] = f"{code.co_filename}:{line} {code.co_name}: {source}"

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 _CALLS: Final = frozenset({torch.nn.Module._call_impl.__code__})
-_DEEPEST: Final = 256
+_MAX_FRAMES: Final = 256
 
 # of each outermost module: the ids of those in it; the id of one that is gone may come again
 _Names = dict[int, "tuple[weakref.ref[torch.nn.Module], str]"]
@@ -24,7 +24,7 @@ def module_path(depth: int = 1) -> str:
     """
     frame: FrameType | None = sys._getframe(depth)
     innermost = outermost = None
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_FRAMES):
         if frame is None:
             break
         if frame.f_code in _CALLS:

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import torch
 
-from .. import settings
+from .. import lifecycle, settings
 from ..call.description import Tensor
 from ..call.devices import can_pin
 from ..copies.operands import Fetcher, Layout, Operands, Ref, bytes_in, padded
@@ -413,7 +413,7 @@ def forget_in_child() -> None:
     _pools.clear()
 
 
-os.register_at_fork(after_in_child=forget_in_child)
+lifecycle.after_fork_in_child(forget_in_child)
 
 
 def available() -> bool:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import signal
 from multiprocessing.connection import Connection
 from typing import Any, Final, NamedTuple
 
 import torch
 
+from .. import lifecycle
 from ..call.description import Tensor
 from ..copies.invocation import BACKWARD, Invocation, Region
 from ..copies.operands import tensors_over
@@ -130,7 +130,7 @@ class Worker:
 
 def main(socket: int, memory: int, size: int) -> None:
     """Serve the process that holds the other end of a socket; both map `size` bytes of a file."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run; this process ends when the run does
+    lifecycle.ignore_ctrl_c()  # this process ends when the run does
     torch.set_num_threads(1)
     connection = Connection(socket)
     try:

@@ -1,7 +1,7 @@
 """Results of CPU kernels in pinned memory, for threads that ask for it; OpFallback does.
 
 The way back to the device is then one copy, and memory is used again without page faults. Where there is no compiler,
-or it is not through yet, results are copied to pinned memory first, slower.
+or it has not finished yet, results are copied to pinned memory first, slower.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PinnedResults:
 
 def _load() -> Any:
     path = compiling.against_torch(
-        _SOURCE, lambda: console.note("compiling for pinned results in the background (once); until then, a copy more")
+        _SOURCE, lambda: console.note("compiling for pinned results in the background (once); one more copy until then")
     )
     if path is None:
         return None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
+
+from .. import lifecycle
 
 _STOP: Final = object()
 _all: weakref.WeakSet[Writer] = weakref.WeakSet()
@@ -147,7 +148,6 @@ class Writer:
             thread.join(timeout=5)
 
 
-@atexit.register
 def _close_all() -> None:
     # No thread of ours may be inside PyTorch when the interpreter goes down: it would take the process with it.
     for writer in list(_all):
@@ -157,6 +157,10 @@ def _close_all() -> None:
 def forget_in_child() -> None:
     """A forked child has none of its parent's threads: it must not wait for them."""
     _all.clear()
+
+
+lifecycle.at_exit(lifecycle.Exit.WRITERS, _close_all)
+lifecycle.after_fork_in_child(forget_in_child)
 
 
 class MemoryBudget:

@@ -89,6 +89,7 @@ class Library:
     def __init__(self, name: str, load: Callable[[], Any]) -> None:
         self._load = load
         self._loaded: Any = None
+        self.failure = ""  # why it could not be built or loaded, where it should have been
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"op_tools-{name}", daemon=True)
         self._thread.op_tools_internal = True  # type: ignore[attr-defined]
@@ -112,8 +113,9 @@ class Library:
     def _run(self) -> None:
         try:
             self._loaded = self._load()
-        except (OSError, AttributeError, subprocess.SubprocessError):
+        except (OSError, AttributeError, subprocess.SubprocessError) as error:
             self._loaded = None  # the compiler failed, or there is no folder to write to
+            self.failure = f"{type(error).__name__}: {str(error)[:200]}"
 
 
 _libraries: Final[list[Library]] = []

@@ -6,7 +6,6 @@ puts together. Elsewhere PyTorch's own reductions do it, in several passes.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -282,13 +281,22 @@ def put_together(rows: Any, starts: list[int]) -> Any:
     return np.stack(found)
 
 
+BROKEN: Final[dict[int, str]] = {}  # GPUs whose kernel does not work although Triton is there, and why
+
+
 @functools.cache
 def fused(index: int) -> Kernels | None:
     """The kernels of a GPU, or None where Triton is missing or its answer is not the right one."""
-    with contextlib.suppress(Exception), quiet():
-        kernels = Kernels(index, "triton_statistics", arguments=4)
-        if _agrees(kernels, index):
-            return kernels
+    try:
+        with quiet():
+            kernels = Kernels(index, "triton_statistics", arguments=4)
+            if _agrees(kernels, index):
+                return kernels
+        BROKEN[index] = "the kernel finds other statistics than PyTorch"
+    except ImportError:  # no Triton
+        pass
+    except Exception as error:
+        BROKEN[index] = f"{type(error).__name__}: {str(error)[:200]}"
     return None
 
 

@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Final
 
+from .. import lifecycle
 from ..judge import verdict
 from .check import Check, replay
 from .outcome import ERROR, Options, Outcome, op_from
@@ -177,7 +178,7 @@ def _limited_threads(threads: int) -> Iterator[None]:
 
 def _work(connection: Connection, options: Options) -> None:
     """The loop of a worker: captures in, outcomes out, until the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    lifecycle.ignore_ctrl_c()
     activate(options.device)
     with contextlib.suppress(EOFError, OSError):
         while True:

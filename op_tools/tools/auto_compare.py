@@ -60,6 +60,11 @@ class OpAutoCompare(Tool):
 
     name = "OpAutoCompare"
     prefix = "OP_AUTOCOMPARE"
+    feature = "autocompare"
+    run_options: ClassVar[dict[str, dict[str, Any]]] = {
+        "mode": {"choices": MODES, "help": "every call, or each kind of call once"},
+        "budget": {"metavar": "2x", "help": "keep the run within this factor"},
+    }
     order = 20
     wants_backward = True
     columns: ClassVar[dict[str, str]] = {
@@ -331,9 +336,7 @@ class OpAutoCompare(Tool):
 
     def _report_judge(self, message: str) -> None:
         """A judge that fails is reported once; what it leaves open goes down the ladder."""
-        key = ("(judge)", message.split(":")[0])
-        if key not in self._failures:
-            self._failures.add(key)
+        if self._is_first("(comparison)", message.split(":")[0]):
             self._report(Finding(self.name, "(comparison)", "tool-failure", message))
 
     # -- tell, at the end -----------------------------------------------------------------------------

@@ -11,43 +11,45 @@ from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
 from .. import settings
-from ..call.description import Finding, Tensor, TensorMeta, labelled
+from ..call.description import Finding, Tensor
 from ..call.traits import OpTraits
 from ..settings import OpFilter, SettingsError
-from ..view import console, store
-from ..watch.intercept import INTERCEPTOR, Call
+from ..view import console
+from ..watch.call import Call
+from ..watch.intercept import INTERCEPTOR
+from .records import Records
 
 _Self = TypeVar("_Self", bound="Tool")
-_FINDING_COLUMNS = {
-    "tool": "TEXT",
-    "run": "INTEGER",
-    "op": "TEXT",
-    "kind": "TEXT",
-    "message": "TEXT",
-    "call_id": "INTEGER",
-    "location": "TEXT",
-}
-
-_MOST_SITES = 20_000
 _RUNS = itertools.count(1)  # not the id of the tool: a later one may have the same
+_MAX_FINDINGS = 10_000
+TOOLS: dict[str, type[Tool]] = {}  # all that are defined, by name
 
 
-class Tool:
+class Tool(Records):
     """A tool that works on operator calls between `start()` and `stop()`.
+
+    A subclass with a `name` of its own is a tool of `op_tools run`; one with a `feature` is one of `apply_feature`.
 
     >>> with op_tools.OpObserve(ops=["torch.add"]):  # doctest: +SKIP
     ...     torch.add(x, y)
     """
 
-    name: ClassVar[str] = "Tool"
-    prefix: ClassVar[str] = "OP_TOOL"
+    feature: ClassVar[str] = ""  # its name in `apply_feature`, if it has one
+    run_options: ClassVar[dict[str, dict[str, Any]]] = {}  # of `op_tools run`: keyword of the tool, words for argparse
     transforms: ClassVar[bool] = False  # replaces how the operator runs, instead of watching it
     wants_backward: bool = False
     wants_backward_start: bool = False
     wants_pointers: ClassVar[bool] = True  # looks at the addresses of tensors; with a full console all do
     announces: ClassVar[bool] = False  # says "apply OpXHook on ..." for every call
     order: ClassVar[int] = 50  # lower ones see the call first and the result last
-    columns: ClassVar[dict[str, str]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" in vars(cls):
+            known = TOOLS.get(cls.name, cls)
+            if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise TypeError(f"{cls.__module__}: there is a tool {cls.name!r} in {known.__module__} already")
+            TOOLS[cls.name] = cls
 
     def __init__(
         self,
@@ -63,8 +65,8 @@ class Tool:
         self._steps, self._ranks, self._max_calls = steps, ranks, max_calls
         self._starts = self._pid = 0
         self._lock = threading.RLock()
-        self._failures: set[tuple[str, str]] = set()
-        self._store: store.Store | None = None
+        self._counting = threading.Lock()
+        self._reported: set[tuple[str, str]] = set()
         self.filter = OpFilter()
         self.view = console.View("off")
         self.calls: Counter[str] = Counter()
@@ -107,6 +109,9 @@ class Tool:
     def finish(self) -> None:
         """Read back, write out, at stop."""
 
+    def release(self) -> None:
+        """Give back what `prepare` took: after `finish`, and where the tool could not start."""
+
     def summary(self) -> list[str]:
         """Facts for the summary at stop."""
         return []
@@ -133,15 +138,15 @@ class Tool:
                 self.view = console.View(settings.console_level())
                 self.filter = OpFilter.from_environment(self.prefix, self._ops, self._disable)
                 self.prepare()
-                self._store = store.current()
-                self._add_row = self._store.table(self.table_name, {"run": "INTEGER", **self.columns})
-                self._add_finding = self._store.table("findings", _FINDING_COLUMNS)
-                self._run_key = next(_RUNS)
-                self._failures.clear()
-                self.calls = Counter()
-                self.findings_now = []
-                self._sites: dict[tuple[str, str, int, int], int] = {}
-                INTERCEPTOR.add(self)
+                try:
+                    self._open(next(_RUNS))
+                    self._reported.clear()
+                    self.calls = Counter()
+                    self.findings_now = []
+                    INTERCEPTOR.add(self)
+                except BaseException:
+                    self.release()
+                    raise
             self._starts += 1
         return self
 
@@ -163,6 +168,8 @@ class Tool:
                 self._store.flush()
         except Exception as error:
             self._report(Finding(self.name, "(end of run)", "tool-failure", _reason(error)))
+        finally:
+            self.release()
         if self.only is None:
             self._say_summary()
 
@@ -170,7 +177,7 @@ class Tool:
 
     def step(self) -> None:
         """Count a training step by hand, where no optimizer does it (`tool.step()`)."""
-        INTERCEPTOR.step += 1
+        INTERCEPTOR.count_step()
 
     def __enter__(self: _Self) -> _Self:
         return self.start()
@@ -224,128 +231,55 @@ class Tool:
 
     def announce(self, call: Call) -> None:
         """Count the call, and say `apply OpXHook on ...` where that is documented."""
-        self.calls[call.op] += 1
+        with self._counting:
+            self.calls[call.op] += 1
         if self.announces or self.only is not None:
             self.view.apply(self.hook, call.op)
 
     # -- findings and records -------------------------------------------------------------------------
 
-    @property
-    def table_name(self) -> str:
-        """The tool's table in the store."""
-        return self.prefix.lower()
-
     def failed(self, call: Call, error: BaseException, what: str = "the tool failed on this operator") -> None:
         """A failure of the tool's own becomes a finding, once per operator; the training goes on."""
-        key = (call.op, type(error).__name__)
-        if key in self._failures:
-            return
-        self._failures.add(key)
-        self._report(Finding(self.name, call.op, "tool-failure", f"{what}: {_reason(error)}", call.id, call.location))
+        if self._is_first(call.op, type(error).__name__):
+            self._report(
+                Finding(self.name, call.op, "tool-failure", f"{what}: {_reason(error)}", call.id, call.location)
+            )
+
+    def slowed(self, part: str, why: str) -> None:
+        """A fast path is broken for good: report it once per run."""
+        if self._is_first(part, "slow"):
+            self._report(Finding(self.name, part, "slow", f"a slower way is used: {why}"))
+
+    def _is_first(self, op: str, kind: str) -> bool:
+        with self._counting:
+            if (op, kind) in self._reported:
+                return False
+            self._reported.add((op, kind))
+            return True
 
     def found(self, call: Call, kind: str, message: str, once: bool = False) -> None:
         """Report something about a call; `once` keeps it to one report per operator and kind."""
-        if once:
-            if (call.op, kind) in self._failures:
-                return
-            self._failures.add((call.op, kind))
-        self._report(Finding(self.name, call.op, kind, message, call.id, call.location))
+        if not once or self._is_first(call.op, kind):
+            self._report(Finding(self.name, call.op, kind, message, call.id, call.location))
 
     def _report(self, finding: Finding) -> None:
-        if len(self.findings_now) < 10_000:
+        if len(self.findings_now) < _MAX_FINDINGS:
             self.findings_now.append(finding)
-        if self._store is not None:
-            self._add_finding(
-                (
-                    finding.tool,
-                    self._run_key,
-                    finding.op,
-                    finding.kind,
-                    finding.message,
-                    finding.call_id,
-                    finding.location,
-                )
-            )
+        self._add_finding(finding)
         self.view.finding(finding)
-
-    def site(self, call: Call) -> int:
-        """Number of the call's place and signature in the store; its description is stored once."""
-        inputs, outputs = call.inputs, call.outputs
-        quick = (call.op, call.location, inputs.number, outputs.number)
-        found = self._sites.get(quick)
-        if found is None:
-            assert self._store is not None
-            key = (call.op, call.location, inputs.args, inputs.kwargs, outputs.args)
-            found = self._store.site(key, call.op, call.location, lambda: describe_site(call))
-            if inputs.number and outputs.number:
-                if len(self._sites) >= _MOST_SITES:
-                    self._sites.clear()
-                self._sites[quick] = found
-        return found
-
-    def record(self, *row: Any) -> None:
-        """Append one row to the tool's table."""
-        self._add_row((self._run_key, *row))
-
-    def records(self) -> list[dict[str, Any]]:
-        """What was recorded since the last start, one dict per row (`tool.records()[0]["op"]`)."""
-        if self._store is None:
-            return []
-        joined = "site" in self.columns
-        what = "r.*, s.op, s.location, s.described" if joined else "r.*"
-        join = "LEFT JOIN sites s ON s.site = r.site" if joined else ""
-        rows = self._store.rows(
-            f"SELECT {what} FROM {self.table_name} r {join} WHERE r.run = ? ORDER BY r.rowid", (self._run_key,)
-        )
-        for row in rows:
-            row.pop("run", None)
-            row.pop("site", None)
-            self.polish(row)
-        return rows
-
-    def polish(self, row: dict[str, Any]) -> None:
-        """Turn one stored row into what users get."""
 
     def findings(self) -> list[Finding]:
         """What was found since the last start (`tool.findings()`)."""
         return list(self.findings_now)
 
-    def to_pandas(self) -> Any:
-        """The records as a DataFrame; needs pandas (`tool.to_pandas().groupby("op")`)."""
-        try:
-            import pandas
-        except ImportError:
-            raise ImportError("to_pandas() needs pandas: pip install pandas, or use records()") from None
-        return pandas.DataFrame(self.records())
-
-    def _repr_html_(self) -> str:
-        rows = self.records()[:200]
-        if not rows:
-            return f"<p>{self.name}: no records</p>"
-        header = [k for k in rows[0] if k != "described"]
-        return console.html_table(header, ([row.get(k, "") for k in header] for row in rows))
-
-    def __rich__(self) -> Any:
-        from rich.table import Table
-
-        rows = self.records()[:200]
-        shown = Table(title=self.name)
-        header = [k for k in rows[0] if k != "described"] if rows else []
-        for column in header:
-            shown.add_column(column)
-        for row in rows:
-            shown.add_row(*(str(row.get(k, "")) for k in header))
-        return shown
-
     def _say_summary(self) -> None:
-        total, ops = sum(self.calls.values()), len(self.calls)
-        facts = [f"{total} calls of {ops} operators"]
-        if ops:
-            facts.append("most often: " + ", ".join(f"{op} {n}" for op, n in self.calls.most_common(5)))
+        facts = [f"{_counted(sum(self.calls.values()), 'call')} of {_counted(len(self.calls), 'operator')}"]
+        if self.calls:
+            facts.append("most frequent: " + ", ".join(f"{op} ({n})" for op, n in self.calls.most_common(5)))
         facts += self.summary()
         facts += self.filter.unused()
         shown = [f for f in self.findings_now if f.kind != "skipped"]
-        facts.append(f"{len(shown)} findings" if shown else "nothing found")
+        facts.append(_counted(len(shown), "finding") if shown else "nothing found")
         facts += [console.finding_line(f) for f in shown[:10]]
         if self._store is not None:
             facts.append(f"records in {self._store.path}")
@@ -356,17 +290,9 @@ class Tool:
         self.view.say(console.summary_text(f"{self.name} summary", facts, [], []))
 
 
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:500]}"
-
-
-def describe_site(call: Call) -> dict[str, Any]:
-    """JSON-able description of a call's arguments and results."""
-    return {
-        "inputs": _plain(labelled(call.inputs, "inputs")),
-        "outputs": _plain(labelled(call.outputs, "outputs")),
-    }
-
-
-def _plain(rows: list[tuple[str, TensorMeta | str]]) -> list[Any]:
-    return [[label, part.as_dict() if isinstance(part, TensorMeta) else part] for label, part in rows]

@@ -42,6 +42,7 @@ class OpCapture(Tool):
 
     name = "OpCapture"
     prefix = "OP_CAPTURE"
+    feature = "op_capture"
     order = 40
     wants_backward = True
     wants_pointers = False
@@ -267,9 +268,6 @@ class OpCapture(Tool):
     def records(self) -> list[dict[str, Any]]:
         """The files of the last run, in the order of the calls (`capture.records()[0]["path"]`)."""
         return sorted(super().records(), key=lambda row: row["call_id"])
-
-    def polish(self, row: dict[str, Any]) -> None:
-        row.pop("described", None)
 
 
 def _gradient_rows(outputs: Described, inputs: Described) -> console.LabelledRows:

@@ -10,14 +10,14 @@ import torch
 
 from .. import settings
 from ..call.description import Tensor, map_tensors, tensors_in
-from ..call.devices import quiet
+from ..call.devices import get_rng_state, quiet, set_rng_state
 from ..view import console
-from ..watch.intercept import Call
+from ..watch.call import Call
 from .base import Tool
 
 _DEFAULT: Final = "torch.float16->torch.float32,torch.bfloat16->torch.float32"
 _FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_MOST_LEARNED: Final = 10_000
+_MAX_SIGNATURES: Final = 10_000
 
 
 class OpDtypeCast(Tool):
@@ -30,6 +30,7 @@ class OpDtypeCast(Tool):
 
     name = "OpDtypeCast"
     prefix = "OP_DTYPE_CAST"
+    feature = "cast_dtype"
     transforms = True
     announces = True
     order = 70  # outside OpFallback: what is cast may then run on the CPU
@@ -47,7 +48,7 @@ class OpDtypeCast(Tool):
         if self.only is not None:  # a feature may be applied before its variable is set: it is read at each call
             self._casts = settings.Casts(os.environ)
         self._by_op: dict[str, tuple[str, dict[torch.dtype, torch.dtype]]] = {}
-        self._learned: dict[Any, tuple[torch.dtype | None, ...]] = {}
+        self._result_dtypes: dict[Any, tuple[torch.dtype | None, ...]] = {}
 
     def _map_for(self, op: str) -> tuple[str, dict[torch.dtype, torch.dtype]]:
         if self.only is None and op in self._by_op:
@@ -95,7 +96,7 @@ class OpDtypeCast(Tool):
         for number, tensor in cast.items():
             if _version(tensor) != versions[number]:  # an in-place operator wrote to the cast copy
                 originals[number].copy_(tensor)
-        result = self._give_back(result, cast, originals, expected, mapping, actions)
+        result = self._give_back(result, cast, originals, expected, actions)
         call.notes[self] = (actions, config)
         return result
 
@@ -105,7 +106,6 @@ class OpDtypeCast(Tool):
         cast: dict[int, Tensor],
         originals: dict[int, Tensor],
         expected: tuple[torch.dtype | None, ...],
-        mapping: dict[torch.dtype, torch.dtype],
         actions: list[tuple[str, str]],
     ) -> Any:
         back = {id(tensor): originals[key] for key, tensor in cast.items()}
@@ -135,11 +135,11 @@ class OpDtypeCast(Tool):
             str(call.kwargs.get("dtype")),
             torch.is_autocast_enabled(call.device.type) if tensors else False,
         )
-        known = self._learned.get(signature)
+        known = self._result_dtypes.get(signature)
         if known is None:
-            if len(self._learned) > _MOST_LEARNED:
-                self._learned.clear()
-            known = self._learned[signature] = _probe(call)
+            if len(self._result_dtypes) > _MAX_SIGNATURES:
+                self._result_dtypes.clear()
+            known = self._result_dtypes[signature] = _probe(call)
         return known
 
     def after(self, call: Call) -> None:
@@ -155,9 +155,6 @@ class OpDtypeCast(Tool):
             rows = [[call.op, target, action, config] for target, action in actions]
             self.view.block(console.table(console.CAST_COLUMNS, rows))
 
-    def polish(self, row: dict[str, Any]) -> None:
-        row.pop("described", None)
-
 
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
@@ -165,10 +162,7 @@ def _version(tensor: Tensor) -> int:
 
 def _probe(call: Call) -> tuple[torch.dtype | None, ...]:
     """Run the operator as it is on private copies and see what comes out; the run's state is untouched."""
-    state = None
     device = call.device
-    from ..call.devices import get_rng_state, set_rng_state
-
     autocast = _autocast_of(device.type)
     try:
         with quiet():

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from types import ModuleType, TracebackType
-from typing import Any, Final
+from typing import Any
 
 from torch.overrides import get_testing_overrides
 
-from ..call.traits import OpTraits, name_of, traits_of
+from .. import lifecycle
+from ..call.traits import name_of, traits_of
 from ..settings import SettingsError, near_misses
-from ..watch.intercept import _UNPLANNED, INTERCEPTOR, _put_on, _take_off
-from .auto_compare import OpAutoCompare
+from ..watch import patches
+from ..watch.intercept import INTERCEPTOR
+from . import all_tools
 from .base import Tool
-from .capture import OpCapture
-from .dtype_cast import OpDtypeCast
-from .fallback import OpFallback
-from .observe import OpObserve
-from .overflow_check import OpOverflowCheck
-from .time_measure import OpTimeMeasure
 
-FEATURES: Final[dict[str, type[Tool]]] = {
-    "fallback": OpFallback,
-    "cast_dtype": OpDtypeCast,
-    "op_capture": OpCapture,
-    "autocompare": OpAutoCompare,
-    "dump_op_args": OpObserve,
-    "measure_op_time": OpTimeMeasure,
-    "overflow_check": OpOverflowCheck,
-}
+
+def features() -> dict[str, type[Tool]]:
+    """The tools by their names in `apply_feature` (`features()["fallback"]`)."""
+    return {tool.feature: tool for tool in all_tools().values() if tool.feature}
 
 
 class FeatureHandle:
@@ -71,10 +62,12 @@ class FeatureHandle:
 _handles: list[FeatureHandle] = []
 
 
-@atexit.register
 def _remove_all() -> None:
     for handle in list(_handles):
         handle.remove()
+
+
+lifecycle.at_exit(lifecycle.Exit.TOOLS, _remove_all)
 
 
 def apply_feature(
@@ -88,18 +81,19 @@ def apply_feature(
 
     >>> op_tools.apply_feature("torch.add", "fallback", lambda a, b: a.dim() == 2)  # doctest: +SKIP
     """
-    kind = FEATURES.get(feature)
-    if kind is None:
-        raise SettingsError(f"feature {feature!r} is unknown; choose one of {', '.join(FEATURES)}")
+    known = features()
+    if feature not in known:
+        raise SettingsError(f"feature {feature!r} is unknown; choose one of {', '.join(sorted(known))}")
     if not callable(condition_func):
         raise SettingsError(f"condition_func must be callable, not {type(condition_func).__name__}")
     wanted = _resolve(ops)
     names = {name for name, _ in wanted}
-    undo = [_wrap(name, function) for name, function in wanted if not _passes_through_mode(name, function)]
-    tool = kind()
+    undo: list[Callable[[], None]] = []
+    tool = known[feature]()
     tool.only = lambda traits: traits.name in names
     tool.condition = condition_func
     try:
+        undo += (_wrap(name, function) for name, function in wanted if not _passes_through_mode(name, function))
         tool.start()
     except BaseException:
         for one in undo:
@@ -113,9 +107,10 @@ def apply_feature(
 
 def _resolve(ops: Any) -> list[tuple[str, Callable[..., Any]]]:
     if isinstance(ops, str):
-        return [(ops, _by_name(ops))] if not isinstance(_by_name(ops), ModuleType) else _resolve(_by_name(ops))
+        found = _by_name(ops)
+        return _resolve(found) if isinstance(found, ModuleType) else [(ops, found)]
     if isinstance(ops, ModuleType):
-        found = [
+        members = [
             (f"{ops.__name__}.{name}", member)
             for name, member in vars(ops).items()
             if callable(member)
@@ -123,9 +118,9 @@ def _resolve(ops: Any) -> list[tuple[str, Callable[..., Any]]]:
             and not isinstance(member, type)
             and _home(member).startswith(ops.__name__.split(".")[0])
         ]
-        if not found:
+        if not members:
             raise SettingsError(f"module {ops.__name__} has no public functions to apply a feature to")
-        return [(name_of(f) if n.startswith("torch.") else n, f) for n, f in found]
+        return [(name_of(f) if n.startswith("torch.") else n, f) for n, f in members]
     if isinstance(ops, (list, tuple, set, frozenset)):
         return [pair for op in ops for pair in _resolve(op)]
     if callable(ops):
@@ -176,23 +171,24 @@ def _asks_modes(function: Any) -> bool:
 
 def _wrap(name: str, function: Callable[..., Any]) -> Callable[[], None]:
     """Replace a function wherever it is referred to by name; the returned function undoes that."""
-    present = _wrapped.get(name)
-    if present is not None:
-        present.users += 1
-        return present.release
-    wrapped = _Wrapped(name, function)
-    _wrapped[name] = wrapped
+    with _guard:
+        wrapped = _wrapped.get(name)
+        if wrapped is None:
+            wrapped = _wrapped[name] = _Wrapped(name, function)
+        wrapped.users += 1
     return wrapped.release
 
 
 class _Wrapped:
+    """A function that is replaced wherever it is an attribute, for as long as a feature uses it."""
+
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self.name, self.users = name, 1
+        self.name, self.users = name, 0
         traits = traits_of(function, name)
         self._places: list[tuple[Any, str]] = []
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            return _watch(traits, watched, function, args, kwargs)
+            return INTERCEPTOR.watch_function(watched, traits, function, args, kwargs)
 
         for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
             if hasattr(function, attribute):
@@ -203,6 +199,8 @@ class _Wrapped:
             self._replace(owner, function, watched)
         if not self._places:
             raise SettingsError(f"{name} cannot be watched: it is not an attribute of any module")
+        self._what = f"{name}, for apply_feature"  # the interceptor may patch the same function
+        patches.record(self._what, "no mode sees this function", self._undo, original=function)
 
     def _replace(self, owner: Any, function: Any, watched: Any) -> None:
         for attribute, value in list(vars(owner).items()):
@@ -214,9 +212,12 @@ class _Wrapped:
                 self._places.append((owner, attribute))
 
     def release(self) -> None:
-        self.users -= 1
-        if self.users:
-            return
+        with _guard:
+            self.users -= 1
+            if not self.users and _wrapped.get(self.name) is self:
+                patches.undo(self._what)
+
+    def _undo(self) -> None:
         _wrapped.pop(self.name, None)
         for owner, attribute in self._places:
             if getattr(owner, attribute, None) is self._watched:
@@ -224,6 +225,7 @@ class _Wrapped:
 
 
 _wrapped: dict[str, _Wrapped] = {}
+_guard = threading.RLock()
 
 
 def _owners(name: str) -> Iterable[Any]:
@@ -240,26 +242,4 @@ def _owners(name: str) -> Iterable[Any]:
             yield module
 
 
-def _watch(
-    traits: OpTraits, key: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    plan = INTERCEPTOR._plans.get(key, _UNPLANNED)
-    if plan is _UNPLANNED:
-        plan = INTERCEPTOR._plans[key] = INTERCEPTOR.plan_for(traits)
-    if plan is None:
-        return function(*args, **kwargs)
-
-    def one_unit(*args: Any, **kwargs: Any) -> Any:
-        # The function is the operator: what it calls inside is not watched on its own.
-        _take_off(INTERCEPTOR)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            if INTERCEPTOR.tools:
-                _put_on(INTERCEPTOR)
-
-    one_unit.op_tools_function = function  # type: ignore[attr-defined]
-    return INTERCEPTOR.watch(plan, one_unit, args, kwargs)
-
-
-__all__ = ["FEATURES", "FeatureHandle", "apply_feature"]
+__all__ = ["FeatureHandle", "apply_feature", "features"]

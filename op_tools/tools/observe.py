@@ -7,7 +7,7 @@ from array import array
 from typing import Any, ClassVar
 
 from ..view import console
-from ..watch.intercept import Call
+from ..watch.call import Call
 from .base import Tool
 
 
@@ -22,6 +22,7 @@ class OpObserve(Tool):
 
     name = "OpObserve"
     prefix = "OP_OBSERVE"
+    feature = "dump_op_args"
     order = 30
     columns: ClassVar[dict[str, str]] = {
         "call_id": "INTEGER",

@@ -14,19 +14,19 @@ import torch
 from ..call.description import Described, Tensor, TensorMeta, labelled
 from ..call.devices import can_pin, event_class, quiet
 from ..call.facts import UNINITIALISED, last_name
-from ..native.statistics import NAMES, Batch, Measure, batch_for, is_dense
+from ..native.statistics import BROKEN, NAMES, Batch, Measure, batch_for, is_dense
 from ..view import console
-from ..watch.intercept import Call
+from ..watch.call import Call
 from .base import Tool
 
-_MOST_FLIGHTS: Final = 2
-_MOST_ENTRIES: Final = 1_024
+_MAX_FLIGHTS: Final = 2
+_MAX_ENTRIES: Final = 1_024
 _ROLES: Final = {"forward": ("inputs", "outputs"), "backward": ("grad_outputs", "grad_inputs")}
-_MOST_REPORTED: Final = 10
+_MAX_REPORTED: Final = 10
 
 
-class _Seen(weakref.ref):  # type: ignore[type-arg]
-    """A tensor whose present version has been measured; few objects per tensor keep the collector idle."""
+class _Measured(weakref.ref):  # type: ignore[type-arg]
+    """A tensor whose present version has been measured; one object per tensor keeps the garbage collector idle."""
 
     __slots__ = ("key", "measure", "version")
 
@@ -66,6 +66,7 @@ class OpOverflowCheck(Tool):
 
     name = "OpOverflowCheck"
     prefix = "OP_OVERFLOW_CHECK"
+    feature = "overflow_check"
     order = 35
     wants_backward = True
     wants_pointers = False
@@ -76,12 +77,12 @@ class OpOverflowCheck(Tool):
     }
 
     def prepare(self) -> None:
-        self._known: dict[int, _Seen] = {}
+        self._known: dict[int, _Measured] = {}
         known = self._known
 
-        def forget(seen: _Seen) -> None:
+        def forget(seen: _Measured) -> None:
             if known.get(seen.key) is seen:
-                del known[seen.key]
+                known.pop(seen.key, None)
 
         self._forget = forget
         self._batches: dict[Any, Batch] = {}
@@ -133,7 +134,7 @@ class OpOverflowCheck(Tool):
             self._full.append(self._batches.pop(key))
         self.measured += 1
         if not tensor.is_inference():  # those count no versions
-            seen = _Seen(tensor, self._forget)
+            seen = _Measured(tensor, self._forget)
             seen.key, seen.version, seen.measure = id(tensor), tensor._version, measure
             self._known[seen.key] = seen
         return measure
@@ -155,7 +156,7 @@ class OpOverflowCheck(Tool):
         """Memory that nobody has written to yet may hold anything."""
         for tensor in tensors:
             if not tensor.is_inference():
-                seen = _Seen(tensor, self._forget)
+                seen = _Measured(tensor, self._forget)
                 seen.key, seen.version, seen.measure = id(tensor), tensor._version, None
                 self._known[seen.key] = seen
 
@@ -180,10 +181,10 @@ class OpOverflowCheck(Tool):
     def _enter(self, entry: _Entry) -> None:
         self._entries.append(entry)
         at_once = self.only is not None  # a feature on one operator shows at once
-        if at_once or self._full or len(self._entries) >= _MOST_ENTRIES:
+        if at_once or self._full or len(self._entries) >= _MAX_ENTRIES:
             with quiet():
                 self._send()
-            while len(self._flights) > (0 if at_once else _MOST_FLIGHTS):
+            while len(self._flights) > (0 if at_once else _MAX_FLIGHTS):
                 self._land(self._flights.popleft())
 
     def _send(self) -> None:
@@ -257,7 +258,7 @@ class OpOverflowCheck(Tool):
             if self._first is None:
                 self._first = text
                 text = f"first of the run: {text}"
-            if self._made <= _MOST_REPORTED:
+            if self._made <= _MAX_REPORTED:
                 self.found(call, "overflow", text)
         if self.view.full:
             self.view.block(call.location, self._table(entry, roles))
@@ -287,6 +288,8 @@ class OpOverflowCheck(Tool):
             while self._flights:
                 self._land(self._flights.popleft())
             self._known.clear()
+        for index, why in BROKEN.items():
+            self.slowed(f"statistics on GPU {index}", f"PyTorch's reductions compute them: {why}")
 
     def first(self) -> Any:
         """The finding about the first operator that made a NaN or Inf, or None (`check.first().op`)."""

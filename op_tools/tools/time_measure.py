@@ -9,20 +9,19 @@ import time
 from array import array
 from collections import deque
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple
 
 from .. import settings
 from ..call.description import Tensor, describe, labelled
 from ..call.devices import accelerator_type, event_class
 from ..view import console, store
-from ..watch.backward_clock import BackwardClock, Pass
-from ..watch.intercept import Call
+from ..watch.backward_clock import LIBRARIES, BackwardClock, Pass
+from ..watch.call import Call
 from .base import Tool
 
-_Self = TypeVar("_Self", bound="OpTimeMeasure")
 _READ_AT: Final = 1_024  # timings are read back when this many wait
-_MOST_WAITING: Final = 8_192
-_MOST_SAMPLES: Final = 4_096
+_MAX_WAITING: Final = 8_192
+_MAX_SAMPLES: Final = 4_096
 
 
 class _Timing(NamedTuple):
@@ -48,7 +47,7 @@ class _Samples:
     def add(self, value: float) -> None:
         if self.count % self._stride == 0:
             self.values.append(value)
-            if len(self.values) >= _MOST_SAMPLES:
+            if len(self.values) >= _MAX_SAMPLES:
                 del self.values[::2]
                 self._stride *= 2
         self.count += 1
@@ -70,6 +69,7 @@ class OpTimeMeasure(Tool):
 
     name = "OpTimeMeasure"
     prefix = "OP_TIME_MEASURE"
+    feature = "measure_op_time"
     order = 90  # closest to the kernel: the work of other tools is not measured
     wants_backward_start = True
     wants_pointers = False
@@ -119,10 +119,14 @@ class OpTimeMeasure(Tool):
     # -- measuring ------------------------------------------------------------------------------------
 
     def _mark(self, device_type: str) -> Any:
+        event = None
         free = self._free.get(device_type)
         if free:
-            event = free.pop()
-        else:
+            try:
+                event = free.pop()
+            except IndexError:  # another thread took the last one
+                pass
+        if event is None:
             kind = event_class(device_type)
             if kind is None:
                 return time.perf_counter_ns()
@@ -197,7 +201,7 @@ class OpTimeMeasure(Tool):
         at_once = self.only is not None  # a feature on one operator shows at once
         if (at_once or len(waiting) >= _READ_AT) and self._reading.acquire(blocking=False):
             try:
-                self._read(wait=at_once or len(waiting) >= _MOST_WAITING)
+                self._read(wait=at_once or len(waiting) >= _MAX_WAITING)
             finally:
                 self._reading.release()
 
@@ -278,26 +282,16 @@ class OpTimeMeasure(Tool):
 
     # -- results --------------------------------------------------------------------------------------
 
-    def start(self: _Self) -> _Self:
-        """Begin (`tool.start()`)."""
-        try:
-            return super().start()
-        except BaseException:
-            if not self.active:
-                self._hush()
-            raise
-
-    def _hush(self) -> None:
+    def release(self) -> None:
         if self._clock is not None:
             self._clock.stop()
             self._clock = None
 
     def finish(self) -> None:
-        try:
-            with self._reading:
-                self._read(wait=True)
-        finally:
-            self._hush()
+        with self._reading:
+            self._read(wait=True)
+        if self._clock_device and LIBRARIES.failure:
+            self.slowed("backward clock", f"hooks on autograd nodes measure backward times: {LIBRARIES.failure}")
         timings = self._timings()
         rows = _pairs(timings)
         if self.view.full and rows:
@@ -363,16 +357,6 @@ class OpTimeMeasure(Tool):
             facts.append("times of the host clock (the device has no timing events)")
         return [*facts, f"times in {self.csv_path}", f"trace for Perfetto or chrome://tracing in {self.trace_path}"]
 
-    def export_trace(self, path: str | os.PathLike[str]) -> Path:
-        """Write the calls as a Chrome trace: launch times of the host, lengths of the device.
-
-        >>> timing.export_trace("trace.json")  # doctest: +SKIP
-        """
-        return _write_trace(Path(path), self._timings())
-
-    def polish(self, row: dict[str, Any]) -> None:
-        row.pop("described", None)
-
 
 def _pairs(timings: list[tuple[Any, ...]]) -> list[list[Any]]:
     rows: dict[int, list[Any]] = {}
@@ -384,7 +368,8 @@ def _pairs(timings: list[tuple[Any, ...]]) -> list[list[Any]]:
     return list(rows.values())
 
 
-def _write_trace(path: Path, timings: list[tuple[Any, ...]]) -> Path:
+def _write_trace(path: Path, timings: list[tuple[Any, ...]]) -> None:
+    """A Chrome trace of the calls: launch times of the host, lengths of the device."""
     texts: dict[str, str] = {}
     pid = os.getpid()
 
@@ -401,7 +386,6 @@ def _write_trace(path: Path, timings: list[tuple[Any, ...]]) -> Path:
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{{"traceEvents": [{", ".join(events)}], "displayTimeUnit": "ms"}}')
-    return path
 
 
 _native_ids: dict[int, int] = {}

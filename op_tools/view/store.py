@@ -7,7 +7,6 @@ happens any more, so that a run that hangs leaves all its records behind.
 
 from __future__ import annotations
 
-import atexit
 import csv
 import functools
 import json
@@ -20,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from .. import settings
+from .. import lifecycle, settings
 
 _BATCH: Final = 4_000
 _MOST_SITES: Final = 50_000
@@ -196,10 +195,13 @@ def forget_in_child() -> None:
     _current, _guard = None, threading.Lock()
 
 
-@atexit.register
 def _close_at_exit() -> None:
     if _current is not None:
         _current.close()
+
+
+lifecycle.at_exit(lifecycle.Exit.STORE, _close_at_exit)
+lifecycle.after_fork_in_child(forget_in_child)
 
 
 def time_label() -> str:

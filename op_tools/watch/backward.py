@@ -9,20 +9,17 @@ Hooks hold descriptions, never nodes: a hook that held its node would keep the g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from ..call import facts
 from ..call.description import Tensor
 from ..call.devices import quiet
-
-if TYPE_CHECKING:
-    from ..tools.base import Tool
-    from .intercept import Call
+from .call import Call, ToolProtocol
 
 _sequence_now: Final[Callable[[], int]] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
-_MOST_NODES: Final = 2_000
+_MAX_NODES: Final = 2_000
 WITHOUT_KERNEL: Final = facts.NODES_WITHOUT_KERNEL
 
 
@@ -87,7 +84,7 @@ def edges_of(tensors: list[Tensor]) -> Edges | None:
     return Edges(index, targets, bases, _sequence_now())
 
 
-def attach(call: Call, edges: Edges, outputs: list[Tensor], listeners: tuple[Tool, ...]) -> None:
+def attach(call: Call, edges: Edges, outputs: list[Tensor], listeners: tuple[ToolProtocol, ...]) -> None:
     """Hook the nodes of a call so that `listeners` hear of its backward pass."""
     sources: dict[Any, list[tuple[int, int]]] = {}
     targets = edges.targets
@@ -174,7 +171,7 @@ def _hooks_of_call(
             if next_node not in seen and next_node._sequence_nr() >= edges.since:
                 seen.add(next_node)
                 stack.append(next_node)
-                if len(seen) > _MOST_NODES:
+                if len(seen) > _MAX_NODES:
                     return []
         found.append((node, _Hook(state, len(found), targets, sources.get(node, ()), stand_ins.get(node, ()))))
     return found
@@ -199,7 +196,12 @@ class _Backward:
     )
 
     def __init__(
-        self, call: Call, listeners: tuple[Tool, ...], starters: tuple[Tool, ...], outputs: int, inputs: int
+        self,
+        call: Call,
+        listeners: tuple[ToolProtocol, ...],
+        starters: tuple[ToolProtocol, ...],
+        outputs: int,
+        inputs: int,
     ) -> None:
         self.call, self.listeners, self.starters = call, listeners, starters
         self.gradients = False

@@ -1,7 +1,7 @@
 """When autograd nodes ran, heard in C++ without a hook on any node; OpTimeMeasure asks it for backward times.
 
 A call is known by the numbers that its nodes got in the forward pass: PyTorch counts nodes per thread. Where there is
-no compiler, or it is not through yet, or another tool listens already, hooks on the nodes do the same, slower.
+no compiler, or it has not finished yet, or another tool listens already, hooks on the nodes do the same, slower.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 import ctypes
 import threading
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from ..native import compiling
 from ..view import console
+from . import patches
 from .backward import WITHOUT_KERNEL
 
 _SOURCE: Final = compiling.SOURCES / "backward_clock.cpp"
-_MOST_CALLS: Final = 50_000  # of a thread that may still be run backward
-_AT_ONCE: Final = 1_024
+_CALLBACK: Final = "at::addGlobalCallback, of backward functions"
+_MAX_CALLS: Final = 50_000  # of a thread that may still be run backward
+_MAX_SPANS: Final = 1_024
 _LIGHT: Final = "\n".join(sorted(WITHOUT_KERNEL)).encode()
 
 
@@ -50,28 +52,41 @@ class Pass(NamedTuple):
 
 
 class _Thread:
-    """Calls of one thread by the numbers of their nodes."""
+    """Calls of one thread by the numbers of their nodes; another thread may run them backward."""
 
-    __slots__ = ("calls", "ends", "number", "starts")
+    __slots__ = ("calls", "ends", "lock", "number", "starts")
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self.lock = threading.Lock()
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.calls: list[Any] = []
 
-    def note(self, start: int, end: int, call: Any) -> None:
-        if len(self.calls) >= _MOST_CALLS:
-            self.keep(range(_MOST_CALLS // 2, len(self.calls)))
-        self.starts.append(start)
-        self.ends.append(end)
-        self.calls.append(call)
+    def note(self, start: int, end: int, call: Any) -> bool:
+        """False where node numbers have started again: Python gave the thread's number to a new thread."""
+        with self.lock:
+            if self.ends and start < self.ends[-1]:
+                return False
+            if len(self.calls) >= _MAX_CALLS:
+                self._keep(range(_MAX_CALLS // 2, len(self.calls)))
+            self.starts.append(start)
+            self.ends.append(end)
+            self.calls.append(call)
+            return True
 
-    def find(self, sequence: int) -> int | None:
-        place = bisect_right(self.starts, sequence) - 1
-        return place if place >= 0 and sequence < self.ends[place] else None
+    def find(self, sequence: int) -> Any:
+        """The call that a node belongs to, or None."""
+        with self.lock:
+            place = bisect_right(self.starts, sequence) - 1
+            return self.calls[place] if place >= 0 and sequence < self.ends[place] else None
 
-    def keep(self, places: Any) -> None:
+    def forget(self, ids: set[int]) -> None:
+        """These calls have been run backward, and will not be again."""
+        with self.lock:
+            self._keep([place for place, call in enumerate(self.calls) if id(call) not in ids])
+
+    def _keep(self, places: Sequence[int]) -> None:
         self.starts = [self.starts[i] for i in places]
         self.ends = [self.ends[i] for i in places]
         self.calls = [self.calls[i] for i in places]
@@ -81,10 +96,11 @@ class BackwardClock:
     """Listens to the autograd engine from `listening` until `stop`."""
 
     def __init__(self, short: Any, waiting: Any) -> None:
-        self._short, self._waiting = short, waiting
+        self._short = short
+        self._listening = True
         self._threads: dict[int, _Thread] = {}  # by Python's number of the thread
         self._by_number: dict[int, _Thread] = {}  # by PyTorch's
-        self._taken = (Span * _AT_ONCE)()
+        self._taken = (Span * _MAX_SPANS)()
         self._guard = threading.Lock()
         self.sequence: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", short.op_tools_clock_sequence)
         self.ready: Callable[[int], int] = short.op_tools_clock_ready
@@ -96,39 +112,40 @@ class BackwardClock:
         libraries = LIBRARIES.get()
         if libraries is None or not libraries[0].op_tools_clock_start(device_type.encode(), _LIGHT):
             return None
-        return cls(*libraries)
+        clock = cls(*libraries)
+        patches.record(_CALLBACK, "tells in C++ which autograd node ran when", clock._end, "native")
+        return clock
 
     def note(self, start: int, end: int, call: Any) -> None:
         """The nodes of a call have the numbers from `start` up to `end` of this thread (`clock.note(7, 9, call)`)."""
         here = threading.get_ident()
         thread = self._threads.get(here)
-        if thread is None:
+        if thread is None or not thread.note(start, end, call):
             thread = _Thread(int(self._short.op_tools_clock_thread()))
             self._threads[here] = self._by_number[thread.number] = thread
-        if thread.starts and start < thread.ends[-1]:  # the thread's number was given to a new one
-            thread = _Thread(int(self._short.op_tools_clock_thread()))
-            self._threads[here] = self._by_number[thread.number] = thread
-        thread.note(start, end, call)
+            thread.note(start, end, call)
 
     def passes(self, graph_is_kept: bool) -> list[Pass]:
         """Backward passes heard since the last time; call it when no pass is under way (`clock.passes(False)`)."""
         with self._guard:
-            found: dict[tuple[int, int], list[Span]] = {}
+            found: dict[int, tuple[Any, list[Span]]] = {}  # by the id of the call
+            heard: dict[int, set[int]] = {}  # ids of calls by the number of their thread
             while True:
-                count = self._short.op_tools_clock_take(self._taken, _AT_ONCE)
+                count = self._short.op_tools_clock_take(self._taken, _MAX_SPANS)
                 for span in self._taken[:count]:
                     thread = self._by_number.get(span.thread)
-                    place = None if thread is None else thread.find(span.sequence)
-                    if place is None:
+                    call = None if thread is None else thread.find(span.sequence)
+                    if call is None:
                         self._short.op_tools_clock_release(span.first, span.last)
                     else:
-                        found.setdefault((span.thread, place), []).append(Span.from_buffer_copy(span))
-                if count < _AT_ONCE:
+                        found.setdefault(id(call), (call, []))[1].append(Span.from_buffer_copy(span))
+                        heard.setdefault(span.thread, set()).add(id(call))
+                if count < _MAX_SPANS:
                     break
-            passes = [self._pass(self._by_number[key[0]].calls[key[1]], spans) for key, spans in found.items()]
             if not graph_is_kept:
-                self._forget(found)
-            return passes
+                for number, ids in heard.items():
+                    self._by_number[number].forget(ids)
+            return [self._pass(call, spans) for call, spans in found.values()]
 
     def release(self, events: tuple[int | None, ...]) -> None:
         """Nobody will ask how far apart these are (`clock.release(one.events)`)."""
@@ -147,16 +164,13 @@ class BackwardClock:
             events = ()
         return Pass(call, began, host, events, kept[0].runner)
 
-    def _forget(self, heard: Any) -> None:
-        gone: dict[int, set[int]] = {}
-        for number, place in heard:
-            gone.setdefault(number, set()).add(place)
-        for number, places in gone.items():
-            thread = self._by_number[number]
-            thread.keep([i for i in range(len(thread.calls)) if i not in places])
-
     def stop(self) -> None:
         """Listen no more (`clock.stop()`)."""
+        if self._listening:
+            patches.undo(_CALLBACK)
+
+    def _end(self) -> None:
+        self._listening = False
         self._short.op_tools_clock_stop()
 
 
@@ -167,7 +181,8 @@ def _marks(spans: list[Span]) -> tuple[Any, ...]:
 def _load() -> tuple[Any, Any] | None:
     """The library twice: for calls that return at once, and for those that may wait and let other threads go on."""
     path = compiling.against_torch(
-        _SOURCE, lambda: console.note("compiling the backward clock in the background (once); until then, hooks do")
+        _SOURCE,
+        lambda: console.note("compiling the backward clock in the background (once); until then, node hooks"),
     )
     if path is None:
         return None

@@ -3,131 +3,43 @@
 from __future__ import annotations
 
 import itertools
-import os
-import sys
 import threading
-import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .. import settings
-from ..call.description import Described, Descriptions, Finding, Tensor, TensorMeta, tensors_in
-from ..call.devices import quiet
+from .. import lifecycle, settings
+from ..call.description import Descriptions, Tensor, tensors_in
+from ..call.devices import names_device
 from ..call.location import call_site
-from ..call.traits import COLLECTIVES, OpTraits, traits_of
-from ..copies import queue
-from ..view import store
-from ..view.console import View, note
-from . import backward
+from ..call.traits import OpTraits, traits_of
+from ..view.console import note
+from . import backward, modes, patches
+from .call import Call, ToolProtocol
 
-if TYPE_CHECKING:
-    from ..tools.base import Tool
-
-_push: Final = torch._C._push_on_torch_function_stack
-_pop: Final = torch._C._pop_torch_function_stack
-_depth: Final = torch._C._len_torch_function_stack
-_MOST_PLANS: Final = 20_000
+_MAX_PLANS: Final = 20_000
 _UNPLANNED: Final = object()
 _NO_NAMES: Final[dict[str, Any]] = {}
 _no_function: Final = torch._C.DisableTorchFunction
 
 ids = itertools.count(1)
-_thread = threading.local()
-
-
-class Call:
-    """One call while it happens: what tools get to see in `before` and `after`."""
-
-    __slots__ = (
-        "__weakref__",
-        "args",
-        "function",
-        "id",
-        "inputs",
-        "kwargs",
-        "location",
-        "notes",
-        "op",
-        "outputs",
-        "result",
-        "results",
-        "step",
-        "tensors",
-        "traits",
-    )
-
-    def __init__(
-        self, traits: OpTraits, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self.id = 0
-        self.traits = traits
-        self.op = traits.name
-        self.function = function
-        self.args, self.kwargs = args, kwargs
-        self.result: Any = None
-        self.location = ""
-        self.step = 0
-        self.inputs: Described = _NOTHING
-        self.outputs: Described = _NOTHING
-        self.tensors: list[Tensor] = []  # all among the arguments, in order
-        self.results: list[Tensor] = []  # all in the result, in order
-        self.notes: dict[Any, Any] = {}  # what tools remember between before and after
-
-    def release(self) -> None:
-        """Let go of the user's tensors; the description stays."""
-        self.args, self.kwargs, self.result = (), {}, None
-        self.tensors = self.results = _NO_TENSORS
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the call: that of the first tensor that is not on the CPU, or the one it names."""
-        for tensor in self.tensors:
-            if not tensor.is_cpu:
-                return tensor.device
-        if self.tensors and self.result is None:
-            return self.tensors[0].device
-        seen = False
-        for tensor in itertools.chain(tensors_in(self.args), tensors_in(self.kwargs), tensors_in(self.result)):
-            if not tensor.is_cpu:
-                return tensor.device
-            seen = True
-        for part in self.inputs.args:  # of a call that has let go of its tensors
-            if type(part) is TensorMeta and part.device.type != "cpu":
-                return part.device
-        wanted = self.kwargs.get("device")
-        if wanted is not None and _names_device(wanted):
-            return torch.device(wanted)
-        if not seen and self.traits.factory and wanted is None:
-            return torch.get_default_device()
-        return torch.device("cpu")
-
-
-_NOTHING: Final = Described((), None, ())
-
-
-def _nothing() -> None:
-    """Stands for the function of a call where there is none."""
-
-
-_NO_TENSORS: Final[list[Tensor]] = []
+_thread: Final = modes.thread
 
 
 class Plan:
     """What to do with one function while the present tools are active."""
 
-    __slots__ = ("backward", "gated", "listeners", "observers", "pointers", "skipped", "tools", "traits", "transforms")
+    __slots__ = ("gated", "listeners", "observers", "pointers", "skipped", "tools", "traits", "transforms")
 
-    def __init__(self, traits: OpTraits, tools: list[Tool], skipped: list[Tool]) -> None:
+    def __init__(self, traits: OpTraits, tools: list[ToolProtocol], skipped: list[ToolProtocol]) -> None:
         self.traits = traits
         self.observers = tuple(t for t in tools if not t.transforms)
         self.transforms = tuple(t for t in tools if t.transforms)
         self.gated = any(t.gated for t in tools)
         self.tools = self.observers + self.transforms
         self.listeners = tuple(t for t in self.tools if t.wants_backward)
-        self.backward = bool(self.listeners)
         self.pointers = any(t.wants_pointers or t.view.full for t in tools)
         self.skipped = tuple(skipped)
 
@@ -144,16 +56,15 @@ class Interceptor(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tools: list[Tool] = []
+        self.tools: list[ToolProtocol] = []
         self.step = 0
         self.include_cpu = False
         self._plans: dict[Any, Any] = _Inert()
         self._descriptions = Descriptions()
         self._lock = threading.RLock()
-        self._undo: list[Callable[[], None]] = []
-        self._passes = _Passes()
+        self._patches: patches.Installed | None = None
         self._capturing: Callable[[], bool] | None = None
-        self._said_so = False
+        self._graph_noted = False
 
     # -- the hot path ---------------------------------------------------------------------------------
 
@@ -235,15 +146,16 @@ class Interceptor(TorchFunctionMode):
 
     def _in_a_graph(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a CUDA graph records must not wait for the device, and what a tool did would be replayed with it."""
-        if not self._said_so:
-            self._said_so = True
+        if not self._graph_noted:
+            self._graph_noted = True
             note("calls that a CUDA graph captures are not watched; run without the graph to see them")
         return func(*args, **kwargs)
 
     def _make_plan(self, func: Callable[..., Any]) -> Plan | None:
-        self._compiler.look()
+        if self._patches is not None:
+            self._patches.look_for_dynamo()
         plans = self._plans
-        if len(plans) > _MOST_PLANS:  # functions made in a loop must not pile up
+        if len(plans) > _MAX_PLANS:  # functions made in a loop must not pile up
             plans.clear()
         try:
             plan = self.plan_for(traits_of(func))
@@ -254,6 +166,29 @@ class Interceptor(TorchFunctionMode):
                 tool.failed(unknown, error, "the tool cannot tell what this function is")
         plans[func] = plan
         return plan
+
+    def watch_function(
+        self, key: Any, traits: OpTraits, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a Python function that no mode sees as one operator; `key` stands for it among the plans."""
+        plans = self._plans
+        plan: Plan | None = plans.get(key, _UNPLANNED)
+        if plan is _UNPLANNED:
+            plan = plans[key] = self.plan_for(traits)
+        if plan is None:
+            return function(*args, **kwargs)
+
+        def one_unit(*args: Any, **kwargs: Any) -> Any:
+            # What the function calls inside is not watched on its own.
+            modes.take_off(self)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                if self.tools:
+                    modes.put_on(self)
+
+        one_unit.op_tools_function = function  # type: ignore[attr-defined]
+        return self.watch(plan, one_unit, args, kwargs)
 
     def plan_for(self, traits: OpTraits) -> Plan | None:
         """Which of the active tools work on a function; None when nothing is to be done for it."""
@@ -270,27 +205,29 @@ class Interceptor(TorchFunctionMode):
 
     # -- beginning and end ----------------------------------------------------------------------------
 
-    def add(self, tool: Tool) -> None:
+    def add(self, tool: ToolProtocol) -> None:
         """Make a tool active on this thread and on threads started from it (`INTERCEPTOR.add(tool)`)."""
         with self._lock:
             if not self.tools:
                 self.include_cpu = settings.flag("OP_TOOLS_INCLUDE_CPU")
                 self._capturing = torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else None
-                self._said_so = False
-                self._install()
+                self._graph_noted = False
+                self._patches = patches.Installed(self)
             self.tools = sorted([*self.tools, tool], key=lambda t: t.order)
             self._plans = {}
-            self._enter_thread()
+            if not modes.is_on(self):
+                modes.put_on(self)
 
-    def remove(self, tool: Tool) -> None:
+    def remove(self, tool: ToolProtocol) -> None:
         """Take a tool out; the last one switches the interceptor off (`INTERCEPTOR.remove(tool)`)."""
         with self._lock:
             self.tools = [t for t in self.tools if t is not tool]
             self._plans = {} if self.tools else _Inert()
             if not self.tools:
-                _take_off(self)
-                while self._undo:
-                    self._undo.pop()()
+                modes.take_off(self)
+                if self._patches is not None:
+                    self._patches.undo()
+                    self._patches = None
 
     def replan(self) -> None:
         """Forget all decisions, after a tool's settings changed (`INTERCEPTOR.replan()`)."""
@@ -298,41 +235,34 @@ class Interceptor(TorchFunctionMode):
             if self.tools:
                 self._plans = {}
 
-    def _enter_thread(self) -> None:
-        if not _is_on(self):
-            _put_on(self)
+    def count_step(self) -> None:
+        """A training step is over (`INTERCEPTOR.count_step()`)."""
+        with self._lock:
+            self.step += 1
 
-    def _install(self) -> None:
-        self._undo.append(_watch_new_threads(self))
-        self._undo.append(_count_steps(self))
-        self._undo.append(_watch_inside_backward(self))
-        self._compiler = _Compiler(self)
-        self._undo.append(self._compiler.undo)
-        undo = _watch_collectives(self)
-        if undo is not None:
-            self._undo.append(undo)
-
-    def pass_ended(self, graph_is_kept: bool) -> None:
-        """A backward pass is over (`INTERCEPTOR.pass_ended(False)`)."""
-        over, kept = self._passes.end(graph_is_kept)
-        if over:
-            for tool in self.tools:
-                try:
-                    tool.after_passes(kept)
-                except Exception as error:
-                    tool.failed(Call(OpTraits("backward", _nothing), _nothing, (), {}), error)
+    def passes_ended(self, graph_is_kept: bool) -> None:
+        """Backward passes have ended, and none is under way (`INTERCEPTOR.passes_ended(False)`)."""
+        for tool in self.tools:
+            try:
+                tool.after_passes(graph_is_kept)
+            except Exception as error:
+                tool.failed(Call(OpTraits("backward", _nothing), _nothing, (), {}), error)
 
     def forked(self) -> None:
-        """In a forked child (a DataLoader worker) the tools of the parent are silent."""
+        """In a forked child (a DataLoader worker) the tools of the parent are silent, and nothing is patched."""
+        self._lock = threading.RLock()
         self._plans = _Inert()
         self.tools = []
-        self._lock = threading.RLock()
-        self._passes = _Passes()
-        store.forget_in_child()
-        queue.forget_in_child()
+        self._patches = None
+        modes.take_off(self)
+        patches.undo_all_in_child()
 
 
-def _run(func: Callable[..., Any], call: Call, transforms: tuple[Tool, ...], index: int) -> Any:
+def _nothing() -> None:
+    """Stands for the function of a call where there is none."""
+
+
+def _run(func: Callable[..., Any], call: Call, transforms: tuple[ToolProtocol, ...], index: int) -> Any:
     if index == len(transforms):
         return func(*call.args, **call.kwargs)
     tool = transforms[index]
@@ -360,31 +290,20 @@ def on_device(args: tuple[Any, ...], kwargs: dict[str, Any], traits: OpTraits) -
             if not arg.is_cpu:
                 return arg.device.type != "meta"
         elif key == "device":
-            if arg is not None and _names_device(arg):
+            if arg is not None and names_device(arg):
                 return True
         elif type(arg) in _CONTAINERS and _container_on_device(arg):
             return True
     if traits.factory and kwargs.get("device") is None:
-        return _names_device(torch.get_default_device())
+        return names_device(torch.get_default_device())
     if traits.transfer:
         last = traits.name.rsplit(".", 1)[-1]
-        return last not in ("to", "cpu") or any(_names_device(a) for a in args[1:2])
+        return last not in ("to", "cpu") or any(names_device(a) for a in args[1:2])
     return any(_odd_container_on_device(a) for a in args)
 
 
 _CONTAINERS: Final = frozenset({list, tuple, dict})
 _SCALARS: Final = frozenset({int, float, bool, str, type(None), torch.dtype, torch.Size, torch.device, slice})
-
-
-def _names_device(value: Any) -> bool:
-    if isinstance(value, int):
-        return True
-    if not isinstance(value, (str, torch.device)):
-        return False
-    try:
-        return torch.device(value).type not in ("cpu", "meta")
-    except RuntimeError:
-        return False
 
 
 def _container_on_device(value: Any) -> bool:
@@ -404,255 +323,7 @@ def _odd_container_on_device(value: Any) -> bool:
     return any(not t.is_cpu and t.device.type != "meta" for t in tensors_in(value))
 
 
-# -- the stack of function modes ----------------------------------------------------------------------
-
-
-def _is_on(mode: TorchFunctionMode) -> bool:
-    return any(torch._C._get_function_stack_at(i) is mode for i in range(_depth()))
-
-
-def _put_on(mode: TorchFunctionMode) -> None:
-    # Below the modes that are on: their `with` blocks pop the top of the stack and must find themselves
-    # there, also when a tool starts inside such a block and stops after it. A DeviceContext insists on
-    # being the lowest.
-    from torch.utils._device import DeviceContext
-
-    above = [_pop() for _ in range(_depth())]
-    if above and isinstance(above[-1], DeviceContext):
-        _push(above.pop())
-    _push(mode)
-    for other in reversed(above):
-        _push(other)
-
-
-def _take_off(mode: TorchFunctionMode) -> None:
-    above = [_pop() for _ in range(_depth())]
-    for other in reversed(above):
-        if other is not mode:
-            _push(other)
-
-
-# -- calls that do not pass through the mode by themselves --------------------------------------------
-
-
-def _watch_new_threads(interceptor: Interceptor) -> Callable[[], None]:
-    """Function modes belong to a thread: a thread started by a watched one is watched too."""
-    original = threading.Thread.start
-
-    def start(thread: threading.Thread, *args: Any, **kwargs: Any) -> None:
-        if not getattr(thread, "op_tools_internal", False) and _is_on(interceptor):
-            run = thread.run
-
-            def watched_run() -> None:
-                _put_on(interceptor)
-                try:
-                    run()
-                finally:
-                    _take_off(interceptor)
-
-            thread.run = watched_run  # type: ignore[method-assign]
-        original(thread, *args, **kwargs)
-
-    threading.Thread.start = start  # type: ignore[method-assign,assignment]
-
-    def undo() -> None:
-        if threading.Thread.start is start:
-            threading.Thread.start = original  # type: ignore[method-assign]
-
-    return undo
-
-
-class _Passes:
-    """Backward passes under way, in all threads; passes run inside of others."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._under_way = 0
-        self._kept = False
-
-    def begin(self) -> None:
-        with self._lock:
-            self._under_way += 1
-
-    def end(self, graph_is_kept: bool) -> tuple[bool, bool]:
-        """Whether none is under way any more, and whether one of those that ended keeps its graph."""
-        with self._lock:
-            self._under_way -= 1
-            kept = self._kept = self._kept or graph_is_kept
-            if self._under_way == 0:
-                self._kept = False
-            return self._under_way == 0, kept
-
-
-class _WatchedEngine:
-    """The autograd engine with the interceptor back on: recomputation and hooks run operators too.
-
-    `Tensor.backward` takes the mode off for as long as it runs. The engine hands the modes of the calling
-    thread on to its own threads, so putting the mode back right around the engine reaches those as well.
-    """
-
-    def __init__(self, engine: Any, interceptor: Interceptor) -> None:
-        self._engine, self._interceptor = engine, interceptor
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        interceptor = self._interceptor
-        put_on = getattr(_thread, "in_backward", False) and not _is_on(interceptor)
-        interceptor._passes.begin()
-        if put_on:
-            _put_on(interceptor)
-        try:
-            return self._engine.run_backward(*args, **kwargs)
-        finally:
-            if put_on:
-                _take_off(interceptor)
-            graph_is_kept = bool(args[2]) if len(args) > 2 else True
-            interceptor.pass_ended(graph_is_kept)
-
-
-def _watch_inside_backward(interceptor: Interceptor) -> Callable[[], None]:
-    variable = torch.autograd.Variable
-    engine = variable._execution_engine
-    watched = _WatchedEngine(engine, interceptor)
-    variable._execution_engine = watched  # type: ignore[assignment]
-
-    def undo() -> None:
-        if variable._execution_engine is watched:
-            variable._execution_engine = engine
-
-    return undo
-
-
-_COMPILED: Final = frozenset({"compile_wrapper", "_fn"})  # what Dynamo calls what it puts around a function
-
-
-class _Compiler:
-    """Keeps the interceptor out of compiled functions, which are one piece to it and to the user.
-
-    Dynamo would trace a function mode along with the function, break the graph at each operator, and compile again
-    for every tool. So the mode is taken off for as long as Dynamo watches the frames of a thread.
-    """
-
-    def __init__(self, interceptor: Interceptor) -> None:
-        self._interceptor = interceptor
-        self._module: Any = None
-        self._original: Callable[[Any], Any] | None = None
-        self._compile = torch.compile
-        torch.compile = self._compile_and_look  # type: ignore[assignment]
-        self.look()
-
-    def _compile_and_look(self, *args: Any, **kwargs: Any) -> Any:
-        compiled = self._compile(*args, **kwargs)
-        self.look()
-        return compiled
-
-    def look(self) -> None:
-        """Dynamo is imported when it is used first: see whether it is there by now."""
-        if self._module is not None:
-            return
-        module = sys.modules.get("torch._dynamo.eval_frame")
-        original = getattr(module, "_maybe_set_eval_frame", None)
-        if original is not None:
-            self._module, self._original = module, original
-            module._maybe_set_eval_frame = self._set  # type: ignore[union-attr]
-
-    def _set(self, callback: Any) -> Any:
-        assert self._original is not None
-        wrapper = sys._getframe(1)  # of a compiled function: it calls this before and after
-        if getattr(_thread, "compiled", None) is wrapper:
-            prior = self._original(callback)
-            _thread.compiled = None
-            _put_on(self._interceptor)
-            return prior
-        if callable(callback) and wrapper.f_code.co_name in _COMPILED and _is_on(self._interceptor):
-            _take_off(self._interceptor)
-            _thread.compiled = wrapper
-        return self._original(callback)
-
-    def undo(self) -> None:
-        if torch.compile == self._compile_and_look:
-            torch.compile = self._compile  # type: ignore[assignment]
-        if self._module is not None and self._module._maybe_set_eval_frame == self._set:
-            self._module._maybe_set_eval_frame = self._original
-
-
-def _count_steps(interceptor: Interceptor) -> Callable[[], None]:
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    first: list[weakref.ref[Any]] = []
-
-    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not first or first[0]() is None:  # none yet, or that one is gone
-            first[:] = [weakref.ref(optimizer)]
-        if first[0]() is optimizer:  # with several optimizers, the first one counts
-            interceptor.step += 1
-        interceptor._compiler.look()
-
-    return register_optimizer_step_post_hook(stepped).remove
-
-
-def _watch_collectives(interceptor: Interceptor) -> Callable[[], None] | None:
-    """Collectives are plain Python functions; they are entered through the cell their wrapper calls.
-
-    That keeps `from torch.distributed import all_reduce` watched and the function's identity intact.
-    """
-    dist = getattr(torch, "distributed", None)
-    if dist is None or not dist.is_available():
-        return None
-    undo: list[Callable[[], None]] = []
-    for name in COLLECTIVES:
-        function = getattr(dist, name, None)
-        if function is not None:
-            undo.append(_enter_function(function, f"torch.distributed.{name}", interceptor, dist, name))
-
-    def undo_all() -> None:
-        for one in undo:
-            one()
-
-    return undo_all
-
-
-def _enter_function(
-    function: Any, full_name: str, interceptor: Interceptor, module: Any, attribute: str
-) -> Callable[[], None]:
-    cell = next(
-        (
-            c
-            for n, c in zip(function.__code__.co_freevars, function.__closure__ or ())
-            if n == "func" and callable(c.cell_contents)
-        ),
-        None,
-    )
-    original = cell.cell_contents if cell is not None else function
-    traits = traits_of(original, full_name)
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        if not _is_on(interceptor):
-            return original(*args, **kwargs)
-        plan = interceptor._plans.get(watched, _UNPLANNED)
-        if plan is _UNPLANNED:
-            plan = interceptor._plans[watched] = interceptor.plan_for(traits)
-        if plan is None:
-            return original(*args, **kwargs)
-        return interceptor.watch(plan, original, args, kwargs)
-
-    watched.__name__ = getattr(original, "__name__", attribute)
-    if cell is not None:
-        cell.cell_contents = watched
-        target = cell
-
-        def undo() -> None:
-            if target.cell_contents is watched:
-                target.cell_contents = original
-
-        return undo
-    setattr(module, attribute, watched)
-    return lambda: setattr(module, attribute, original)
-
-
 INTERCEPTOR: Final = Interceptor()
-os.register_at_fork(after_in_child=INTERCEPTOR.forked)
+lifecycle.after_fork_in_child(INTERCEPTOR.forked)
 
-__all__ = ["INTERCEPTOR", "Call", "Finding", "Interceptor", "Plan", "View", "on_device", "quiet"]
+__all__ = ["INTERCEPTOR", "Call", "Interceptor", "Plan", "on_device"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import pickle
 import threading
@@ -12,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from ... import settings
+from ... import lifecycle, settings
 from ...call import facts
 from ...call.devices import quiet
 from ...copies.operands import Operands
@@ -178,10 +177,12 @@ class Workers(Judge):
 _active: Final[weakref.WeakSet[Workers]] = weakref.WeakSet()
 
 
-@atexit.register
 def _finish_at_exit() -> None:
     for workers in list(_active):
         workers.finish_at_exit()
+
+
+lifecycle.at_exit(lifecycle.Exit.WORKERS, _finish_at_exit)
 
 
 def _ranks_here() -> int:

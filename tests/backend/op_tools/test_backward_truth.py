@@ -10,7 +10,6 @@ import torch
 from op_tools.call.traits import traits_of
 from op_tools.tools.base import Tool
 from op_tools.tools.capture import OpCapture
-from op_tools.tools.features import _watch
 from op_tools.watch.intercept import INTERCEPTOR, Call
 
 from .samples import Sample, gradients_of, operators, samples_of, seed
@@ -40,7 +39,7 @@ def attributed_gradients(sample: Sample, device: str) -> str | None:
     seed()
     traits = traits_of(sample.function, f"sample.{sample.name}")
     with Recorder() as recorder:
-        result = _watch(traits, sample.function, sample.function, args, kwargs)
+        result = INTERCEPTOR.watch_function(sample.function, traits, sample.function, args, kwargs)
         truth = gradients_of(result, leaves)
     if not truth or all(g is None for g in truth):
         return None

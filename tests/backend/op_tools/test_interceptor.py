@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+import typing_extensions
 from torch import add as plain_add
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -127,6 +128,24 @@ def test_location_is_the_users_line(device: str) -> None:
     location = seen.records()[0]["location"]
     assert location.startswith(f"{__file__}:")
     assert location.endswith("test_location_is_the_users_line: layer(x)  # marked line")
+
+
+def test_wrappers_around_functions_are_not_the_users_lines(device: str) -> None:
+    @typing_extensions.deprecated("old", category=None)
+    def wrapped(x: torch.Tensor) -> torch.Tensor:
+        return _HELPER(x)
+
+    x = torch.randn(2, device=device)
+    with op_tools.OpObserve() as seen:
+        wrapped(x)
+        torch.cuda.comm.broadcast(x, [0])  # redirected by ditorch, where that is needed
+    locations = [row["location"].partition(" ")[0] for row in seen.records()]
+    assert locations
+    assert {location.rpartition(":")[0] for location in locations} == {__file__}
+
+
+# Code that no line of this file stands for, as that of a function of PyTorch: the wrapper around it comes next.
+_HELPER = eval(compile("lambda x: x.exp()", "<frozen helper>", "eval"))
 
 
 def test_checkpoint_recomputation_is_seen(device: str) -> None:

@@ -44,6 +44,23 @@ def test_redirected_function_is_the_same_object_and_comes_back() -> None:
     assert "__signature__" not in vars(plain)
 
 
+def test_one_patch_is_taken_back_or_only_forgotten() -> None:
+    owner = types.SimpleNamespace(__module__="home", __qualname__="owner", a=1, b=2)
+    ledger = Ledger()
+    ledger.replace(owner, "a", 10, "test")
+    ledger.replace(owner, "b", 20, "test")
+    ledger.undo("home.owner.a")
+    ledger.undo("home.owner.a")
+    assert (owner.a, owner.b) == (1, 20)
+    assert "home.owner.a" not in ledger
+    assert ledger.forget("home.owner.b") is not None
+    ledger.undo_all()
+    assert owner.b == 20
+    ledger.replace(owner, "b", 30, "test")
+    ledger.undo_all()
+    assert owner.b == 20
+
+
 def test_functions_with_closures_are_redirected() -> None:
     closure = make_closure(10, 20)
     ledger = Ledger()

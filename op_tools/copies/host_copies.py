@@ -1,0 +1,256 @@
+"""CPU copies of device tensors, kept while the tensors live unchanged; OpFallback computes on them."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, Final
+
+import torch
+
+from ..call.description import Tensor
+from ..call.devices import can_pin, module_of
+from ..native.statistics import is_dense
+from .operands import span_of
+from .pinned_results import PinnedResults
+
+_MIN_PINNED_BYTES: Final = 1 << 14  # smaller ones are not worth a pinned buffer
+READS_AT_ONCE: Final = frozenset({"cuda"})  # their copies from pageable memory have read it all when they return
+_MAX_ADDRESSES: Final = 10_000
+_NO_NAMES: Final[dict[str, Any]] = {}
+
+
+class _Known(weakref.ref):  # type: ignore[type-arg]
+    """A device tensor with a copy on the CPU, and what is asked of it again and again."""
+
+    __slots__ = ("copy", "dtype", "key", "numel", "offset", "storage", "version")
+
+    dtype: torch.dtype
+    key: int
+    numel: int  # -1 where views cannot take their part of the copy
+    offset: int
+    storage: int
+    copy: Tensor
+    version: int
+
+
+class HostCopies:
+    """CPU copies of device tensors, kept while the tensor lives unchanged."""
+
+    def __init__(self, keep: bool, pinned: PinnedResults | None = None) -> None:
+        self._keep = keep
+        self.pinned = pinned  # None where results are pageable
+        self._kept: dict[int, _Known] = {}
+        self._by_storage: dict[int, list[_Known]] = {}
+        self._addresses: dict[int, int] = {}
+        self._written: list[tuple[Tensor, Tensor, int]] = []
+        self._written_storages: set[int] = set()
+        self._counting = threading.Lock()
+        self.copied_bytes = 0
+
+    def get(self, tensor: Tensor) -> Tensor | None:
+        """The copy of a tensor, or its part of another one's; None where there is none of its present version."""
+        kept = self._kept.get(id(tensor))
+        if kept is not None and kept() is tensor and kept.version == _version(tensor):
+            return kept.copy
+        return self._part(tensor) if self._keep else None
+
+    def _part(self, tensor: Tensor) -> Tensor | None:
+        """The part of a known copy that a view, or another tensor over the same memory, looks at."""
+        if tensor.layout != torch.strided or tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
+            return None
+        known = self._by_storage.get(tensor.untyped_storage()._cdata)
+        if not known:
+            return None
+        version, dtype, offset = tensor._version, tensor.dtype, int(tensor.storage_offset())
+        for kept in tuple(known):
+            first = offset - kept.offset
+            if kept.version != version or kept.dtype != dtype or first < 0 or first >= kept.numel:
+                continue
+            owner = kept()
+            if owner is None or owner._version != version:
+                continue
+            length = tensor.numel() if tensor.is_contiguous() else span_of(tensor)[1] - offset
+            if first + length <= kept.numel:
+                whole = kept.copy
+                return whole.as_strided(tensor.shape, tensor.stride(), int(whole.storage_offset()) + first)
+        return None
+
+    def put(self, tensor: Tensor, copy: Tensor) -> None:
+        """Keep a copy; nobody may write to it."""
+        key = id(tensor)
+        if len(self._addresses) > _MAX_ADDRESSES:
+            self._addresses.clear()
+        self._addresses[key] = copy.data_ptr()
+        if not self._keep or tensor.is_inference():
+            return
+        old = self._kept.get(key)
+        if old is not None:
+            self._forget(old)
+        known = _Known(tensor, self._forget)
+        known.key, known.version, known.copy, known.dtype = key, tensor._version, copy, tensor.dtype
+        known.storage, known.offset, known.numel = 0, 0, -1
+        if tensor.layout == torch.strided:
+            known.storage, known.offset = tensor.untyped_storage()._cdata, int(tensor.storage_offset())
+            if _is_whole(tensor, copy):
+                known.numel = tensor.numel()
+        self._kept[key] = known
+        self._by_storage.setdefault(known.storage, []).append(known)
+
+    def _forget(self, known: _Known) -> None:
+        if self._kept.get(known.key) is known:
+            self._kept.pop(known.key, None)
+        together = self._by_storage.get(known.storage)
+        if together is not None:
+            together[:] = [other for other in together if other is not known]
+            if not together:
+                self._by_storage.pop(known.storage, None)
+
+    def drop_storage(self, tensor: Tensor) -> None:
+        """A storage was written to: whatever was copied from it is stale."""
+        storage = tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
+        for known in tuple(self._by_storage.get(storage, ())):
+            self._forget(known)
+        if storage in self._written_storages:
+            self._written_storages.discard(storage)
+            self._written = [w for w in self._written if w[0].untyped_storage()._cdata != storage]
+
+    def written(self, tensor: Tensor, copy: Tensor, counts: bool) -> None:
+        """A kernel wrote to a copy, which was written back; `counts` says that kernels like it count the write."""
+        if tensor.layout == torch.strided and not tensor.is_inference():
+            if counts:
+                torch.autograd.graph.increment_version(tensor)
+            self._written.append((tensor, copy, tensor._version))
+            self._written_storages.add(tensor.untyped_storage()._cdata)
+
+    def settle(self) -> None:
+        """The operator is over, and PyTorch has counted its writes."""
+        if not self._written:
+            return
+        written, self._written = self._written, []
+        self._written_storages.clear()
+        for tensor, copy, version in written:
+            if tensor._version in (version, version + 1) and tensor.stride() == copy.stride():
+                self.put(tensor, copy)
+
+    def on_host(self, tensor: Tensor) -> Tensor:
+        """A CPU tensor with these values that autograd may hang its own facts on."""
+        copy = self.get(tensor)
+        if copy is None:
+            copy = self.fetch(tensor, keep=True)
+            wait_for_copies(tensor.device)
+        return copy.detach()
+
+    def fetch(self, tensor: Tensor, keep: bool) -> Tensor:
+        """A new copy, complete once the device's stream is; `keep` says that nobody will write to it."""
+        base = tensor._base if keep and self._keep and tensor._is_view() else None
+        if base is not None and base.numel() == tensor.numel() and base.layout == torch.strided:
+            # the tensor looks at all of its base: the base lives longer than, say, the transposed weight
+            copy = _to_host(base)
+            self.count(copy)
+            self.put(base, copy)
+            part = self.get(tensor)
+            if part is not None:
+                return part
+        copy = _to_host(tensor)
+        self.count(copy)
+        if keep:
+            self.put(tensor, copy)
+        return copy
+
+    def on_device(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """A device tensor with these values; it remembers where they came from."""
+        moved, copy = _to_device(tensor.detach(), device)
+        self.count(copy)
+        self.put(moved, copy)
+        return moved
+
+    def own(self, copy: Tensor) -> Tensor:
+        """A copy of a copy, to write to."""
+        return copy.clone() if self.pinned is None else self.pinned.run(copy.clone, (), _NO_NAMES)
+
+    def count(self, copied: Tensor) -> None:
+        """These bytes went from the device to the host, or back."""
+        with self._counting:
+            self.copied_bytes += copied.numel() * copied.element_size()
+
+    def address(self, tensor: Tensor) -> int:
+        """Where the latest copy of a tensor is, 0 where it has none."""
+        return self._addresses.get(id(tensor), 0)
+
+    def end(self) -> None:
+        """Let go of everything; backward passes of calls that ran may still come."""
+        self.pinned = None
+        self._kept.clear()
+        self._by_storage.clear()
+        self._addresses.clear()
+        self._written = []
+        self._written_storages.clear()
+
+
+def _is_whole(tensor: Tensor, copy: Tensor) -> bool:
+    """Whether the copy has the layout of the tensor, without gaps: what lies in a gap was not copied."""
+    return copy.layout == torch.strided and copy.stride() == tensor.stride() and is_dense(tensor)
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def wait_for_copies(device: torch.device) -> None:
+    """Wait until copies to pinned memory are complete (`wait_for_copies(x.device)`)."""
+    if can_pin(device.type):
+        module_of(device.type).current_stream(device).synchronize()
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A CPU copy of the same layout; on devices with pinned memory it is complete after a sync."""
+    data = tensor.detach()
+    conjugated, negated = data.is_conj(), data.is_neg()
+    if data.layout != torch.strided:
+        return data.cpu()
+    if data.is_contiguous() and not conjugated and not negated:
+        pin = can_pin(data.device.type)
+        copy = torch.empty(data.shape, dtype=data.dtype, pin_memory=pin)
+        if copy.stride() == data.stride():
+            return copy.copy_(data, non_blocking=pin)
+    first, last = span_of(data)
+    size = data.element_size()
+    flat = torch.empty(0, dtype=torch.uint8, device=data.device)
+    flat.set_(data.untyped_storage(), first * size, ((last - first) * size,), (1,))
+    pin = can_pin(data.device.type)
+    host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=pin)
+    host.copy_(flat, non_blocking=pin)
+    copy = torch.empty(0, dtype=data.dtype)
+    copy.set_(host.untyped_storage(), 0, data.shape, data.stride())
+    if conjugated:
+        copy = torch._conj(copy)
+    return torch._neg_view(copy) if negated else copy
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A device tensor with these values, and a CPU tensor that may be kept as its copy."""
+    if tensor.layout != torch.strided:
+        return tensor.to(device), tensor
+    if not can_pin(device.type) or tensor.nbytes <= _MIN_PINNED_BYTES or tensor.is_pinned():
+        moved = tensor.to(device, non_blocking=device.type in READS_AT_ONCE)
+        return (moved if moved.stride() == tensor.stride() else _bytes_to_device(tensor, device)), tensor
+    pinned = torch.empty_like(tensor, pin_memory=True)
+    if pinned.stride() != tensor.stride():
+        return _bytes_to_device(tensor, device), tensor
+    # The pinned copy is the one to keep: the memory of the result is free at once for the next one, and warm.
+    pinned.copy_(tensor)
+    return pinned.to(device, non_blocking=True), pinned
+
+
+def _bytes_to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A result with gaps or overlaps in its memory keeps them."""
+    first, last = span_of(tensor)
+    size = tensor.element_size()
+    flat = torch.empty(0, dtype=torch.uint8)
+    flat.set_(tensor.untyped_storage(), first * size, ((last - first) * size,), (1,))
+    moved = torch.empty(0, dtype=tensor.dtype, device=device)
+    moved.set_(flat.to(device).untyped_storage(), 0, tensor.shape, tensor.stride())
+    if tensor.is_conj():
+        moved = torch._conj(moved)
+    return torch._neg_view(moved) if tensor.is_neg() else moved

@@ -1,0 +1,310 @@
+"""Kernels of a device, run on the CPU on copies of the same layout; what OpFallback switches on around an operator."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Container
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..call import facts
+from ..call.description import Tensor, map_tensors, tensors_in
+from ..call.devices import get_rng_state, module_of, set_rng_state
+from ..copies.host_copies import READS_AT_ONCE, HostCopies, wait_for_copies
+from ..copies.pinned_results import PinnedResults
+
+_HALVES: Final = (torch.float16, torch.bfloat16)
+
+
+class _Kernel(NamedTuple):
+    """What the schema of a kernel says, asked once."""
+
+    stays: bool
+    writes: tuple[int | str, ...]  # positions and names of arguments it writes to
+    returns: tuple[int | str | None, ...]  # which written argument each result is
+    random: bool
+    may_move: bool
+    counts: bool  # counts the versions of what it writes itself; for others PyTorch does before they are called
+
+
+@functools.cache
+def _kernel(func: Any) -> _Kernel:
+    schema = func._schema
+    name = schema.name.split("::")
+    writes: list[int | str] = []
+    by_alias: dict[str, int | str] = {}
+    for position, argument in enumerate(schema.arguments):
+        info = argument.alias_info
+        if info is not None and info.is_write:
+            where: int | str = argument.name if argument.kwarg_only else position
+            writes.append(where)
+            for alias in info.before_set:
+                by_alias[alias] = where
+    returns: list[int | str | None] = []
+    for result in schema.returns:
+        info = result.alias_info
+        returns.append(next((by_alias.get(a) for a in info.before_set), None) if info is not None else None)
+    writes += facts.UNDECLARED_WRITES.get(name[-1], ())
+    is_view = (bool(getattr(func, "is_view", False)) and not writes) or torch.Tag.inplace_view in func.tags
+    stays = is_view or name[-1] in facts.STAYS_ON_DEVICE or name[0] in ("c10d", "_c10d_functional", "prim", "profiler")
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    moves = name[-1] in facts.COPIES_BETWEEN_DEVICES
+    return _Kernel(stays, tuple(writes), tuple(returns), random, moves, name[-1].startswith("_foreach_"))
+
+
+class NoCpuKernel(Exception):
+    """The CPU cannot run a kernel under this operator; the operator must run there as a whole."""
+
+
+class OnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Every kernel that is called under this mode runs on the CPU."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # a wrapper around every dispatch, and the import of Dynamo, for nothing
+
+    def __init__(self, copies: HostCopies) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._copies = copies
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kernel = _kernel(func)
+        with torch._C.DisableTorchFunction():  # in a backward pass the interceptor is on
+            if kernel.stays:
+                return func(*args, **kwargs)
+            tensors = _flat(args, kwargs)
+            device = _device_of(tensors, kwargs)
+            if device is None or (kernel.may_move and _moves(func, args, kwargs)):
+                if kernel.writes:
+                    for tensor in tensors:
+                        self._copies.drop_storage(tensor)
+                return func(*args, **kwargs)
+            return self._run(func, kernel, args, kwargs, tensors, device)
+
+    def _run(
+        self,
+        func: Any,
+        kernel: _Kernel,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+        device: torch.device,
+    ) -> Any:
+        written: list[Tensor] = []
+        for where in kernel.writes:
+            written.extend(tensors_in(_argument(args, kwargs, where)))
+        copies = self._fetch(tensors, {id(t) for t in written} if written else _NO_IDS, device)
+
+        def swap(tensor: Tensor) -> Tensor:
+            return copies.get(id(tensor), tensor)
+
+        cpu_args = [
+            copies.get(id(a), a) if isinstance(a, Tensor) else map_tensors(a, swap) if type(a) in _LISTS else a
+            for a in args
+        ]
+        cpu_kwargs = {k: cpu_argument(k, map_tensors(v, swap)) for k, v in kwargs.items()} if kwargs else kwargs
+        if kernel.random:
+            with RandomStream(True, device, kwargs.get("generator")) as random:
+                if random.generator is not None:
+                    cpu_kwargs = {**cpu_kwargs, "generator": random.generator}
+                result = _call_on_cpu(func, tuple(cpu_args), cpu_kwargs, self._copies.pinned)
+        else:
+            result = _call_on_cpu(func, tuple(cpu_args), cpu_kwargs, self._copies.pinned)
+        for tensor in written:
+            copy = copies.get(id(tensor))
+            if copy is not None:
+                self._write_back(tensor, copy, kernel.counts)
+        return self._return(result, kernel, args, kwargs, tensors, copies, device)
+
+    def _fetch(self, tensors: list[Tensor], written: Container[int], device: torch.device) -> dict[int, Tensor]:
+        copies: dict[int, Tensor] = {}
+        fetched = False
+        for tensor in tensors:
+            key = id(tensor)
+            if tensor.is_cpu or key in copies:
+                continue
+            copy = self._copies.get(tensor)
+            if copy is None:
+                copy = self._copies.fetch(tensor, key not in written)
+                fetched = True
+            elif key in written:
+                copy = self._copies.own(copy)
+            copies[key] = copy
+        if fetched:
+            wait_for_copies(device)
+        return copies
+
+    def _write_back(self, tensor: Tensor, copy: Tensor, counts: bool) -> None:
+        self._copies.drop_storage(tensor)
+        if tensor.shape != copy.shape:
+            tensor.resize_(copy.shape)
+        tensor.copy_(copy, non_blocking=tensor.device.type in READS_AT_ONCE)
+        self._copies.count(copy)
+        self._copies.written(tensor, copy, counts)
+
+    def _return(
+        self,
+        result: Any,
+        kernel: _Kernel,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+        copies: dict[int, Tensor],
+        device: torch.device,
+    ) -> Any:
+        def move(tensor: Tensor) -> Tensor:
+            for key, copy in copies.items():
+                if copy is tensor:  # an argument handed back
+                    return next(t for t in tensors if id(t) == key)
+            return self._copies.on_device(tensor, device)
+
+        if len(kernel.returns) == 1:
+            where = kernel.returns[0]
+            return map_tensors(result, move) if where is None else _argument(args, kwargs, where)
+        if isinstance(result, tuple):
+            return tuple(
+                [
+                    map_tensors(value, move) if where is None else _argument(args, kwargs, where)
+                    for value, where in zip(result, kernel.returns)
+                ]
+            )
+        return map_tensors(result, move)
+
+
+_NO_IDS: Final[frozenset[int]] = frozenset()
+_LISTS: Final = frozenset({list, tuple})
+
+
+def _flat(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors among the arguments of a kernel: alone or in lists, by position or by name."""
+    found: list[Tensor] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif type(value) in _LISTS:
+            found.extend(tensors_in(value))
+    return found
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], where: int | str) -> Any:
+    if isinstance(where, int):
+        return args[where] if where < len(args) else None
+    return kwargs.get(where)
+
+
+def cpu_argument(name: str, value: Any) -> Any:
+    if name == "device" and value is not None:
+        return torch.device("cpu")
+    if name == "pin_memory":
+        return None
+    return value
+
+
+def _device_of(tensors: list[Tensor], kwargs: dict[str, Any]) -> torch.device | None:
+    for tensor in tensors:
+        if not tensor.is_cpu and not tensor.is_meta:
+            return tensor.device
+    wanted = kwargs.get("device")
+    if wanted is not None and torch.device(wanted).type not in ("cpu", "meta"):
+        device = torch.device(wanted)
+        if device.index is None:
+            device = torch.device(device.type, module_of(device.type).current_device())
+        return device
+    return None
+
+
+def _moves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a kernel carries data between devices, which the CPU alone cannot do."""
+    if func is torch.ops.aten._to_copy.default:
+        wanted = kwargs.get("device")
+        return wanted is not None and torch.device(wanted).type != args[0].device.type
+    if func in (torch.ops.aten.copy_.default, torch.ops.aten._copy_from.default):
+        return bool(args[0].device != args[1].device)
+    return False
+
+
+def _call_on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pinned: PinnedResults | None) -> Any:
+    try:
+        return func(*args, **kwargs) if pinned is None else pinned.run(func, args, kwargs)
+    except (NotImplementedError, RuntimeError) as error:
+        text = str(error)
+        if any(t.dtype in _HALVES for t in tensors_in((args, kwargs))) and "not implemented for" in text:
+            return _in_float32(func, args, kwargs)
+        if "Could not run" in text or "not implemented" in text or isinstance(error, NotImplementedError):
+            raise NoCpuKernel(f"the CPU has no kernel for {func}") from error
+        raise
+
+
+def _in_float32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The CPU lacks this kernel for half types: compute in float32, give back the half type."""
+    half = next(t.dtype for t in tensors_in((args, kwargs)) if t.dtype in _HALVES)
+    raised: dict[int, Tensor] = {}
+
+    def up(tensor: Tensor) -> Tensor:
+        if tensor.dtype not in _HALVES:
+            return tensor
+        return raised.setdefault(id(tensor), tensor.float())
+
+    wide_kwargs = {k: torch.float32 if v in _HALVES and k == "dtype" else map_tensors(v, up) for k, v in kwargs.items()}
+    result = func(*map_tensors(args, up), **wide_kwargs)
+    back = {id(wide): key for key, wide in raised.items()}
+    originals = {id(t): t for t in tensors_in((args, kwargs))}
+    for key, wide in raised.items():
+        if wide._version:  # written to
+            originals[key].copy_(wide)
+
+    def down(tensor: Tensor) -> Tensor:
+        if id(tensor) in back:
+            return originals[back[id(tensor)]]
+        return tensor.to(half) if tensor.dtype == torch.float32 else tensor
+
+    return map_tensors(result, down)
+
+
+class RandomStream:
+    """Random kernels on the CPU continue the device's stream, and leave the CPU's as it was."""
+
+    def __init__(self, wanted: bool, device: torch.device, generator: torch.Generator | None) -> None:
+        self._wanted, self._device, self._given = wanted, device, generator
+        self.generator: torch.Generator | None = None
+
+    def __enter__(self) -> RandomStream:
+        if not self._wanted:
+            return self
+        if self._given is not None and self._given.device.type != "cpu":
+            self.generator = torch.Generator("cpu")
+            self._continue(self._given.get_state(), self.generator.set_state, self._given)
+            return self
+        self._before = torch.get_rng_state()
+        state = get_rng_state(self._device)
+        if state is not None:
+            self._continue(state, torch.set_rng_state, None)
+        return self
+
+    def _continue(self, state: Tensor, put: Callable[[Tensor], Any], generator: torch.Generator | None) -> None:
+        self._same_kind = state.numel() == torch.get_rng_state().numel()
+        if self._same_kind:
+            put(state)
+            return
+        # another kind of generator: draw the seed from the device's stream, which advances it
+        seed = torch.empty((), dtype=torch.int64, device=self._device).random_(generator=generator).item()
+        if self.generator is not None:
+            self.generator.manual_seed(int(seed))
+        else:
+            torch.default_generator.manual_seed(int(seed))
+
+    def __exit__(self, *error: Any) -> None:
+        if not self._wanted:
+            return
+        if self.generator is not None:
+            if self._same_kind and self._given is not None:
+                self._given.set_state(self.generator.get_state())
+            return
+        if getattr(self, "_same_kind", False):
+            set_rng_state(self._device, torch.get_rng_state())
+        torch.set_rng_state(self._before)
