@@ -10,14 +10,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from .. import settings
 from ..call import facts
-from ..call.description import Tensor, children, tensors_in
+from ..call.description import Tensor, tensors_in
+from ..call.equality import leaves_of, same_values
 from ..view.rows import NOT_COMPARABLE, RIGHT, WRONG, Row
 from . import formulas, random_draws
 from .golden import GoldenResult
@@ -333,19 +334,6 @@ def _pairs(device: Any, golden: Any) -> tuple[list[tuple[Any, Any]], str]:
 
 def _indices(pairs: Sequence[Any]) -> Sequence[int | None]:
     return range(len(pairs)) if len(pairs) > 1 else (None,)
-
-
-def leaves_of(value: Any) -> Iterator[Any]:
-    """Everything in a nest of containers that is compared on its own (`list(leaves_of([x, 1]))`)."""
-    if isinstance(value, (Tensor, str)):
-        yield value
-        return
-    parts = children(value)
-    if parts is None:
-        yield value
-        return
-    for member in parts[1]:
-        yield from leaves_of(member)
 
 
 @dataclasses.dataclass
@@ -722,7 +710,7 @@ def _probed_at(
 ) -> _Doubt | None:
     """Probes of an elementwise call at these places alone, which `check` is about; None where it is not elementwise."""
     narrow = spread.at(pair.number, shape, places)
-    if narrow is None or not _identical(narrow.exact, check.golden):
+    if narrow is None or not same_values(narrow.exact, check.golden):
         return None
     at_once = narrow.probed_at_once()
     if at_once is None:
@@ -731,10 +719,6 @@ def _probed_at(
         found = at_once[0], check.doubtful(stored, *at_once)
     spread.narrow_probes += narrow.spread.probes
     return found
-
-
-def _identical(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def _shared_among_ties(pair: _Pair, check: _Check, stored: float, sigma: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch.overrides import get_testing_overrides
 
 from ..call import facts
-from ..call.description import Tensor, children, map_tensors, tensors_in
+from ..call.description import Tensor, map_tensors, tensors_in
 from ..call.devices import accelerator_type, get_rng_state, set_rng_state
 from ..call.traits import COLLECTIVES, OpTraits, factories, name_of, traits_of
 from ..files import archive
@@ -445,13 +445,3 @@ class _Placed:
         if tensor.is_conj():
             placed = torch._conj(placed)
         return torch._neg_view(placed) if tensor.is_neg() else placed
-
-
-def leaves_of(value: Any) -> Iterator[Any]:
-    """Tensors and plain values of a result, in order (`list(leaves_of((x, [1])))`)."""
-    parts = None if isinstance(value, (Tensor, str)) else children(value)
-    if parts is None:
-        yield value
-        return
-    for member in parts[1]:
-        yield from leaves_of(member)

@@ -20,10 +20,11 @@ import torch
 from ..call import facts
 from ..call.description import Described, Tensor, describe, map_tensors, tensors_in
 from ..call.devices import event_class, quiet, synchronize
+from ..call.equality import leaves_of, same_bits, same_leaves
 from ..files.archive import ArchiveError, unknown_in
 from ..files.captures import CannotReplay, one_line
 from ..judge import golden, verdict
-from .captured import CapturedOp, leaves_of
+from .captured import CapturedOp
 
 IDENTICAL: Final = "bit-identical"
 RIGHT: Final = "right within rounding"
@@ -470,40 +471,8 @@ def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu()
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    if plain.is_quantized:
-        plain = plain.int_repr()
-    if plain.layout != torch.strided:
-        plain = plain.to_dense()
-    plain = plain.contiguous().reshape(-1)
-    if plain.numel() < 2:  # one element counts as contiguous whatever its stride, but not when seen as bytes
-        plain = plain.clone(memory_format=torch.contiguous_format)
-    nbytes = plain.numel() * plain.element_size()
-    # eight bytes at a time are compared many times faster than one
-    whole = nbytes % 8 == 0 and plain.storage_offset() * plain.element_size() % 8 == 0
-    return plain.view(torch.int64 if whole else torch.uint8)
-
-
-def same_bits(left: Any, right: Any) -> bool:
-    """Whether two results are the same, bit for bit; layout does not count (`same_bits(x, x.t().t())`)."""
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        if left.dtype != right.dtype or left.shape != right.shape:
-            return False
-        ours, theirs = _bits(left), _bits(right)
-        if ours.dtype != theirs.dtype:
-            ours, theirs = ours.view(torch.uint8), theirs.view(torch.uint8)
-        return torch.equal(ours, theirs)
-    if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return False
-    if isinstance(left, float) and isinstance(right, float):
-        return left == right or (left != left and right != right)
-    return bool(left == right)
-
-
 def _same(left: Any, right: Any) -> bool:
-    ours, theirs = list(leaves_of(left)), list(leaves_of(right))
-    return len(ours) == len(theirs) and all(same_bits(a, b) for a, b in zip(ours, theirs))
+    return same_leaves(left, right, same_bits)
 
 
 def _differences(what: str, ours: Any, captured: Any, absent_is_unknown: bool = False) -> list[str]:
