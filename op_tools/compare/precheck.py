@@ -208,7 +208,7 @@ class FirstLook:
             outputs = function(*args, **kwargs)
         if kind.judgement is not None:
             if not _same(call.result, outputs):
-                raise verdict.InDoubt
+                raise verdict.Unresolved
             judgement = kind.judgement
         else:
             exact = map_tensors(outputs, Tensor.detach)
@@ -234,7 +234,7 @@ class FirstLook:
     ) -> Judgement:
         if kind.judgement is None and kept.copies.as_they_are:
             self._moves_only_forward.add(kept.question.key)  # later ones are kept in float64
-            raise verdict.InDoubt
+            raise verdict.Unresolved
         source = dataclasses.replace(kept.source, grad_outputs=[None if g is None else g.detach() for g in sent])
         pairs = [
             (output, grad.detach().to(output.dtype))
@@ -249,7 +249,7 @@ class FirstLook:
         expected = [None if leaf is None else by_leaf[id(leaf)] for leaf in leaves]
         if kind.judgement is not None:
             if not _same(list(found), expected):
-                raise verdict.InDoubt
+                raise verdict.Unresolved
             return kind.judgement
         result = GoldenResult(True, "", source, DOUBLE, Run(None, source.args, source.kwargs, expected))
         indices, present = gradient_indices(found, expected)
@@ -267,7 +267,7 @@ class FirstLook:
         indices: Sequence[int | None] | None = None,
     ) -> Judgement:
         needs = self._needs.setdefault((part, id(structure)), set())  # which lives as long as its kind
-        return verdict.glance(name, ours, theirs, result, part, self._rules, structure, needs, indices)
+        return verdict.judge_on_device(name, ours, theirs, result, part, self._rules, structure, needs, indices)
 
     def _count(self, found: Any) -> None:
         with self._lock:

@@ -252,8 +252,8 @@ def _beyond(device: Tensor, golden: Tensor, bound: Bound, squares: Tensor | None
 # --- on a device ----------------------------------------------------------------------------------------------
 
 
-class Look(NamedTuple):
-    """A pair on a device: which columns it has, and how far it is beyond a bound."""
+class DeviceQuery(NamedTuple):
+    """A pair on a device whose columns are asked for, and how far it is beyond a bound."""
 
     sides: Sides
     atol: float
@@ -262,22 +262,22 @@ class Look(NamedTuple):
     squares: Tensor | None
 
 
-def looks(asked: Sequence[Look]) -> list[tuple[Columns | None, float]]:
-    """Columns (None where they take another way) and the largest error beside its bound, of several pairs at once."""
-    found = (
-        device_measures.looks([(look.sides.device, look.sides.golden, *look[1:]) for look in asked]) if asked else []
-    )
+def measure_on_device(queries: Sequence[DeviceQuery]) -> list[tuple[Columns | None, float]]:
+    """Columns (None where it takes float64 throughout) and the largest error divided by its bound, of several pairs."""
+    if not queries:
+        return []
+    found = device_measures.measure([(query.sides.device, query.sides.golden, *query[1:]) for query in queries])
     if found is not None:
         return [
-            (_SoFar(look.sides.device.dtype, look.atol, look.rtol).taken_from(columns).columns(), worst)
+            (_SoFar(query.sides.device.dtype, query.atol, query.rtol).taken_from(columns).columns(), worst)
             if columns.regular
             else (None, math.inf)
-            for look, (columns, worst) in zip(asked, found)
+            for query, (columns, worst) in zip(queries, found)
         ]
     answers = []
-    for look in asked:
-        over = beyond(look.sides, look.bound, look.squares)
-        answers.append((_quickly(look.sides, look.atol, look.rtol), math.inf if over is None else over.worst))
+    for query in queries:
+        over = beyond(query.sides, query.bound, query.squares)
+        answers.append((_quickly(query.sides, query.atol, query.rtol), math.inf if over is None else over.worst))
     return answers
 
 

@@ -36,7 +36,7 @@ _LOOP: Final = 4096  # steps of the longest loop that is not done in parallel
 _NEARBY: Final = 2.0**-12
 _OPTIMIZERS: Final = 3  # units: their quotients and roots are good to an ulp or so, in any order
 _OTHER_KERNELS: Final = 3  # may round more often than the CPU's, in another order, with coarser functions
-_OF_UNSEEN: Final = Facts(Kind.REDUCE)
+_OF_OPAQUE: Final = Facts(Kind.REDUCE)
 _DATA_DEPENDENT: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _TIE: Final = 1e-13  # breaks ties, invisible beside any rounding
 _WIDE: Final = (torch.float64, torch.complex128, torch.float32, torch.complex64)
@@ -105,14 +105,16 @@ class Trace(Watcher):
         self.contracts = False
         self.sums_of_products = True
         self.depends_on_values = False
-        self.unseen: dict[Any, bool] = {}  # operators that work unseen: whether they do so in single precision, too
+        self.opaque: dict[
+            Any, bool
+        ] = {}  # operators whose steps cannot be seen: whether they have a float32 kernel, too
         self._worked = False
         self._facts: list[Facts] = []
         self._writers: dict[int, tuple[int, int]] = {}
         self._least: list[float] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op_facts.is_composition(func) and not self._works_unseen(func, args, kwargs or {}):
+        if op_facts.is_composition(func) and not self._is_opaque(func, args, kwargs or {}):
             return redispatched(self, func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         number = len(self.operators)
@@ -138,10 +140,10 @@ class Trace(Watcher):
                 self.steps_in_low = max(self.steps_in_low, op_facts.steps_in_low(func, args))
         return result
 
-    def _works_unseen(self, func: Any, args: Any, kwargs: Any) -> bool:
+    def _is_opaque(self, func: Any, args: Any, kwargs: Any) -> bool:
         if op_facts.is_aten(func) or not opaque_kernels.works_unseen(func, args, kwargs):
             return False
-        self.unseen[func] = self.unseen.get(func, True) and opaque_kernels.has_a_single_precision(func, args, kwargs)
+        self.opaque[func] = self.opaque.get(func, True) and opaque_kernels.has_a_single_precision(func, args, kwargs)
         return True
 
     @property
@@ -290,11 +292,11 @@ class Noise(Watcher):
         last: frozenset[tuple[int, int]],
         signs: Signs,
         inside: float | None = None,
-        unseen: Mapping[Any, bool] | None = None,
+        opaque: Mapping[Any, bool] | None = None,
     ) -> None:
         super().__init__()
         self._precision, self._last, self._signs = precision, last, signs
-        self._unseen = unseen or {}
+        self._opaque = opaque or {}
         self._inside = inside  # of one kernel: its unit; nothing is stored
         self.breaks_ties = True
         self._adds_rows_low = False
@@ -302,9 +304,9 @@ class Noise(Watcher):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in self._unseen:
+        if func in self._opaque:
             self._number += 1
-            return self._done_unseen(func, args, kwargs)
+            return self._opaque_kernel(func, args, kwargs)
         if op_facts.is_composition(func):
             return redispatched(self, func, args, kwargs)
         self._number += 1
@@ -362,7 +364,7 @@ class Noise(Watcher):
             self._round_in_place(tensor, unit_out, facts, (self._number, position) in self._last)
         return result
 
-    def _done_unseen(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _opaque_kernel(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A kernel that shows none of its steps: how its data move it, and what it rounds by itself in float32.
 
         Where it has no float32, the data are moved as far as a loop over their longest dimension may move them.
@@ -370,7 +372,7 @@ class Noise(Watcher):
         precision = self._precision
         length = op_facts.length_of_sums(func, args, kwargs)
         errors, walk = None, float(min(length, _LOOP))
-        if self._unseen[func] and precision.inner == _SINGLE:
+        if self._opaque[func] and precision.inner == _SINGLE:
             # data nearby: the roundings inside are others then, of the same size
             errors = opaque_kernels.errors_in_single_precision(func, *self._all_moved(args, kwargs, self._nearby))
             walk = roundings(Kind.REDUCE, length) if errors is not None else walk
@@ -389,7 +391,7 @@ class Noise(Watcher):
                 continue
             if errors is not None:
                 tensor.add_(errors[position], alpha=_OTHER_KERNELS)
-            self._round_in_place(tensor, by, _OF_UNSEEN, (self._number, position) in self._last)
+            self._round_in_place(tensor, by, _OF_OPAQUE, (self._number, position) in self._last)
         for target, source in zip(mutated(func, args, kwargs), written):
             target.copy_(source)
         return result

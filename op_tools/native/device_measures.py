@@ -37,7 +37,7 @@ def prepare() -> None:
         kernels_of(torch.cuda.current_device())
 
 
-def looks(pairs: Sequence[Pair]) -> list[tuple[measuring.Columns, float]] | None:
+def measure(pairs: Sequence[Pair]) -> list[tuple[measuring.Columns, float]] | None:
     """Columns and the largest error beside its bound of several pairs; None where PyTorch must find them."""
     device = pairs[0][0].device
     kernels = kernels_of(device.index) if device.type == "cuda" else None
