@@ -5,56 +5,26 @@ Nothing outside a run changes: no random stream, no default, no flag. Runs may g
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .. import settings
 from ..call import facts
 from ..call.description import Tensor, map_tensors, tensors_in
 from ..call.traits import OpTraits, traits_of
+from .casts import AS_IS, DOUBLE, SINGLE, Cast, autocast_rounds_to, casts_of
+from .casts import map_settings as _map_settings
+from .isolation import DrawsRandomNumbers, NoRandomNumbers, differentiated, neutral
 
-Cast = Mapping[torch.dtype, torch.dtype]
+__all__ = ["AS_IS", "DOUBLE", "SINGLE", "Cast", "autocast_rounds_to", "casts_of", "differentiated", "neutral"]
+__all__ += ["Enter", "GoldenResult", "Graph", "Run", "Source", "as_is", "backward", "run"]
 
-DOUBLE: Final[dict[torch.dtype, torch.dtype]] = {
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float32: torch.float64,
-    torch.complex32: torch.complex128,
-    torch.complex64: torch.complex128,
-}
-SINGLE: Final[dict[torch.dtype, torch.dtype]] = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.complex32: torch.complex64,
-}
 _KEEP_WHOLE: Final = 1 << 14
-_ENGINE: Final = torch._C._ImperativeEngine()  # the one that all use, as nobody has wrapped it
-AS_IS: Final[dict[torch.dtype, torch.dtype]] = {}
-
-
-class _DrawsRandomNumbers(Exception):
-    """The call would consume random numbers, so that two runs of it cannot be compared."""
-
-
-class _NoRandomNumbers(TorchDispatchMode):
-    """Stops a call before it draws from any random stream."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # a wrapper around every dispatch, and the import of Dynamo, for nothing
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and facts.really_draws(func, args, kwargs):
-            raise _DrawsRandomNumbers(str(func))
-        return func(*args, **kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,28 +233,6 @@ def as_is(
         return outputs, [next(found) if t.requires_grad else None for t in tensors]
 
 
-def casts_of(op: str) -> dict[torch.dtype, torch.dtype] | None:
-    """Casts that the user asked for, or None for double precision (`casts_of("torch.add")`).
-
-    `<OP>_OP_DTYPE_CAST_DICT` wins over `OP_DTYPE_CAST_DICT`.
-    """
-    for variable in (f"{settings.op_prefix(op)}_OP_DTYPE_CAST_DICT", "OP_DTYPE_CAST_DICT"):
-        text = settings.read(variable)
-        if text:
-            return settings.parse_dtype_map(text, variable)
-    return None
-
-
-def autocast_rounds_to(name: str, low: torch.dtype, result: Any) -> torch.dtype | None:
-    """The dtype to which autocast with dtype `low` rounded the arguments of a call, None if it did not.
-
-    Told by the result: `autocast_rounds_to("torch.nn.functional.linear", torch.bfloat16, y)`.
-    """
-    if facts.last_name(name) not in facts.AUTOCAST_LOW:
-        return None
-    return low if any(t.dtype == low for t in tensors_in(result)) else None
-
-
 def _why_not(source: Source, max_bytes: int | None) -> str:
     if source.traits.collective:
         return "a collective: its result depends on other processes"
@@ -311,11 +259,11 @@ def _first_that_works(
     else:
         candidates = (DOUBLE, SINGLE, AS_IS)
     first_error = ""
-    guard = _NoRandomNumbers() if source.traits.random is not False else None
+    guard = NoRandomNumbers() if source.traits.random is not False else None
     for cast in candidates:
         try:
             done, graph = _execute(source, cast, backward, guard, keep_graph)
-        except _DrawsRandomNumbers:
+        except DrawsRandomNumbers:
             return GoldenResult(False, "random: two runs draw different numbers", source, random=True)
         except Exception as error:
             first_error = first_error or _one_line(error)
@@ -352,71 +300,6 @@ def _execute(
     graph = Graph(outputs, prepared) if keep_graph else None
     args, kwargs = _detached((args, kwargs))
     return Run(_detached(outputs), args, kwargs, grads), graph
-
-
-class neutral:
-    """Whatever modes the calling thread is in, the golden run is in none of them."""
-
-    __slots__ = ("_functions", "_grad", "_more", "_wanted")
-
-    def __init__(self, grad: bool) -> None:
-        self._wanted = grad
-
-    def __enter__(self) -> None:
-        self._functions = torch._C.DisableTorchFunction()
-        self._functions.__enter__()
-        self._more = _less_common_modes(self._wanted)
-        self._grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(self._wanted)
-
-    def __exit__(self, *error: Any) -> None:
-        torch._C._set_grad_enabled(self._grad)
-        if self._more is not None:
-            self._more.__exit__(*error)
-        self._functions.__exit__(*error)
-
-
-def _less_common_modes(grad: bool) -> contextlib.ExitStack | None:
-    inference, autocast = torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
-    hooks = grad and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-    if not (inference or autocast or hooks):
-        return None
-    stack = contextlib.ExitStack()
-    if inference:
-        stack.enter_context(torch.inference_mode(False))
-    if autocast:
-        stack.enter_context(torch.autocast("cpu", enabled=False))
-    if hooks:
-        # checkpointing counts what is saved under its hooks: the golden run is not to be counted
-        stack.enter_context(_without_hooks())
-    return stack
-
-
-@contextlib.contextmanager
-def _without_hooks() -> Iterator[None]:
-    """Take the hooks for saved tensors off. Hooks that only pass tensors on would hold whole graphs for ever."""
-    taken = []
-    while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        taken.append(hooks)
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(taken):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def differentiated(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], sent: Sequence[Tensor], keep: bool = False
-) -> Sequence[Tensor | None]:
-    """`torch.autograd.grad` without its checks, which import SymPy, and not seen as a pass of the training.
-
-    >>> x = torch.ones(1, requires_grad=True)
-    >>> differentiated([3 * x], [x], [torch.ones(1)])
-    (tensor([3.]),)
-    """
-    found = _ENGINE.run_backward(tuple(outputs), tuple(sent), keep, False, tuple(inputs), True, accumulate_grad=False)
-    return tuple(found)
 
 
 def _gradients(source: Source, outputs: Any, prepared: _Copies) -> list[Tensor | None]:
@@ -545,23 +428,3 @@ class _Copies:
 
 def _is_strided(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
-
-
-def _map_settings(value: Any, cast: Cast) -> Any:
-    """Dtypes follow the cast, devices become the CPU, generators of a device go."""
-    kind = type(value)
-    if kind is torch.dtype:
-        return cast.get(value, value)
-    if kind is torch.device:
-        return torch.device("cpu")
-    if kind is str:
-        return "cpu" if facts.names_a_device(value) else value
-    if kind is torch.Generator:
-        return None
-    if kind is list:
-        return [_map_settings(v, cast) for v in value]
-    if kind is tuple:
-        return tuple([_map_settings(v, cast) for v in value])
-    if kind is dict:
-        return {k: _map_settings(v, cast) for k, v in value.items()}
-    return value

@@ -17,7 +17,10 @@ from ..call.description import Tensor, map_tensors, tensors_in
 from ..call.equality import leaves_of
 from .golden import GoldenResult, Run
 from .measures import wide
-from .rounding import PROBES, AllSigns, Noise, Precision, Signs, Trace, sigma_of_products, weights_of_products
+from .noise import Noise
+from .rounding import Precision, sigma_of_products, weights_of_products
+from .signs import PROBES, AllSigns, Signs
+from .trace import Trace
 
 FEWEST_PROBES: Final = 4  # also when time is short
 _AT_ONCE: Final = 1 << 17  # elements, all copies together

@@ -20,7 +20,8 @@ from .. import formulas
 from ..elements import SIGMAS, STORED, Elements, concluded, mask_or_none, pattern_of_errors
 from ..measures import Bound, beyond
 from ..pair import Pair, first_place, joined, precision_of_row
-from ..rounding import PROBES, Precision, precision_of
+from ..rounding import Precision, precision_of
+from ..signs import PROBES
 from ..uncertainty import Uncertainty
 
 _TRUST_IN_ONE_PROBE: Final = 0.5  # its sigma counts by half; that of n probes by the square root of n times as much
