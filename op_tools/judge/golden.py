@@ -259,7 +259,7 @@ def _first_that_works(
     else:
         candidates = (DOUBLE, SINGLE, AS_IS)
     first_error = ""
-    guard = NoRandomNumbers() if source.traits.random is not False else None
+    guard = NoRandomNumbers() if source.traits.random is not False else None  # type: ignore[no-untyped-call]
     for cast in candidates:
         try:
             done, graph = _execute(source, cast, backward, guard, keep_graph)

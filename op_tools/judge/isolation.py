@@ -19,7 +19,7 @@ class DrawsRandomNumbers(Exception):
     """The call would consume random numbers, so that two runs of it cannot be compared."""
 
 
-class NoRandomNumbers(Watcher):
+class NoRandomNumbers(Watcher):  # type: ignore[no-untyped-call]
     """Stops a call before it draws from any random stream."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

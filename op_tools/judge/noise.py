@@ -30,7 +30,7 @@ _TIE: Final = 1e-13  # breaks ties, invisible beside any rounding
 _WIDE: Final = (torch.float64, torch.complex128, torch.float32, torch.complex64)
 
 
-class Noise(Watcher):
+class Noise(Watcher):  # type: ignore[no-untyped-call]
     """Does every rounding of a correct kernel at random; the same probe gives the same roundings."""
 
     def __init__(
@@ -41,7 +41,7 @@ class Noise(Watcher):
         inside: float | None = None,
         opaque: Mapping[Any, bool] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._precision, self._last, self._signs = precision, last, signs
         self._opaque = opaque or {}
         self._inside = inside  # of one kernel: its unit; nothing is stored

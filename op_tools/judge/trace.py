@@ -19,11 +19,11 @@ Tensor = torch.Tensor
 _DATA_DEPENDENT: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-class Trace(Watcher):
+class Trace(Watcher):  # type: ignore[no-untyped-call]
     """Notes which operators a call is made of, and which of them wrote each piece of memory last."""
 
     def __init__(self, device: str = "") -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.steps_in_low = 1.0
         self.operators: list[Any] = []

@@ -57,10 +57,12 @@ class Uncertainty:
         structure: Structure | None = None,
     ) -> None:
         self.result, self.part, self.precision, self.max_seconds = result, part, precision, max_seconds
+        self.backward = part == "grad_input"
         self._probing = precision.for_probes()
         self.probes = self.narrow_probes = 0
         self._started = time.perf_counter()
-        self._structure = structure
+        if structure is not None:
+            self.structure = structure
         self._few = False
         self._squared: dict[torch.dtype, list[Any]] = {}
         self._exact: list[Any] | None = None
@@ -74,16 +76,10 @@ class Uncertainty:
         tensors = (*self.result.source.tensors, *tensors_in(self.result.outputs))
         return all(t.layout == torch.strided and not t.is_quantized and not t.is_nested for t in tensors)
 
-    @property
-    def backward(self) -> bool:
-        return self.part == "grad_input"
-
-    @property
+    @functools.cached_property
     def structure(self) -> Structure:
         """Of the operators that the call is made of."""
-        if self._structure is None:
-            self._structure = _structures.of(self.result, self.part, self._trace)
-        return self._structure
+        return _structures.of(self.result, self.part, self._trace)
 
     def _trace(self) -> tuple[Structure, bool]:
         trace = Trace(self.precision.device)
@@ -305,7 +301,7 @@ def _luck(draws: int) -> float:
     15.9
     """
     half = draws / 2  # the lower tail of chi-square: x ** half / (2 ** half * gamma(half + 1))
-    return half * (_AMONG / math.gamma(half + 1)) ** (1 / half)
+    return float(half * (_AMONG / math.gamma(half + 1)) ** (1 / half))
 
 
 def _scale(exact: Tensor) -> Tensor:

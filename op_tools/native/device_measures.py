@@ -33,7 +33,7 @@ _read: Final = struct.Struct("9q").unpack
 
 def prepare() -> None:
     """Have the kernels ready before the first look: a machine compiles them once, for some seconds (`prepare()`)."""
-    if accelerator_type() == "cuda" and torch.cuda.is_initialized():
+    if accelerator_type() == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         kernels_of(torch.cuda.current_device())
 
 

@@ -39,12 +39,13 @@ def _judge_whole_numbers(row: Row, pair: Pair) -> Row:
     different = pair.device != pair.golden
     if not bool(different.any()):
         return row
-    if pair.uncertainty is not None:
-        chosen = facts.chosen_values(pair.op, pair.uncertainty.result.source, pair.device, pair.golden, pair.position)
+    uncertainty = pair.uncertainty
+    if uncertainty is not None:
+        chosen = facts.chosen_values(pair.op, uncertainty.result.source, pair.device, pair.golden, pair.position)
         if chosen is not None and not bool(chosen.any()):
             return row._replace(error_info=joined(row.error_info, "other places of equal values"))
         if chosen is None:
-            different = different & ~pair.uncertainty.unsettled(pair.position, different)
+            different = different & ~uncertainty.unsettled(pair.position, different)
         else:
             different = chosen
     count = int(different.sum())
@@ -62,7 +63,8 @@ def _judge_rounding(row: Row, pair: Pair) -> Row:
     units = None if pair.units is None else pair.units * precision_of(dtype).stored / precision.stored
     if units is not None and units <= 1:  # as good as rounding the reference
         return row._replace(excess=units) if units else row
-    uncertainty = pair.uncertainty if pair.uncertainty is None or pair.uncertainty.usable else None
+    known = pair.uncertainty
+    uncertainty = known if known is not None and known.usable else None
     if units is not None and uncertainty is not None and not uncertainty.structure.exact:
         least = STORED + SIGMAS * uncertainty.least_error(pair.position) / precision.stored
         if units <= least:  # what any probes would allow
@@ -73,7 +75,7 @@ def _judge_rounding(row: Row, pair: Pair) -> Row:
     elements = Elements(pair.sides.left, pair.sides.right, precision, pair.golden.dtype)
     if units is None and elements.unexplained(1.0) is None:
         return row._replace(excess=elements.excess(1.0))
-    if pair.uncertainty is None:
+    if known is None:
         return concluded(row, elements, elements.unexplained(STORED), STORED)
     if uncertainty is None:
         # sparse and the like: the only measure is the size of the whole result
@@ -85,7 +87,8 @@ def _judge_rounding(row: Row, pair: Pair) -> Row:
         elements.least = uncertainty.least_error(pair.position)
     sigma, suspects = _movement(pair, uncertainty, elements, stored)
     if suspects is not None and uncertainty.part == "grad_input" and uncertainty.structure.selects:
-        suspects = mask_or_none(suspects & ~_shared_among_ties(pair, elements, stored, sigma))
+        values = uncertainty.result.source.tensors[pair.position]
+        suspects = mask_or_none(suspects & ~_shared_among_ties(values, elements, stored, sigma))
     hint = "" if suspects is None else pattern_of_errors(pair, elements, suspects, sigma)
     return concluded(row, elements, suspects, stored, sigma, hint)
 
@@ -244,17 +247,16 @@ def _probed_at(
     return found
 
 
-def _shared_among_ties(pair: Pair, elements: Elements, stored: float, sigma: Tensor | None) -> Tensor:
+def _shared_among_ties(values: Tensor, elements: Elements, stored: float, sigma: Tensor | None) -> Tensor:
     """Where an input has equal values and only the shares of the gradient among them differ.
 
     Which of several equal values is the largest is free, and so is the one that gets the gradient.
     """
-    values = pair.uncertainty.result.source.tensors[pair.position].detach().reshape(-1)  # type: ignore[union-attr]
-    _, group, count = torch.unique(values, return_inverse=True, return_counts=True)
+    _, group, count = torch.unique(values.detach().reshape(-1), return_inverse=True, return_counts=True)
 
     def summed(x: Tensor) -> Tensor:
         return torch.zeros(count.numel(), dtype=x.dtype).index_add_(0, group, x.reshape(-1))
 
     slack = summed(elements.bound(stored, sigma)) + summed(elements.size) * elements.precision.stored
-    agree = (summed(elements.device - elements.golden).abs() <= slack) & (count > 1)
+    agree: Tensor = (summed(elements.device - elements.golden).abs() <= slack) & (count > 1)
     return agree[group].reshape(elements.device.shape)
