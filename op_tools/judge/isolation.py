@@ -12,7 +12,7 @@ from ..call import facts
 from ..call.description import Tensor
 from .dispatch_watch import Watcher
 
-_ENGINE: Final = torch._C._ImperativeEngine()  # the one that all use, as nobody has wrapped it
+_ENGINE: Final = torch._C._ImperativeEngine()  # the one that all use, without wrappers
 
 
 class DrawsRandomNumbers(Exception):
@@ -30,7 +30,7 @@ class NoRandomNumbers(Watcher):  # type: ignore[no-untyped-call]
 
 
 class neutral:
-    """Whatever modes the calling thread is in, the golden run is in none of them."""
+    """Leaves all modes of the calling thread for as long as a golden run takes."""
 
     __slots__ = ("_functions", "_grad", "_more", "_wanted")
 
@@ -69,7 +69,7 @@ def _less_common_modes(grad: bool) -> contextlib.ExitStack | None:
 
 @contextlib.contextmanager
 def _without_hooks() -> Iterator[None]:
-    """Take the hooks for saved tensors off. Hooks that only pass tensors on would hold whole graphs for ever."""
+    """Take the hooks for saved tensors off; hooks that only pass tensors on would keep whole graphs alive for ever."""
     taken = []
     while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         torch._C._autograd._pop_saved_tensors_default_hooks()

@@ -21,11 +21,11 @@ from .signs import Signs
 Tensor = torch.Tensor
 
 _LANES_OF_SCANS: Final = 32  # few enough for a loop without any
-_LOOP: Final = 4096  # steps of the longest loop that is not done in parallel
+_LONGEST_LOOP: Final = 4096  # steps of the longest loop that is not done in parallel
 _NEARBY: Final = 2.0**-12
-_OPTIMIZERS: Final = 3  # units: their quotients and roots are good to an ulp or so, in any order
-_OTHER_KERNELS: Final = 3  # may round more often than the CPU's, in another order, with coarser functions
-_OF_OPAQUE: Final = Facts(Kind.REDUCE)
+_OPTIMIZER_UNITS: Final = 3  # of rounding: their quotients and roots are good to about an ulp, in any order
+_OTHER_KERNELS_FACTOR: Final = 3  # may round more often than the CPU's, in another order, with coarser functions
+_FACTS_OF_OPAQUE: Final = Facts(Kind.REDUCE)
 _TIE: Final = 1e-13  # breaks ties, invisible beside any rounding
 _WIDE: Final = (torch.float64, torch.complex128, torch.float32, torch.complex64)
 
@@ -47,16 +47,16 @@ class Noise(Watcher):  # type: ignore[no-untyped-call]
         self._inside = inside  # of one kernel: its unit; nothing is stored
         self.breaks_ties = True
         self._adds_rows_low = False
-        self._number = -1
+        self._operator = -1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in self._opaque:
-            self._number += 1
+            self._operator += 1
             return self._opaque_kernel(func, args, kwargs)
         if op_facts.is_composition(func):
             return redispatched(self, func, args, kwargs)
-        self._number += 1
+        self._operator += 1
         facts = op_facts.facts_for(func, args)
         if facts.kind == Kind.VIEW or any(t.layout != torch.strided for t in tensors_of(args)):
             return func(*args, **kwargs)
@@ -81,7 +81,7 @@ class Noise(Watcher):  # type: ignore[no-untyped-call]
         if inside == SINGLE:
             precision = precision_of(torch.float32)
         number = self._narrowed if inside == SINGLE else float
-        with Noise(precision, frozenset(), self._signs, _OPTIMIZERS * inside):
+        with Noise(precision, frozenset(), self._signs, _OPTIMIZER_UNITS * inside):
             updates = steps(*args, **kwargs, number=number)
         for parameter, value, update in updates:
             parameter.copy_(value - update)
@@ -108,7 +108,7 @@ class Noise(Watcher):  # type: ignore[no-untyped-call]
             if id(tensor) in seen or not _inexact(tensor):
                 continue
             seen.add(id(tensor))
-            self._round_in_place(tensor, unit_out, facts, (self._number, position) in self._last)
+            self._round_in_place(tensor, unit_out, facts, (self._operator, position) in self._last)
         return result
 
     def _opaque_kernel(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ class Noise(Watcher):  # type: ignore[no-untyped-call]
         """
         precision = self._precision
         length = op_facts.length_of_sums(func, args, kwargs)
-        errors, walk = None, float(min(length, _LOOP))
+        errors, walk = None, float(min(length, _LONGEST_LOOP))
         if self._opaque[func] and precision.inner == SINGLE:
             # data nearby: the roundings inside are others then, of the same size
             errors = opaque_kernels.errors_in_single_precision(func, *self._all_moved(args, kwargs, self._nearby))
@@ -137,8 +137,8 @@ class Noise(Watcher):  # type: ignore[no-untyped-call]
             if not _inexact(tensor):
                 continue
             if errors is not None:
-                tensor.add_(errors[position], alpha=_OTHER_KERNELS)
-            self._round_in_place(tensor, by, _OF_OPAQUE, (self._number, position) in self._last)
+                tensor.add_(errors[position], alpha=_OTHER_KERNELS_FACTOR)
+            self._round_in_place(tensor, by, _FACTS_OF_OPAQUE, (self._operator, position) in self._last)
         for target, source in zip(mutated(func, args, kwargs), written):
             target.copy_(source)
         return result

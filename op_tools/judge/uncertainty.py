@@ -1,4 +1,4 @@
-"""How far the roundings inside one call move each of its results; computed only when asked, probe by probe."""
+"""How uncertain each result of a call is by the roundings inside it; found out only when asked, probe by probe."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .signs import PROBES, AllSigns, Signs
 from .trace import Trace
 
 FEWEST_PROBES: Final = 4  # also when time is short
-_AT_ONCE: Final = 1 << 17  # elements, all copies together
+_MAX_ELEMENTS_AT_ONCE: Final = 1 << 17  # elements, all copies together
 _PLAIN: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.memory_format)
 
 
@@ -46,7 +46,7 @@ class Structure:
 
 
 class Uncertainty:
-    """The movement of the results of one part of a call (`output`, `input`, `grad_input`) under rounding."""
+    """How far rounding moves the results of one part of a call (`output`, `input`, `grad_input`)."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Uncertainty:
 
     @functools.cached_property
     def usable(self) -> bool:
-        """Kernels of other layouts rely on more than values: they are not run with anything but the truth."""
+        """Whether the call can be repeated with other values: kernels of sparse layouts and the like rely on more."""
         tensors = (*self.result.source.tensors, *tensors_in(self.result.outputs))
         return all(t.layout == torch.strided and not t.is_quantized and not t.is_nested for t in tensors)
 
@@ -207,7 +207,7 @@ class Uncertainty:
             return None
         mean = total / self.probes
         if mean.dim() and (self._few or (self.structure.opaque and self.probes >= PROBES)):
-            # There are no more probes to come, and they are few, or each is one draw of roundings that nobody sees:
+            # There are no more probes to come, and they are few, or each is one draw of an opaque kernel's roundings:
             # among millions of elements some are always lucky. They lean on their neighbours in the row.
             mean = torch.minimum(mean + mean.mean(-1, keepdim=True) / self.probes, mean * _luck(self.probes))
         return mean.sqrt_().div_(self._scale_of(position)).div_(self._probing.magnified)
@@ -218,7 +218,7 @@ class Uncertainty:
         return self._scales[position]
 
     def not_settled(self, position: int) -> Tensor | None:
-        """Where a probe gave another whole position, or infinity or NaN instead of a position; None for nowhere."""
+        """Where a probe gave another whole number, or infinity or NaN instead of a number; None if nowhere."""
         return self._unsettled[position] if position < len(self._unsettled) else None
 
     def unsettled(self, position: int, wanted: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ class Uncertainty:
     def at(self, position: int, shape: tuple[int, ...], places: Tensor) -> Narrow | None:
         """The same call on some elements alone, where each depends on its own inputs; None where that is not so."""
         # the numbers of an optimizer are shared by all elements, and go another way in each probe
-        at_once = PROBES * places.numel() <= _AT_ONCE and not facts.is_optimizer(self.result.source.name)
+        at_once = PROBES * places.numel() <= _MAX_ELEMENTS_AT_ONCE and not facts.is_optimizer(self.result.source.name)
         copies = PROBES if at_once else 1
         result = self.result
         if self.on_lists:
@@ -267,7 +267,7 @@ class Uncertainty:
 
 
 class Narrow:
-    """A call on the elements in doubt, all probes at once if they are few."""
+    """An elementwise call on some elements alone; all probes at once if they are few."""
 
     def __init__(self, uncertainty: Uncertainty, position: int, copies: int, exact: Tensor) -> None:
         self.uncertainty, self.position, self._copies = uncertainty, position, copies
@@ -290,7 +290,7 @@ class Narrow:
         return sigma, None if unsettled is None else unsettled.any(0)
 
 
-_AMONG: Final = 1e7  # elements
+_LUCKIEST_OF: Final = 1e7  # elements
 
 
 @functools.cache
@@ -301,7 +301,7 @@ def _luck(draws: int) -> float:
     15.9
     """
     half = draws / 2  # the lower tail of chi-square: x ** half / (2 ** half * gamma(half + 1))
-    return float(half * (_AMONG / math.gamma(half + 1)) ** (1 / half))
+    return float(half * (_LUCKIEST_OF / math.gamma(half + 1)) ** (1 / half))
 
 
 def _scale(exact: Tensor) -> Tensor:
@@ -311,7 +311,7 @@ def _scale(exact: Tensor) -> Tensor:
 
 
 def _movement(here: Tensor, there: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Squared movement of each element, and where it is not a position but something else that changed."""
+    """Squared movement of each element, and where it is not a number but something else that changed."""
     exact, moved = wide(here), wide(there)
     if not here.is_floating_point() and not here.is_complex():
         return torch.zeros(exact.shape, dtype=torch.float64), exact != moved
@@ -328,7 +328,7 @@ def _movement(here: Tensor, there: Tensor, scale: Tensor) -> tuple[Tensor, Tenso
 
 
 class _Structures:
-    _MOST = 2048
+    _MAX_KNOWN = 2048
 
     def __init__(self) -> None:
         self._known: dict[Any, Structure] = {}
@@ -346,7 +346,7 @@ class _Structures:
         structure, reusable = find()
         if key is not None and reusable:
             with self._lock:
-                if len(self._known) >= self._MOST:
+                if len(self._known) >= self._MAX_KNOWN:
                     self._known.clear()
                 self._known[key] = structure
         return structure
@@ -361,7 +361,7 @@ def remembers(result: GoldenResult, part: str) -> bool:
 
 
 class _NotPlain(Exception):
-    """An argument that says nothing about itself."""
+    """An argument that is not described by its type and value."""
 
 
 def _signature(result: GoldenResult, part: str) -> Any:

@@ -43,14 +43,14 @@ def _judge_whole_numbers(row: Row, pair: Pair) -> Row:
     if uncertainty is not None:
         chosen = facts.chosen_values(pair.op, uncertainty.result.source, pair.device, pair.golden, pair.position)
         if chosen is not None and not bool(chosen.any()):
-            return row._replace(error_info=joined(row.error_info, "other places of equal values"))
+            return row._replace(error_info=joined(row.error_info, "tie broken differently"))
         if chosen is None:
             different = different & ~uncertainty.unsettled(pair.position, different)
         else:
             different = chosen
     count = int(different.sum())
     if count == 0:
-        return row._replace(error_info=joined(row.error_info, "differs where rounding decides"))
+        return row._replace(error_info=joined(row.error_info, "within rounding uncertainty"))
     where = first_place(different)
     values = (pair.device[where].item(), pair.golden[where].item())
     reason = f"{count} of {different.numel()} differ, first at {list(where)}: {values[0]} instead of {values[1]}"
