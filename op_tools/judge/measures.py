@@ -117,13 +117,8 @@ class _Accumulator:
 
     def load_native(self, found: measuring.Columns) -> _Accumulator:
         """Take over what one pass over everything found."""
-        self.ee, self.eg, self.gg, self.largest, self.relative = (
-            found.ee,
-            found.eg,
-            found.gg,
-            found.largest,
-            found.relative,
-        )
+        self.ee, self.eg, self.gg = found.ee, found.eg, found.gg
+        self.largest, self.relative = found.largest, found.relative
         self.units, self.ulp = found.units / (self.info.eps / 2), found.ulp / self.info.eps
         self.close, self.equal = bool(found.close), bool(found.equal)
         return self

@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 
-from ..call.facts import Kind
+from ..call import facts as op_facts
+from ..call.facts import Facts, Kind
+from . import opaque_kernels
+from .dispatch_watch import Watcher, address, mutated, redispatched, tensors_of
 
 Tensor = torch.Tensor
 
 SINGLE: Final = 2.0**-24  # the unit of rounding of float32
 _FINEST: Final = 2.0**-40  # unit of probes: well above that of float64, and small enough for its effects to be linear
 _LANES: Final = 256  # of parallel sums
+_DATA_DEPENDENT: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -83,3 +88,98 @@ def roundings(kind: str, length: int, straight: bool = False) -> float:
     if kind == Kind.CONTRACT or straight:
         return length
     return min(length, 1 + math.log2(length) + length / _LANES)
+
+
+class Trace(Watcher):  # type: ignore[no-untyped-call]
+    """Notes which operators a call is made of, and which of them wrote each piece of memory last."""
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.steps_in_low = 1.0
+        self.operators: list[Any] = []
+        self.longest_sum = 1
+        self.selects = self.selects_first = False
+        self.contracts = False
+        self.sums_of_products = True
+        self.depends_on_values = False
+        self.opaque: dict[
+            Any, bool
+        ] = {}  # operators whose steps cannot be seen: whether they have a float32 kernel, too
+        self._worked = False
+        self._facts: list[Facts] = []
+        self._writers: dict[int, tuple[int, int]] = {}
+        self._least: list[float] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op_facts.is_composition(func) and not self._is_opaque(func, args, kwargs or {}):
+            return redispatched(self, func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
+        number = len(self.operators)
+        self.operators.append(func)
+        self._least.append(_least_error(func, args, kwargs or {}))
+        self.depends_on_values = self.depends_on_values or bool(_DATA_DEPENDENT & set(func.tags))
+        if self.sums_of_products:
+            self.sums_of_products = op_facts.is_sum_of_products(func, args, kwargs or {})
+        facts = op_facts.facts_for(func, args)
+        self._facts.append(facts)
+        if facts.kind == Kind.VIEW:
+            return result
+        written = (*tensors_of((result,)), *mutated(func, args, kwargs or {}))
+        for position, tensor in reversed(list(enumerate(written))):  # a tensor that is there twice: its first place
+            self._writers[address(tensor)] = number, position
+        self.selects_first = self.selects_first or (facts.kind == Kind.SELECT and not self._worked)
+        self.selects = self.selects or facts.kind == Kind.SELECT
+        self._worked = True
+        if facts.kind not in (Kind.EXACT, Kind.SELECT, Kind.POINTWISE):
+            self.longest_sum = max(self.longest_sum, op_facts.length_of_sums(func, args, kwargs or {}))
+            self.contracts = self.contracts or facts.kind == Kind.CONTRACT
+            if facts.kind == Kind.CONTRACT and op_facts.computes_low(func, self.device, kwargs or {}):
+                self.steps_in_low = max(self.steps_in_low, op_facts.steps_in_low(func, args))
+        return result
+
+    def _is_opaque(self, func: Any, args: Any, kwargs: Any) -> bool:
+        if op_facts.is_aten(func) or not opaque_kernels.works_unseen(func, args, kwargs):
+            return False
+        self.opaque[func] = self.opaque.get(func, True) and opaque_kernels.has_a_single_precision(func, args, kwargs)
+        return True
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """Names of the operators that compute something, in order."""
+        moves = (Kind.VIEW, Kind.EXACT)
+        return tuple(
+            [op_facts.base_name(f) for f, facts in zip(self.operators, self._facts) if facts.kind not in moves]
+        )
+
+    @property
+    def exact(self) -> bool:
+        """Whether the call only moves, selects or compares values."""
+        exact = (Kind.VIEW, Kind.EXACT, Kind.SELECT)
+        return all(facts.kind in exact for facts in self._facts)
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether each element of a result depends on the same element of the inputs alone, as far as one can see."""
+        kinds = (Kind.VIEW, Kind.EXACT, Kind.POINTWISE)
+        return all(facts.kind in kinds for facts in self._facts)
+
+    def least_error(self, result: Tensor) -> float:
+        """The least error of the operator that wrote a result, in units of the arithmetic inside."""
+        writer = self._writers.get(address(result))
+        return 0.0 if writer is None else self._least[writer[0]]
+
+    def last_writers(self, results: Sequence[Tensor]) -> frozenset[tuple[int, int]]:
+        """Which result of which operator these are: they are not rounded once more by being stored."""
+        return frozenset(self._writers.get(address(t), (-1, -1)) for t in results)
+
+
+def _least_error(func: Any, args: Any, kwargs: Any) -> float:
+    """What every probe does to the result of an operator, in units of its arithmetic: sums round along their way."""
+    facts = op_facts.facts_for(func, args)
+    kind = facts.kind
+    if facts != op_facts.facts_of(func):
+        return facts.accuracy
+    if kind not in (Kind.REDUCE, Kind.CONTRACT):
+        return op_facts.least_error(func)
+    return op_facts.least_error(func) * math.sqrt(roundings(kind, op_facts.length_of_sums(func, args, kwargs)))

@@ -17,10 +17,8 @@ from ..call.description import Tensor, map_tensors, tensors_in
 from ..call.equality import leaves_of
 from .golden import GoldenResult, Run
 from .measures import wide
-from .noise import Noise
-from .rounding import Precision, sigma_of_products, weights_of_products
-from .signs import PROBES, AllSigns, Signs
-from .trace import Trace
+from .noise import PROBES, AllSigns, Noise, Signs
+from .rounding import Precision, Trace, sigma_of_products, weights_of_products
 
 FEWEST_PROBES: Final = 4  # also when time is short
 _MAX_ELEMENTS_AT_ONCE: Final = 1 << 17  # elements, all copies together
@@ -111,10 +109,6 @@ class Uncertainty:
         squares = self.squares(position, dtype)
         if squares is None or squares.shape != golden.shape or golden.is_complex():
             return None
-        return self.sigma_of(squares, golden)
-
-    def sigma_of(self, squares: Tensor, golden: Tensor) -> Tensor:
-        """The formula itself, for some or all elements."""
         structure = self.structure
         return sigma_of_products(self.precision, structure.longest_sum, squares, golden, structure.steps_in_low)
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from op_tools.judge import formulas, golden, measures, verdict
 from op_tools.judge.measures import Bound, Sides
+from op_tools.judge.noise import PROBES
 from op_tools.judge.rounding import precision_of
-from op_tools.judge.signs import PROBES
 from op_tools.judge.uncertainty import Uncertainty
 from op_tools.native import measuring
 from op_tools.native.compiling import Library
