@@ -87,7 +87,7 @@ class Run:
 
 @dataclasses.dataclass
 class Graph:
-    """A forward pass that can be gone back through, once."""
+    """A forward pass that supports one backward pass."""
 
     outputs: Any
     leaves: list[Tensor | None]  # of each tensor among the arguments
@@ -222,7 +222,7 @@ def backward(result: GoldenResult, grad_outputs: Sequence[Tensor | None], output
     """The backward pass of a run that kept its graph, which is used up (`backward(result, [torch.ones(2)])`)."""
     graph, result.graph = result.graph, None
     if graph is None or result.run is None:
-        raise ValueError("this golden run has no graph: run it with keep_graph=True, and go back through it once")
+        raise ValueError("this golden run has no graph: run it with keep_graph=True, which supports one backward pass")
     source = dataclasses.replace(result.source, grad_outputs=grad_outputs, outputs=outputs)
     with neutral(grad=True):
         grads = _gradients(source, graph.outputs, graph.leaves)

@@ -1,8 +1,8 @@
-"""How far a result is from its reference: the columns of a comparison, and the elements that a bound leaves in doubt.
+"""How far a result is from its reference: the columns of a comparison, and the elements beyond a bound.
 
-The quick way is one pass in machine code (`native.py`, on a GPU `device_measures.py`), or where there is none a few in
-float32, on differences that were taken in float64: enough for what is shown, and for saying "within so many units of
-rounding". Whatever is not finite, tiny, huge or complex is measured in float64 throughout.
+The quick way is one pass in machine code (`native/measuring.py`, on a GPU `native/device_measures.py`), or without a
+compiler a few in float32, on differences that were taken in float64: enough for what is shown, and for saying "within
+so many units of rounding". Whatever is not finite, tiny, huge or complex is measured in float64 throughout.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Tensor = torch.Tensor
 
 _EXPONENT: Final = 0x7FF0000000000000  # of a float64
 _EXPONENT_OF_SINGLE: Final = 0x7F800000
-_QUICK: Final = (torch.float32, torch.bfloat16, torch.float16)
-_PIECE: Final = 1 << 15
-_NEARLY_NOTHING: Final = 1e-3  # a result so much smaller than its reference leaves no digits for the cosine
+_QUICK_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
+_PIECE_SIZE: Final = 1 << 15
+_MIN_SQUARE_RATIO: Final = 1e-3  # of a result to its reference; a smaller one leaves no digits for the cosine
 
 
 class Columns(NamedTuple):
-    """What is shown of one pair; `units` is its largest error in units of rounding, None if that is not known."""
+    """What is measured of one pair; `units` is its largest error in units of rounding, None if that is not known."""
 
     allclose: bool
     max_abs_diff: float
@@ -85,29 +85,29 @@ def ulps(exact: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _quickly(sides: Sides, atol: float, rtol: float) -> Columns | None:
     device, golden = sides.device, sides.golden
-    if device.dtype not in _QUICK or golden.dtype != torch.float64:
+    if device.dtype not in _QUICK_DTYPES or golden.dtype != torch.float64:
         return None
     if device.layout != torch.strided or golden.layout != torch.strided:
         return None
-    so_far = _SoFar(device.dtype, atol, rtol)
+    accumulator = _Accumulator(device.dtype, atol, rtol)
     found = measuring.measure(device, golden, atol, rtol)
     if found is not None:
-        return so_far.taken_from(found).columns() if found.regular else None
-    if not all(so_far.add(*pieces) for pieces in pieces_of(device, golden)):
+        return accumulator.load_native(found).columns() if found.regular else None
+    if not all(accumulator.add(*pieces) for pieces in pieces_of(device, golden)):
         return None
-    return so_far.columns()
+    return accumulator.columns()
 
 
 def pieces_of(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Tensors of one shape cut into pieces whose temporaries stay in the cache (`pieces_of(x, y)`)."""
     flat = [t.resolve_neg().reshape(-1) for t in tensors]
-    size = _PIECE if flat[0].is_cpu else max(1, flat[0].numel())  # a device would be asked again for each piece
+    size = _PIECE_SIZE if flat[0].is_cpu else max(1, flat[0].numel())  # a device would be asked again for each piece
     for start in range(0, flat[0].numel(), size):
         yield tuple([t[start : start + size] for t in flat])
 
 
-class _SoFar:
-    """The columns of the pieces that were looked at."""
+class _Accumulator:
+    """Sums and maxima of the pieces that were measured so far."""
 
     def __init__(self, dtype: torch.dtype, atol: float, rtol: float) -> None:
         self.dtype, self.atol, self.rtol = dtype, atol, rtol
@@ -115,21 +115,16 @@ class _SoFar:
         self.ee = self.eg = self.gg = self.units = self.ulp = self.largest = self.relative = 0.0
         self.close = self.equal = True
 
-    def taken_from(self, found: measuring.Columns) -> _SoFar:
-        """The same from one pass over everything."""
-        self.ee, self.eg, self.gg, self.largest, self.relative = (
-            found.ee,
-            found.eg,
-            found.gg,
-            found.largest,
-            found.relative,
-        )
+    def load_native(self, found: measuring.Columns) -> _Accumulator:
+        """Take over what one pass over everything found."""
+        self.ee, self.eg, self.gg = found.ee, found.eg, found.gg
+        self.largest, self.relative = found.largest, found.relative
         self.units, self.ulp = found.units / (self.info.eps / 2), found.ulp / self.info.eps
         self.close, self.equal = bool(found.close), bool(found.equal)
         return self
 
     def add(self, device: Tensor, exact: Tensor) -> bool:
-        """Look at one more piece; False if it takes the full way."""
+        """Measure one more piece; False where it must be measured in float64 throughout."""
         error = torch.sub(device.to(torch.float64), exact).to(torch.float32)
         near = exact.to(torch.float32)
         ee, gg = float(torch.dot(error, error)), float(torch.dot(near, near))
@@ -138,9 +133,9 @@ class _SoFar:
         self.ee, self.eg, self.gg = self.ee + ee, self.eg + float(torch.dot(error, near)), self.gg + gg
         rounded = near if self.dtype == torch.float32 else exact.to(self.dtype)
         scale = near.abs().clamp_(min=self.info.smallest_normal)
-        self.units = max(self.units, _span(error / scale) / (self.info.eps / 2))
+        self.units = max(self.units, _largest_magnitude(error / scale) / (self.info.eps / 2))
         power = scale.view(torch.int32).bitwise_and_(_EXPONENT_OF_SINGLE).view(torch.float32)
-        self.ulp = max(self.ulp, _span(error.div_(power)) / self.info.eps)
+        self.ulp = max(self.ulp, _largest_magnitude(error.div_(power)) / self.info.eps)
         if not torch.equal(device, rounded):
             self.equal = False
             self._compare(device.to(torch.float32), rounded.to(torch.float32))
@@ -148,14 +143,14 @@ class _SoFar:
 
     def _compare(self, device: Tensor, rounded: Tensor) -> None:
         difference = device - rounded
-        largest = _span(difference)
+        largest = _largest_magnitude(difference)
         self.largest = max(self.largest, largest)
         if self.close and not largest <= self.atol:
             self.close = float(difference.abs().sub_(rounded.abs(), alpha=self.rtol).max()) <= self.atol
         relative = difference.div_(rounded)
-        most = _span(relative)
+        most = _largest_magnitude(relative)
         if math.isnan(most):  # zero instead of zero
-            most = _span(relative.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf))
+            most = _largest_magnitude(relative.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf))
         self.relative = max(self.relative, most)
 
     def columns(self) -> Columns | None:
@@ -169,13 +164,13 @@ class _SoFar:
         if self.gg == 0:
             return 1.0 if self.equal else None
         square = self.gg + 2 * self.eg + self.ee
-        if square < _NEARLY_NOTHING * self.gg:
+        if square < _MIN_SQUARE_RATIO * self.gg:
             return None
         apart = (2 * self.eg + self.ee) / (math.sqrt(square) + math.sqrt(self.gg))
         return 1.0 - max(0.0, self.ee - apart * apart) / (2 * math.sqrt(square) * math.sqrt(self.gg))
 
 
-def _span(values: Tensor) -> float:
+def _largest_magnitude(values: Tensor) -> float:
     """The largest magnitude, NaN if there is one."""
     low, high = torch.aminmax(values)
     return max(abs(float(low)), abs(float(high)))
@@ -199,7 +194,7 @@ class Bound(NamedTuple):
 
 
 class Beyond(NamedTuple):
-    """What a bound leaves over: the largest error beside its bound, how many exceed it, and where (the first ones)."""
+    """What a bound does not explain: the largest error divided by it, how many exceed it, and where the first are."""
 
     worst: float
     exceeding: int
@@ -213,7 +208,7 @@ def beyond(sides: Sides, bound: Bound, squares: Tensor | None = None, most: int 
     0
     """
     device, golden = sides.device, sides.golden
-    if device.dtype not in _QUICK or golden.dtype != torch.float64 or device.shape != golden.shape:
+    if device.dtype not in _QUICK_DTYPES or golden.dtype != torch.float64 or device.shape != golden.shape:
         return None
     if device.layout != torch.strided or golden.layout != torch.strided or not device.numel():
         return None
@@ -252,8 +247,8 @@ def _beyond(device: Tensor, golden: Tensor, bound: Bound, squares: Tensor | None
 # --- on a device ----------------------------------------------------------------------------------------------
 
 
-class Look(NamedTuple):
-    """A pair on a device: which columns it has, and how far it is beyond a bound."""
+class DeviceQuery(NamedTuple):
+    """A pair on a device whose columns are asked for, and how far it is beyond a bound."""
 
     sides: Sides
     atol: float
@@ -262,22 +257,22 @@ class Look(NamedTuple):
     squares: Tensor | None
 
 
-def looks(asked: Sequence[Look]) -> list[tuple[Columns | None, float]]:
-    """Columns (None where they take another way) and the largest error beside its bound, of several pairs at once."""
-    found = (
-        device_measures.looks([(look.sides.device, look.sides.golden, *look[1:]) for look in asked]) if asked else []
-    )
+def measure_on_device(queries: Sequence[DeviceQuery]) -> list[tuple[Columns | None, float]]:
+    """Columns (None where it takes float64 throughout) and the largest error divided by its bound, of several pairs."""
+    if not queries:
+        return []
+    found = device_measures.measure([(query.sides.device, query.sides.golden, *query[1:]) for query in queries])
     if found is not None:
         return [
-            (_SoFar(look.sides.device.dtype, look.atol, look.rtol).taken_from(columns).columns(), worst)
+            (_Accumulator(query.sides.device.dtype, query.atol, query.rtol).load_native(columns).columns(), worst)
             if columns.regular
             else (None, math.inf)
-            for look, (columns, worst) in zip(asked, found)
+            for query, (columns, worst) in zip(queries, found)
         ]
     answers = []
-    for look in asked:
-        over = beyond(look.sides, look.bound, look.squares)
-        answers.append((_quickly(look.sides, look.atol, look.rtol), math.inf if over is None else over.worst))
+    for query in queries:
+        over = beyond(query.sides, query.bound, query.squares)
+        answers.append((_quickly(query.sides, query.atol, query.rtol), math.inf if over is None else over.worst))
     return answers
 
 

@@ -1,4 +1,4 @@
-"""How far the roundings inside one call move each of its results; computed only when asked, probe by probe."""
+"""How uncertain each result of a call is by the roundings inside it; found out only when asked, probe by probe."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ import torch
 
 from ..call import facts
 from ..call.description import Tensor, map_tensors, tensors_in
+from ..call.equality import leaves_of
 from .golden import GoldenResult, Run
 from .measures import wide
-from .rounding import PROBES, AllSigns, Noise, Precision, Signs, Trace, sigma_of_products, weights_of_products
+from .noise import PROBES, AllSigns, Noise, Signs
+from .rounding import Precision, Trace, sigma_of_products, weights_of_products
 
 FEWEST_PROBES: Final = 4  # also when time is short
-_AT_ONCE: Final = 1 << 17  # elements, all copies together
+_MAX_ELEMENTS_AT_ONCE: Final = 1 << 17  # elements, all copies together
 _PLAIN: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.memory_format)
 
 
@@ -38,27 +40,27 @@ class Structure:
     last: frozenset[tuple[int, int]]  # operators that write the results
     kernels: tuple[str, ...]  # operators that compute something, in order
     least: tuple[float, ...]  # for each result the least error of its last operator, in units of its arithmetic
-    unseen: tuple[tuple[Any, bool], ...] = ()  # operators whose work is not seen, and whether they do float32
+    opaque: tuple[tuple[Any, bool], ...] = ()  # operators whose steps cannot be seen, and whether they do float32
 
 
-class Spread:
-    """The movement of the results of one part of a call (`output`, `input`, `grad_input`) under rounding."""
+class Uncertainty:
+    """How far rounding moves the results of one part of a call (`output`, `input`, `grad_input`)."""
 
     def __init__(
         self,
         result: GoldenResult,
         part: str,
-        leaves: Callable[[Any], Any],
         precision: Precision,
         max_seconds: float | None,
         structure: Structure | None = None,
     ) -> None:
         self.result, self.part, self.precision, self.max_seconds = result, part, precision, max_seconds
+        self.backward = part == "grad_input"
         self._probing = precision.for_probes()
         self.probes = self.narrow_probes = 0
-        self._leaves_of = leaves
         self._started = time.perf_counter()
-        self._structure = structure
+        if structure is not None:
+            self.structure = structure
         self._few = False
         self._squared: dict[torch.dtype, list[Any]] = {}
         self._exact: list[Any] | None = None
@@ -68,20 +70,14 @@ class Spread:
 
     @functools.cached_property
     def usable(self) -> bool:
-        """Kernels of other layouts rely on more than values: they are not run with anything but the truth."""
+        """Whether the call can be repeated with other values: kernels of sparse layouts and the like rely on more."""
         tensors = (*self.result.source.tensors, *tensors_in(self.result.outputs))
         return all(t.layout == torch.strided and not t.is_quantized and not t.is_nested for t in tensors)
 
-    @property
-    def backward(self) -> bool:
-        return self.part == "grad_input"
-
-    @property
+    @functools.cached_property
     def structure(self) -> Structure:
         """Of the operators that the call is made of."""
-        if self._structure is None:
-            self._structure = _structures.of(self.result, self.part, self._trace)
-        return self._structure
+        return _structures.of(self.result, self.part, self._trace)
 
     def _trace(self) -> tuple[Structure, bool]:
         trace = Trace(self.precision.device)
@@ -99,24 +95,20 @@ class Spread:
             last=trace.last_writers([t for t in leaves if isinstance(t, Tensor)]),
             kernels=trace.kernels,
             least=least,
-            unseen=tuple(trace.unseen.items()),
+            opaque=tuple(trace.opaque.items()),
         )
         return structure, not trace.depends_on_values
 
-    def least_error(self, number: int) -> float:
+    def least_error(self, position: int) -> float:
         """Relative error that every correct result may have by its last operator alone."""
         least = self.structure.least
-        return least[number] * self.precision.inner if number < len(least) else 0.0
+        return least[position] * self.precision.inner if position < len(least) else 0.0
 
-    def by_formula(self, number: int, golden: Tensor, dtype: torch.dtype) -> Tensor | None:
+    def by_formula(self, position: int, golden: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Sigma of a sum of products, from one run on the squares in a dtype; None for everything else."""
-        squares = self.squares(number, dtype)
+        squares = self.squares(position, dtype)
         if squares is None or squares.shape != golden.shape or golden.is_complex():
             return None
-        return self.sigma_of(squares, golden)
-
-    def sigma_of(self, squares: Tensor, golden: Tensor) -> Tensor:
-        """The formula itself, for some or all elements."""
         structure = self.structure
         return sigma_of_products(self.precision, structure.longest_sum, squares, golden, structure.steps_in_low)
 
@@ -125,14 +117,14 @@ class Spread:
         structure = self.structure
         return weights_of_products(self.precision, structure.longest_sum, structure.steps_in_low)
 
-    def squares(self, number: int, dtype: torch.dtype) -> Tensor | None:
+    def squares(self, position: int, dtype: torch.dtype) -> Tensor | None:
         """For each sum of products the sum of its squared terms; None for everything else."""
         if not self.structure.sums_of_products or not self.structure.contracts:
             return None
         if dtype not in self._squared:
             self._squared[dtype] = self.leaves(self._run_on_squares(dtype))
         squares = self._squared[dtype]
-        mine = squares[number] if number < len(squares) else None
+        mine = squares[position] if position < len(squares) else None
         return mine if isinstance(mine, Tensor) else None
 
     def _run_on_squares(self, dtype: torch.dtype) -> Run:
@@ -166,12 +158,12 @@ class Spread:
         exact = self.exact()
         moved = self._moved(Signs(self.probes))
         self.probes += 1
-        for number, (here, there) in enumerate(zip(exact, moved)):
+        for position, (here, there) in enumerate(zip(exact, moved)):
             if isinstance(here, Tensor) and isinstance(there, Tensor) and here.shape == there.shape:
-                self._add(number, here, there)
+                self._add(position, here, there)
 
     def _moved(self, signs: Signs) -> list[Any]:
-        noise = Noise(self._probing, self.structure.last, signs, unseen=dict(self.structure.unseen))
+        noise = Noise(self._probing, self.structure.last, signs, opaque=dict(self.structure.opaque))
         # ties among the inputs themselves are looked at exactly, where gradients are shared among them
         noise.breaks_ties = not self.backward or not self.structure.selects_first
         return self.leaves(self.result.again(noise, self.backward))
@@ -187,12 +179,12 @@ class Spread:
             self._unsettled = [None] * len(self._exact)
         return self._exact
 
-    def _add(self, number: int, here: Tensor, there: Tensor) -> None:
-        square, unsettled = _movement(here, there, self._scale_of(number))
-        total, before = self._squares[number], self._unsettled[number]
-        self._squares[number] = square if total is None else total.add_(square)
+    def _add(self, position: int, here: Tensor, there: Tensor) -> None:
+        square, unsettled = _movement(here, there, self._scale_of(position))
+        total, before = self._squares[position], self._unsettled[position]
+        self._squares[position] = square if total is None else total.add_(square)
         if unsettled is not None:
-            self._unsettled[number] = unsettled if before is None else before.logical_or_(unsettled)
+            self._unsettled[position] = unsettled if before is None else before.logical_or_(unsettled)
 
     def leaves(self, run: Run) -> list[Any]:
         """The results of this part of a run, in order."""
@@ -200,55 +192,55 @@ class Spread:
             return list(run.grad_inputs or ())
         if self.part == "input":
             return list(tensors_in((run.args, run.kwargs)))
-        return list(self._leaves_of(run.outputs))
+        return list(leaves_of(run.outputs))
 
-    def sigma(self, number: int) -> Tensor | None:
+    def sigma(self, position: int) -> Tensor | None:
         """Root mean square of the movements so far, in absolute terms; None before the first."""
-        total = self._squares[number] if number < len(self._squares) else None
+        total = self._squares[position] if position < len(self._squares) else None
         if total is None or self.probes == 0:
             return None
         mean = total / self.probes
-        if mean.dim() and (self._few or (self.structure.unseen and self.probes >= PROBES)):
-            # There are no more probes to come, and they are few, or each is one draw of roundings that nobody sees:
+        if mean.dim() and (self._few or (self.structure.opaque and self.probes >= PROBES)):
+            # There are no more probes to come, and they are few, or each is one draw of an opaque kernel's roundings:
             # among millions of elements some are always lucky. They lean on their neighbours in the row.
             mean = torch.minimum(mean + mean.mean(-1, keepdim=True) / self.probes, mean * _luck(self.probes))
-        return mean.sqrt_().div_(self._scale_of(number)).div_(self._probing.magnified)
+        return mean.sqrt_().div_(self._scale_of(position)).div_(self._probing.magnified)
 
-    def _scale_of(self, number: int) -> Tensor:
-        if number not in self._scales:
-            self._scales[number] = _scale(self.exact()[number])
-        return self._scales[number]
+    def _scale_of(self, position: int) -> Tensor:
+        if position not in self._scales:
+            self._scales[position] = _scale(self.exact()[position])
+        return self._scales[position]
 
-    def not_settled(self, number: int) -> Tensor | None:
-        """Where a probe gave another whole number, or infinity or NaN instead of a number; None for nowhere."""
-        return self._unsettled[number] if number < len(self._unsettled) else None
+    def not_settled(self, position: int) -> Tensor | None:
+        """Where a probe gave another whole number, or infinity or NaN instead of a number; None if nowhere."""
+        return self._unsettled[position] if position < len(self._unsettled) else None
 
-    def unsettled(self, number: int, wanted: Tensor) -> Tensor:
+    def unsettled(self, position: int, wanted: Tensor) -> Tensor:
         """`not_settled` after as many probes as the wanted places need."""
         found: Tensor | None = None
         while self.usable and (found is None or bool((wanted & ~found).any())) and self.grow():
-            found = self.not_settled(number)
+            found = self.not_settled(position)
         return torch.zeros(wanted.shape, dtype=torch.bool) if found is None else found
 
-    def at(self, number: int, shape: tuple[int, ...], places: Tensor) -> Narrow | None:
+    def at(self, position: int, shape: tuple[int, ...], places: Tensor) -> Narrow | None:
         """The same call on some elements alone, where each depends on its own inputs; None where that is not so."""
         # the numbers of an optimizer are shared by all elements, and go another way in each probe
-        at_once = PROBES * places.numel() <= _AT_ONCE and not facts.is_optimizer(self.result.source.name)
+        at_once = PROBES * places.numel() <= _MAX_ELEMENTS_AT_ONCE and not facts.is_optimizer(self.result.source.name)
         copies = PROBES if at_once else 1
         result = self.result
         if self.on_lists:
-            result, number = self._one_of_each_list(number)
+            result, position = self._one_of_each_list(position)
         elif self.part == "input":
             return None
         fewer = result.at(shape, places.repeat(copies), self.backward)
         if fewer is None or fewer.run is None:
             return None
-        part = Spread(fewer, self.part, self._leaves_of, self.precision, self.max_seconds, self.structure)
+        part = Uncertainty(fewer, self.part, self.precision, self.max_seconds, self.structure)
         leaves = part.exact()
-        leaf = leaves[number] if number < len(leaves) else None
+        leaf = leaves[position] if position < len(leaves) else None
         if not isinstance(leaf, Tensor) or leaf.numel() != copies * places.numel():
             return None
-        return Narrow(part, number, copies, wide(leaf).view(copies, -1))
+        return Narrow(part, position, copies, wide(leaf).view(copies, -1))
 
     @functools.cached_property
     def on_lists(self) -> bool:
@@ -260,19 +252,19 @@ class Spread:
         plain = all(isinstance(a, (list, tuple, float, int)) for a in args)
         return plain and len({len(a) for a in lists}) == 1 and all(isinstance(t, Tensor) for a in lists for t in a)
 
-    def _one_of_each_list(self, number: int) -> tuple[GoldenResult, int]:
+    def _one_of_each_list(self, position: int) -> tuple[GoldenResult, int]:
         """The call on the tensors beside one of them alone, and which one it is there."""
         source = self.result.source
-        which, place = divmod(number, next(len(a) for a in source.args if isinstance(a, (list, tuple)) and a))
+        which, place = divmod(position, next(len(a) for a in source.args if isinstance(a, (list, tuple)) and a))
         alone = tuple([a[place]] if isinstance(a, (list, tuple)) and a else a for a in source.args)
         return dataclasses.replace(self.result, source=dataclasses.replace(source, args=alone)), which
 
 
 class Narrow:
-    """A call on the elements in doubt, all probes at once if they are few."""
+    """An elementwise call on some elements alone; all probes at once if they are few."""
 
-    def __init__(self, spread: Spread, number: int, copies: int, exact: Tensor) -> None:
-        self.spread, self.number, self._copies = spread, number, copies
+    def __init__(self, uncertainty: Uncertainty, position: int, copies: int, exact: Tensor) -> None:
+        self.uncertainty, self.position, self._copies = uncertainty, position, copies
         self._exact = exact
 
     @property
@@ -284,15 +276,15 @@ class Narrow:
         """Sigma after all probes, and where nothing is settled; None where they must be done one by one."""
         if self._copies == 1:
             return None
-        moved = self.spread._moved(AllSigns())[self.number]
-        self.spread.probes = PROBES
+        moved = self.uncertainty._moved(AllSigns())[self.position]
+        self.uncertainty.probes = PROBES
         scale = _scale(self.exact)
         square, unsettled = _movement(self._exact, moved.view(self._copies, -1), scale)
-        sigma = square.mean(0).sqrt_().div_(scale).div_(self.spread._probing.magnified)
+        sigma = square.mean(0).sqrt_().div_(scale).div_(self.uncertainty._probing.magnified)
         return sigma, None if unsettled is None else unsettled.any(0)
 
 
-_AMONG: Final = 1e7  # elements
+_LUCKIEST_OF: Final = 1e7  # elements
 
 
 @functools.cache
@@ -303,7 +295,7 @@ def _luck(draws: int) -> float:
     15.9
     """
     half = draws / 2  # the lower tail of chi-square: x ** half / (2 ** half * gamma(half + 1))
-    return half * (_AMONG / math.gamma(half + 1)) ** (1 / half)
+    return float(half * (_LUCKIEST_OF / math.gamma(half + 1)) ** (1 / half))
 
 
 def _scale(exact: Tensor) -> Tensor:
@@ -330,7 +322,7 @@ def _movement(here: Tensor, there: Tensor, scale: Tensor) -> tuple[Tensor, Tenso
 
 
 class _Structures:
-    _MOST = 2048
+    _MAX_KNOWN = 2048
 
     def __init__(self) -> None:
         self._known: dict[Any, Structure] = {}
@@ -348,7 +340,7 @@ class _Structures:
         structure, reusable = find()
         if key is not None and reusable:
             with self._lock:
-                if len(self._known) >= self._MOST:
+                if len(self._known) >= self._MAX_KNOWN:
                     self._known.clear()
                 self._known[key] = structure
         return structure
@@ -363,7 +355,7 @@ def remembers(result: GoldenResult, part: str) -> bool:
 
 
 class _NotPlain(Exception):
-    """An argument that says nothing about itself."""
+    """An argument that is not described by its type and value."""
 
 
 def _signature(result: GoldenResult, part: str) -> Any:

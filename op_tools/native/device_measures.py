@@ -1,4 +1,4 @@
-"""What `native.py` measures, for tensors on a GPU: one kernel for each pair, and a few numbers that are read back."""
+"""What `measuring.py` measures, for tensors on a GPU: one kernel per pair, and a few numbers that are read back."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Pair = tuple[Tensor, Tensor, float, float, Sequence[float], "Tensor | None"]
 
 _DTYPES: Final = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _NORMAL: Final = {dtype: torch.finfo(dtype).smallest_normal for dtype in _DTYPES}
-_SHARE: Final = 4_096  # elements that one program of the kernel takes at least
-_MOST_PROGRAMS: Final = 128
+_MIN_SHARE: Final = 4_096  # elements that one program of the kernel takes at least
+_MAX_PROGRAMS: Final = 128
 _WIDTH: Final = 11
 _SUMS: Final = 6  # the first columns of a row are added up, of the others the largest counts
 _bits: Final = struct.Struct("9d").pack
@@ -32,13 +32,13 @@ _read: Final = struct.Struct("9q").unpack
 
 
 def prepare() -> None:
-    """Have the kernels ready before the first look: a machine compiles them once, for some seconds (`prepare()`)."""
-    if accelerator_type() == "cuda" and torch.cuda.is_initialized():
+    """Have the kernels ready before the first pre-check: a machine compiles them once, which takes seconds."""
+    if accelerator_type() == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         kernels_of(torch.cuda.current_device())
 
 
-def looks(pairs: Sequence[Pair]) -> list[tuple[measuring.Columns, float]] | None:
-    """Columns and the largest error beside its bound of several pairs; None where PyTorch must find them."""
+def measure(pairs: Sequence[Pair]) -> list[tuple[measuring.Columns, float]] | None:
+    """Columns and the largest error divided by its bound, of several pairs; None where PyTorch must find them."""
     device = pairs[0][0].device
     kernels = kernels_of(device.index) if device.type == "cuda" else None
     if kernels is None or not all(_fits(pair, device) for pair in pairs):
@@ -64,7 +64,7 @@ def _in_one_order(data: Tensor, golden: Tensor, squares: Tensor | None) -> list[
 
 def _run(kernels: Kernels, pairs: Sequence[Pair]) -> list[tuple[measuring.Columns, float]]:
     """Launch one kernel for each pair, and wait for what they find."""
-    shares = [min(-(-pair[0].numel() // _SHARE), _MOST_PROGRAMS) for pair in pairs]
+    shares = [min(-(-pair[0].numel() // _MIN_SHARE), _MAX_PROGRAMS) for pair in pairs]
     rows = torch.empty((sum(shares), _WIDTH), dtype=torch.float64, device=pairs[0][0].device)
     place, held = rows.data_ptr(), []
     with contextlib.nullcontext() if kernels.current() else torch.cuda.device(kernels.index):

@@ -1,6 +1,6 @@
 """Triton kernels of one GPU, compiled once for each dtype, and a short way to launch them.
 
-Triton's own way to launch takes longer than most of the kernels that the tools need. All of theirs take nothing but
+Triton's own launcher takes longer than most of the kernels that the tools need. All of theirs take nothing but
 64-bit numbers (addresses, counts, bits), so the driver can be called with them as they are; where the driver does not
 confirm that, Triton launches. What Triton has compiled is kept in the build cache: the next process gives it to the
 driver and need not import Triton, which takes half a second.
@@ -27,8 +27,8 @@ from ditorch_common.toolchain import cache_root
 from .. import settings
 
 Launch = Callable[..., Any]  # (stream, *numbers)
-_MOST_HIDDEN: Final = 8  # parameters that Triton adds at the end; they are zero for kernels without scratch memory
-_MOST_SHARED: Final = 48 * 1024  # bytes of shared memory that need no permission
+_MAX_HIDDEN: Final = 8  # parameters that Triton adds at the end; they are zero for kernels without scratch memory
+_MAX_SHARED_BYTES: Final = 48 * 1024  # of shared memory that a kernel may use without asking the driver
 
 
 class Kernels:
@@ -60,11 +60,11 @@ class Kernels:
         with torch.cuda.device(self.index):
             kernel = self._compiled.get(dtype)
             if kernel is None:
-                path = _place(self._source, dtype, self.index)
-                kernel = _kept(path) or self._by_triton(dtype, path)
+                path = _cache_path(self._source, dtype, self.index)
+                kernel = _load_cached(path) or self._by_triton(dtype, path)
             launch = _direct(kernel, programs, self._arguments)
             if launch is None:
-                if isinstance(kernel, _Kept):
+                if isinstance(kernel, _CachedKernel):
                     kernel = self._by_triton(dtype, None)
                 launch = _launched_by(kernel[(programs, 1, 1)])
         self._compiled[dtype] = kernel
@@ -75,7 +75,7 @@ class Kernels:
         source = importlib.import_module(f".{self._source}", __package__)
         kernel = source.compiled(dtype, f"cuda:{self.index}")
         if path is not None:
-            _keep(kernel, path)
+            _save_to_cache(kernel, path)
         return kernel
 
 
@@ -86,15 +86,15 @@ class _Metadata(NamedTuple):
     num_ctas: int = 1
 
 
-class _Kept(NamedTuple):
-    """What an earlier process had compiled, as far as a launch needs it."""
+class _CachedKernel(NamedTuple):
+    """A kernel that an earlier process compiled, as far as a launch needs it."""
 
     function: int
     metadata: _Metadata
 
 
-def _place(source: str, dtype: torch.dtype, index: int) -> Path | None:
-    """Where a kernel is kept: another source, GPU, Triton or CUDA has another place; None where nothing is kept."""
+def _cache_path(source: str, dtype: torch.dtype, index: int) -> Path | None:
+    """The file of a kernel in the build cache, one per source, GPU, Triton and CUDA; None where there is no cache."""
     try:
         if not settings.native() or _driver() is None:
             return None
@@ -103,29 +103,29 @@ def _place(source: str, dtype: torch.dtype, index: int) -> Path | None:
         identity = repr((str(dtype), gpu, importlib.metadata.version("triton"), torch.version.cuda))
         key = hashlib.sha256(b"|".join((code, identity.encode()))).hexdigest()[:16]
         return cache_root(settings.environment()) / f"op_tools-{key}" / f"{source}.cubin"
-    except Exception:  # no Triton by that name, no home: it is compiled each time
+    except Exception:  # no Triton by that name, no home: it is compiled in each process
         return None
 
 
-def _keep(kernel: Any, path: Path) -> None:
-    """Put a compiled kernel in its place, whole or not at all."""
+def _save_to_cache(kernel: Any, path: Path) -> None:
+    """Write a compiled kernel to the build cache, atomically."""
     try:
         found = kernel.metadata
         head = _Metadata(str(found.name), int(found.num_warps), int(found.shared), int(found.num_ctas))
         code = bytes(kernel.asm["cubin"])
-        if head.num_ctas != 1 or head.shared > _MOST_SHARED:
+        if head.num_ctas != 1 or head.shared > _MAX_SHARED_BYTES:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         whole = json.dumps(head._asdict()).encode() + b"\n" + code
         partial.write_bytes(hashlib.sha256(whole).digest() + whole)
         os.replace(partial, path)
-    except Exception:  # another Triton, or no room: the next process compiles, too
+    except Exception:  # another Triton, or a full disk: the next process compiles again
         return
 
 
-def _kept(path: Path | None) -> _Kept | None:
-    """The kernel in a place, as the driver takes it; None where there is none that can be trusted."""
+def _load_cached(path: Path | None) -> _CachedKernel | None:
+    """The kernel in a file, loaded by the driver; None where there is none that can be trusted."""
     try:
         if path is None:
             return None
@@ -139,7 +139,7 @@ def _kept(path: Path | None) -> _Kept | None:
             return None
         if driver.cuModuleGetFunction(ctypes.byref(function), module, metadata.name.encode()) or not function.value:
             return None
-        return _Kept(function.value, metadata)
+        return _CachedKernel(function.value, metadata)
     except Exception:
         return None
 
@@ -157,7 +157,7 @@ class _Direct:
         self._numbers = (ctypes.c_int64 * arguments)()
         self._zero = ctypes.c_int64(0)
         first = ctypes.addressof(self._numbers)
-        places = [first + 8 * k for k in range(arguments)] + [ctypes.addressof(self._zero)] * _MOST_HIDDEN
+        places = [first + 8 * k for k in range(arguments)] + [ctypes.addressof(self._zero)] * _MAX_HIDDEN
         self._pointers = (ctypes.c_void_p * len(places))(*places)
         threads, shared = 32 * kernel.metadata.num_warps, kernel.metadata.shared
         call = functools.partial(driver.cuLaunchKernel, kernel.function, programs, 1, 1, threads, 1, 1, shared)
@@ -188,7 +188,7 @@ def _takes(driver: Any, function: int, arguments: int) -> bool:
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     count = 0
     while driver.cuFuncGetParamInfo(function, count, ctypes.byref(offset), ctypes.byref(size)) == 0:
-        if size.value != 8 or offset.value != 8 * count or count >= arguments + _MOST_HIDDEN:
+        if size.value != 8 or offset.value != 8 * count or count >= arguments + _MAX_HIDDEN:
             return False
         count += 1
     return count >= arguments

@@ -1,7 +1,7 @@
-"""Measuring in machine code: one pass over a result and its reference, without the interpreter lock.
+"""Measuring in machine code: one pass over a result and its reference, without the GIL.
 
 A small library of plain functions, compiled once with the compiler of the machine and kept in the build cache. Where
-there is no compiler, `measures.py` does the same in PyTorch: slower, with the same verdicts.
+there is no compiler, `judge/measures.py` does the same in PyTorch: slower, with the same verdicts.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _FLAGS: Final = (
 )
 _LIBRARIES: Final = ("-nodefaultlibs", "-lc", "-lm", "-lgcc")  # no C++ runtime: some machines have only a static one
 _KINDS: Final = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-_MOST_DIMS: Final = 64
+_MAX_DIMS: Final = 64
 
 
 class Columns(ctypes.Structure):
-    """Of one pair; `units` and `ulp` are still to be divided by the unit of rounding."""
+    """What is measured of one pair; `units` and `ulp` are yet to be divided by the unit of rounding."""
 
     _fields_ = (
         *[(name, ctypes.c_double) for name in ("largest", "relative", "ee", "eg", "gg", "units", "ulp")],
@@ -138,7 +138,7 @@ def _plain(tensor: Tensor) -> bool:
         and not tensor.is_quantized
         and not tensor._is_zerotensor()  # which has no memory
         and tensor.numel() > 0
-        and tensor.dim() <= _MOST_DIMS
+        and tensor.dim() <= _MAX_DIMS
     )
 
 

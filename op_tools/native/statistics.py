@@ -1,7 +1,7 @@
 """Statistics of tensors, computed where they are and read back in batches.
 
 On a GPU that Triton serves one kernel reads a tensor once and writes a few rows of partial results, which the host
-puts together. Elsewhere PyTorch's own reductions do it, in several passes.
+puts together. Elsewhere PyTorch's own reductions do it in several passes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .kernels import Kernels
 Tensor = torch.Tensor
 
 NAMES: Final = ("inf", "nan", "min", "max", "mean", "std", "norm")
-_IN_BATCH: Final = 256  # tensors whose statistics go to the host together
-_MEASURED_AS_THEY_ARE: Final = frozenset({torch.float32, torch.float64})
-_AT_ONCE: Final = frozenset({"cpu", "soft"})  # devices whose results need not be waited for
+_BATCH_SIZE: Final = 256  # tensors whose statistics go to the host together
+_REDUCED_AS_IS: Final = frozenset({torch.float32, torch.float64})
+_SYNCHRONOUS_DEVICES: Final = frozenset({"cpu", "soft"})  # devices whose results are there when a call returns
 _WIDE: Final = {torch.float64: torch.float64, torch.complex128: torch.float64}
 
 
@@ -54,9 +54,9 @@ def completed(measures: list[Measure], inf: Any, low: Any, high: Any, mean: Any,
             both = (low == -np.inf) & (high == np.inf)
             mean = np.where(one_sided, np.where(both, np.nan, np.where(low == -np.inf, low, high)), mean)
             var = np.where(one_sided, np.nan, var)
-        spread = np.where(var < 0, 0.0, var)
-        std = np.where(n > 1, np.sqrt(spread * n / np.maximum(n - 1, 1)), 0.0)
-        norm = np.sqrt(n * (spread + mean * mean))
+        variance = np.where(var < 0, 0.0, var)
+        std = np.where(n > 1, np.sqrt(variance * n / np.maximum(n - 1, 1)), 0.0)
+        norm = np.sqrt(n * (variance + mean * mean))
     for place in np.flatnonzero(infinite | nan):
         measures[place].bad = tuple([name for name, there in (("inf", infinite), ("nan", nan)) if there[place]])
     return np.stack([infinite, nan, low, high, mean, std, norm], axis=1).astype(np.float64)
@@ -99,7 +99,7 @@ def batch_for(tensor: Tensor) -> tuple[Any, type[Batch]]:
 class TorchBatch:
     """Some reductions per tensor, each into its place."""
 
-    __slots__ = ("_at_once", "_dtype", "extremes", "infinite", "means", "measures", "slots", "variances")
+    __slots__ = ("_dtype", "_synchronous", "extremes", "infinite", "means", "measures", "slots", "variances")
 
     @classmethod
     def of(cls, tensor: Tensor) -> TorchBatch:
@@ -107,8 +107,8 @@ class TorchBatch:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._at_once = device.type in _AT_ONCE
-        self.extremes = torch.empty(2 * _IN_BATCH, dtype=dtype, device=device)
+        self._synchronous = device.type in _SYNCHRONOUS_DEVICES
+        self.extremes = torch.empty(2 * _BATCH_SIZE, dtype=dtype, device=device)
         self.slots = list(self.extremes.unbind())  # reductions write there: nothing is gathered afterwards
         self.slots.reverse()
         self.variances: list[Tensor] = []
@@ -124,14 +124,14 @@ class TorchBatch:
         data = tensor
         if data.is_complex():
             data = torch.view_as_real(data.resolve_conj())
-        if data.dtype not in _MEASURED_AS_THEY_ARE:
+        if data.dtype not in _REDUCED_AS_IS:
             data = data.float()
         if not data.is_contiguous() and is_dense(data):
             data = data.as_strided((data.numel(),), (1,))  # the order does not matter, and a copy is saved
         slots = self.slots
         torch.aminmax(data, out=(slots[-1], slots[-2]))
         var, mean = torch.var_mean(data, correction=0)
-        infinite = self._has_infinity(data, slots[-1], slots[-2]) if self._at_once else data.isinf().any()
+        infinite = self._has_infinity(data, slots[-1], slots[-2]) if self._synchronous else data.isinf().any()
         del slots[-2:]  # only now: a reduction that the device lacks leaves the batch as it was
         self.variances.append(var)
         self.means.append(mean)
@@ -153,10 +153,8 @@ class TorchBatch:
 
     def values(self) -> Tensor:
         count = 2 * len(self.measures)
-        given = (
-            torch.tensor(self.infinite, device=self.extremes.device) if self._at_once else torch.stack(self.infinite)
-        )
-        infinite = given.to(self._dtype)
+        device, found = self.extremes.device, self.infinite
+        infinite = (torch.tensor(found, device=device) if self._synchronous else torch.stack(found)).to(self._dtype)
         return torch.cat([self.extremes[:count], torch.stack(self.variances + self.means), infinite])
 
     def land(self, values: Tensor) -> Any:
@@ -183,8 +181,8 @@ def is_dense(tensor: Tensor) -> bool:
 _ROWS: Final = 4_096  # of partial results in a batch
 # Columns: count, mean, sum of squared distances from it, infinities, minimum, maximum; a NaN spreads to the last two.
 _WIDTH: Final = 6
-_SHARE: Final = 8_192  # elements that one program of the kernel takes at least
-_MOST_PROGRAMS: Final = 256
+_MIN_SHARE: Final = 8_192  # elements that one program of the kernel takes at least
+_MAX_PROGRAMS: Final = 256
 _AS_REAL: Final = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
 _KERNEL_DTYPES: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
@@ -215,7 +213,7 @@ class FusedBatch:
         if dtype not in _KERNEL_DTYPES or not is_dense(tensor):
             tensor, dtype, numel = _in_one_piece(tensor)
         kernels, free = self._kernels, self._free
-        programs = 1 if numel <= _SHARE else min(-(-numel // _SHARE), _MOST_PROGRAMS)
+        programs = 1 if numel <= _MIN_SHARE else min(-(-numel // _MIN_SHARE), _MAX_PROGRAMS)
         launch, stream = kernels.launch(dtype, programs), kernels.stream()
         numbers = (tensor.data_ptr(), self._address + free * (_WIDTH * 8), numel, -(-numel // programs))
         if kernels.current():
@@ -232,7 +230,7 @@ class FusedBatch:
 
     @property
     def full(self) -> bool:
-        return self._free > _ROWS - _MOST_PROGRAMS
+        return self._free > _ROWS - _MAX_PROGRAMS
 
     def values(self) -> Tensor:
         if self._streams != {self._kernels.stream()}:  # the copy to the host waits for one stream only

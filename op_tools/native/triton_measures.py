@@ -14,7 +14,7 @@ import triton.language as tl
 BLOCK = tl.constexpr(1024)
 EXPONENT = tl.constexpr(0x7FF0000000000000)  # of a float64
 _LARGE = 1 << 40  # counts of elements, and the bits of numbers, need 64 bits
-_GIVEN = ["data", "golden", "squares", "rows", "numel", "share", "atol", "rtol", "normal"]
+_MEASURED = ["data", "golden", "squares", "rows", "numel", "share", "atol", "rtol", "normal"]
 _OF_BOUND = ["factor", "lowest", "sigmas", "least", "of_squares", "of_result"]
 
 
@@ -23,8 +23,8 @@ def _number(bits):  # type: ignore[no-untyped-def]
     return bits.to(tl.float64, bitcast=True)
 
 
-@triton.jit(do_not_specialize=[*_GIVEN, *_OF_BOUND])
-def _look(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=[*_MEASURED, *_OF_BOUND])
+def _measure(  # type: ignore[no-untyped-def]
     data, golden, squares, rows, numel, share, atol, rtol, normal,
     factor, lowest, sigmas, least, of_squares, of_result,
 ):  # fmt: skip
@@ -84,4 +84,4 @@ def compiled(dtype: torch.dtype, device: str) -> Any:
     """The kernel for one dtype, ready to be launched with addresses (`compiled(torch.float32, "cuda:0")`)."""
     data, wide = torch.empty(1, dtype=dtype, device=device), torch.empty(1, dtype=torch.float64, device=device)
     single = torch.empty(1, dtype=torch.float32, device=device)
-    return _look.warmup(data, wide, single, wide, *[_LARGE] * 11, grid=(1,), num_warps=8)
+    return _measure.warmup(data, wide, single, wide, *[_LARGE] * 11, grid=(1,), num_warps=8)

@@ -1,4 +1,4 @@
-"""The kernel behind `tensor_statistics.FusedBatch`. Imported only where Triton is installed."""
+"""The kernel behind `statistics.FusedBatch`. Imported only where Triton is installed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _statistics(data, rows, numel, share):  # type: ignore[no-untyped-def]
     mean = count
     distances = count
     infinite = count
-    unseen = count
+    nans = count
     low = count + float("inf")
     high = count - float("inf")
     while begin < end:
@@ -37,20 +37,20 @@ def _statistics(data, rows, numel, share):  # type: ignore[no-untyped-def]
         distances = tl.where(there, distances + step * (value - moved), distances)
         mean = tl.where(there, moved, mean)
         infinite = tl.where(there & (tl.abs(value) == float("inf")), infinite + 1, infinite)
-        unseen = tl.where(there & (value != value), unseen + 1, unseen)
+        nans = tl.where(there & (value != value), nans + 1, nans)
         low = tl.where(there & (value < low), value, low)
         high = tl.where(there & (value > high), value, high)
         begin += BLOCK
     total = tl.sum(count, axis=0)
     whole = tl.sum(count * mean, axis=0) / tl.maximum(total, 1.0)
     apart = mean - whole
-    spread = tl.sum(distances + count * apart * apart, axis=0)
-    strange = tl.sum(unseen, axis=0) > 0
+    squares = tl.sum(distances + count * apart * apart, axis=0)
+    strange = tl.sum(nans, axis=0) > 0
     nothing = whole * 0 + float("nan")
     row = rows + program * 6
     tl.store(row, total)
     tl.store(row + 1, whole)
-    tl.store(row + 2, spread)
+    tl.store(row + 2, squares)
     tl.store(row + 3, tl.sum(infinite, axis=0))
     tl.store(row + 4, tl.where(strange, nothing, tl.min(low, axis=0)))
     tl.store(row + 5, tl.where(strange, nothing, tl.max(high, axis=0)))

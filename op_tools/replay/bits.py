@@ -8,7 +8,7 @@ import torch
 
 from ..call.description import Tensor
 from ..call.devices import quiet
-from ..judge.verdict import leaves_of
+from ..call.equality import leaves_of, same_bits, same_leaves
 
 
 def on_host(tensor: Tensor) -> Tensor:
@@ -16,41 +16,9 @@ def on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu()
 
 
-def _bits(tensor: Tensor) -> Tensor:
-    plain = tensor.detach().resolve_conj().resolve_neg()
-    if plain.is_quantized:
-        plain = plain.int_repr()
-    if plain.layout != torch.strided:
-        plain = plain.to_dense()
-    plain = plain.contiguous().reshape(-1)
-    if plain.numel() < 2:  # one element counts as contiguous whatever its stride, but not when seen as bytes
-        plain = plain.clone(memory_format=torch.contiguous_format)
-    nbytes = plain.numel() * plain.element_size()
-    # eight bytes at a time are compared many times faster than one
-    whole = nbytes % 8 == 0 and plain.storage_offset() * plain.element_size() % 8 == 0
-    return plain.view(torch.int64 if whole else torch.uint8)
-
-
-def same_bits(left: Any, right: Any) -> bool:
-    """Whether two results are the same, bit for bit; layout does not count (`same_bits(x, x.t().t())`)."""
-    if isinstance(left, Tensor) and isinstance(right, Tensor):
-        if left.dtype != right.dtype or left.shape != right.shape:
-            return False
-        ours, theirs = _bits(left), _bits(right)
-        if ours.dtype != theirs.dtype:
-            ours, theirs = ours.view(torch.uint8), theirs.view(torch.uint8)
-        return torch.equal(ours, theirs)
-    if isinstance(left, Tensor) or isinstance(right, Tensor):
-        return False
-    if isinstance(left, float) and isinstance(right, float):
-        return left == right or (left != left and right != right)
-    return bool(left == right)
-
-
 def same(left: Any, right: Any) -> bool:
     """Whether two trees of results are the same, bit for bit (`same((x, 1), (x, 1))`)."""
-    ours, theirs = list(leaves_of(left)), list(leaves_of(right))
-    return len(ours) == len(theirs) and all(same_bits(a, b) for a, b in zip(ours, theirs))
+    return same_leaves(left, right, same_bits)
 
 
 def differences(what: str, ours: Any, captured: Any, absent_is_unknown: bool = False) -> list[str]:

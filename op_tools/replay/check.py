@@ -18,10 +18,11 @@ import torch
 from ..call import facts
 from ..call.description import Tensor, describe, map_tensors, tensors_in
 from ..call.devices import event_class, quiet, synchronize
+from ..call.equality import same_bits
 from ..files.archive import ArchiveError, unknown_in
 from ..files.captures import CannotReplay, one_line
 from ..judge import golden, verdict
-from .bits import differences, on_host, same, same_bits
+from .bits import differences, on_host, same
 from .captured import CapturedOp
 from .outcome import ERROR, IDENTICAL, NOT_COMPARABLE, RAN, RIGHT, WRONG, Options, Outcome, Shown, op_from
 

@@ -14,7 +14,7 @@ from ..call.description import Described, Finding, TensorMeta, labelled, short
 CAPTURE_COLUMNS: Final = ["name", "device", "dtype", "numel", "shape", "stride", "requires_grad", "layout", "data_ptr"]
 DEFAULT_COLUMNS: Final = ["name", "shape", "stride", "numel", "dtype", "device", "requires_grad", "layout", "data_ptr"]
 CAST_COLUMNS: Final = ["name", "target", "action", "config"]
-_MOST_TEMPLATES: Final = 20_000
+_MAX_TEMPLATES: Final = 20_000
 
 LabelledRows = list[tuple[str, "TensorMeta | str"]]
 
@@ -100,7 +100,7 @@ class TableCache:
         full_key = (key, tuple([len(t) for t in texts]))
         template = self._templates.get(full_key)
         if template is None:
-            if len(self._templates) >= _MOST_TEMPLATES:
+            if len(self._templates) >= _MAX_TEMPLATES:
                 self._templates.clear()
             blank = tensor_table(op, rows(), ["\0" * len(t) for t in texts], columns)
             template = self._templates[full_key] = re.split("\0+", blank)

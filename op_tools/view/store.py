@@ -1,8 +1,8 @@
 """Records of a run in one crash-safe sqlite file per process, written in batches.
 
-Batches are written by the thread that fills them: a second Python thread would make the training wait for
-the interpreter far longer than the write takes. A thread of its own only writes what is left when nothing
-happens any more, so that a run that hangs leaves all its records behind.
+The thread that fills a batch writes it: a second Python thread would make the training wait for the GIL far longer
+than the write takes. A background thread only writes what is left when nothing happens any more, so that a run that
+hangs leaves all its records behind.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any, Final
 
 from .. import lifecycle, settings
 
-_BATCH: Final = 4_000
-_MOST_SITES: Final = 50_000
-_PERIOD: Final = 0.5  # seconds after which records are on disk
+_BATCH_ROWS: Final = 4_000
+_MAX_SITES: Final = 50_000
+_FLUSH_SECONDS: Final = 0.5  # seconds after which records are on disk
 
 
 class Store:
@@ -33,12 +33,12 @@ class Store:
     >>> store.table("ops", {"name": "TEXT"})(("torch.add",))  # doctest: +SKIP
     """
 
-    def __init__(self, path: Path, most_rows: int = 5_000_000) -> None:
+    def __init__(self, path: Path, max_rows: int = 5_000_000) -> None:
         self.path = path
         self.pid = os.getpid()
         self.failure: str | None = None
         self.dropped = 0
-        self._most_rows = most_rows
+        self._max_rows = max_rows
         self._rows_written = 0
         self._waiting: deque[tuple[str, tuple[Any, ...]]] = deque()
         self._inserts: dict[str, str] = {}
@@ -46,7 +46,7 @@ class Store:
         self._next_site = 0
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._due = time.monotonic() + _PERIOD
+        self._due = time.monotonic() + _FLUSH_SECONDS
         self._closed = False
         self._foreign = False  # in a forked child
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ class Store:
                 return
             waiting.append((name, row))
             size = len(waiting)
-            if size >= _BATCH or (size % 64 == 0 and time.monotonic() > self._due):
+            if size >= _BATCH_ROWS or (size % 64 == 0 and time.monotonic() > self._due):
                 self.flush()
 
         return add
@@ -84,7 +84,7 @@ class Store:
         """The number of a call site and signature; its description is written the first time only."""
         number = self._sites.get(key)
         if number is None:
-            if len(self._sites) >= _MOST_SITES:
+            if len(self._sites) >= _MAX_SITES:
                 self._sites.clear()
             number = self._next_site
             self._next_site += 1
@@ -96,12 +96,12 @@ class Store:
         """Write everything that was added so far (`store.flush()`)."""
         with self._lock:
             self._write()
-            self._due = time.monotonic() + _PERIOD
+            self._due = time.monotonic() + _FLUSH_SECONDS
 
     def _write(self) -> None:
         while self._waiting and self.failure is None:
-            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), _BATCH))]
-            if self._rows_written + len(batch) > self._most_rows:
+            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), _BATCH_ROWS))]
+            if self._rows_written + len(batch) > self._max_rows:
                 self.dropped += len(batch)
                 continue
             try:
@@ -128,8 +128,8 @@ class Store:
             self._waiting.clear()
 
     def _write_forever(self) -> None:
-        while not self._wake.wait(_PERIOD):
-            if self._waiting and time.monotonic() > self._due + _PERIOD:
+        while not self._wake.wait(_FLUSH_SECONDS):
+            if self._waiting and time.monotonic() > self._due + _FLUSH_SECONDS:
                 self.flush()
 
     def rows(self, query: str, parameters: Sequence[Any] = ()) -> list[dict[str, Any]]:

@@ -157,7 +157,7 @@ class DevicePrecheck(Judge):
             try:
                 with quiet():
                     found = judge(job, call, checked)
-            except (verdict.InDoubt, RuntimeError):  # not settled; no kernel for float64, no memory
+            except (verdict.Unresolved, RuntimeError):  # not settled; no kernel for float64, no memory
                 pass
             except Exception as error:
                 self.setup.report(f"the device pre-check failed on {call.op}: {type(error).__name__}: {error}")
@@ -197,7 +197,7 @@ class DevicePrecheck(Judge):
             outputs = call.function(*args, **kwargs)
         if kind.judgement is not None:
             if not _same(live.result, outputs):
-                raise verdict.InDoubt
+                raise verdict.Unresolved
             judgement = kind.judgement
         else:
             exact = map_tensors(outputs, Tensor.detach)
@@ -262,7 +262,7 @@ class DevicePrecheck(Judge):
     ) -> Judgement:
         needs = self._needs.setdefault((part, id(structure)), set())  # which lives as long as its kind
         name, rules = result.source.name, self.setup.rules
-        return verdict.glance(name, ours, theirs, result, part, rules, structure, needs, indices)
+        return verdict.judge_on_device(name, ours, theirs, result, part, rules, structure, needs, indices)
 
     def _reserve(self, device: torch.device, nbytes: int) -> Reservation | None:
         if self._budget is None:

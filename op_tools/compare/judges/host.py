@@ -12,11 +12,10 @@ import threading
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
-import torch
-
 from ...call import facts
 from ...call.description import Tensor, map_tensors, tensors_in
 from ...call.devices import quiet
+from ...call.equality import equal, same_leaves, same_values
 from ...copies.queue import MemoryBudget, Reservation
 from ...judge import golden, verdict
 from ...judge.golden import GoldenResult
@@ -304,41 +303,12 @@ def _only_moves(job: Job, result: GoldenResult, judgement: Judgement) -> bool:
 
 def _unchanged(after: Iterable[Any], before: Iterable[Any]) -> bool:
     ours, earlier = list(tensors_in(after)), list(tensors_in(before))
-    return len(ours) == len(earlier) and all(map(_same_bits, ours, earlier))
+    return len(ours) == len(earlier) and all(map(same_values, ours, earlier))
 
 
 def _same(ours: Any, theirs: Any) -> bool:
     """Whether two trees are the same in every shape, dtype and value."""
-    left, right = list(verdict.leaves_of(ours)), list(verdict.leaves_of(theirs))
-    return len(left) == len(right) and all(map(_same_leaf, left, right))
-
-
-def _same_leaf(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and _equal(a, b)
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return False
-    return type(a) is type(b) and (a == b or not isinstance(a, (int, float, complex, str, tuple)))
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype or a.layout != torch.strided or b.layout != torch.strided:
-        return False
-    if _equal(a, b):
-        return True
-    if a.dtype == torch.complex32:
-        a, b = _as_real(a), _as_real(b)
-    return bool(((a == b) | ((a != a) & (b != b))).all())
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    if a.dtype == torch.complex32:  # for which the CPU has no such kernel
-        a, b = _as_real(a), _as_real(b)
-    return torch.equal(a, b)
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.resolve_conj().resolve_neg())
+    return same_leaves(ours, theirs, equal)
 
 
 def _wrote(result: GoldenResult) -> bool:

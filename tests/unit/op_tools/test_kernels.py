@@ -118,9 +118,9 @@ def test_a_kernel_is_kept_for_the_next_process(tmp_path: Path, monkeypatch: pyte
     driver = Driver([8, 8, 8])
     monkeypatch.setattr(kernels, "_driver", lambda: driver)
     path = tmp_path / "new" / "look.cubin"
-    assert kernels._kept(path) is None
-    kernels._keep(Compiled(), path)
-    kept = kernels._kept(path)
+    assert kernels._load_cached(path) is None
+    kernels._save_to_cache(Compiled(), path)
+    kept = kernels._load_cached(path)
     assert kept is not None
     assert driver.loaded == [b"ELF \n\x00 code"]
     launch = kernels._direct(kept, 5, 3)
@@ -135,9 +135,9 @@ def test_what_the_driver_refuses_is_compiled_again(
     kernel: Compiled, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels, "_driver", lambda: Driver([8, 8, 8]))
-    kernels._keep(kernel, tmp_path / "k")
+    kernels._save_to_cache(kernel, tmp_path / "k")
     assert (tmp_path / "k").exists()
-    assert kernels._kept(tmp_path / "k") is None
+    assert kernels._load_cached(tmp_path / "k") is None
 
 
 @given(damage=st.integers(0, 200), flipped=st.integers(1, 255), cut=st.booleans())
@@ -147,23 +147,23 @@ def test_damaged_files_never_reach_the_driver(
     driver, path = Driver([8, 8, 8]), tmp_path_factory.mktemp("kept") / "k"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "_driver", lambda: driver)
-        kernels._keep(Compiled(bytes(range(64, 128))), path)
+        kernels._save_to_cache(Compiled(bytes(range(64, 128))), path)
         whole = path.read_bytes()
         at = damage % len(whole)
         path.write_bytes(whole[:at] if cut else whole[:at] + bytes([whole[at] ^ flipped]) + whole[at + 1 :])
-        assert kernels._kept(path) is None
+        assert kernels._load_cached(path) is None
         assert not driver.loaded
 
 
 @pytest.mark.parametrize("kernel", [Compiled(shared=65_536), SimpleNamespace(metadata=None)], ids=["large", "unknown"])
 def test_what_cannot_be_launched_so_is_not_kept(kernel: Any, tmp_path: Path) -> None:
-    kernels._keep(kernel, tmp_path / "k")
+    kernels._save_to_cache(kernel, tmp_path / "k")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    kernels._keep(Compiled(), tmp_path / "file" / "k")
+    kernels._save_to_cache(Compiled(), tmp_path / "file" / "k")
 
 
 def test_another_gpu_source_or_triton_has_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,20 +173,20 @@ def test_another_gpu_source_or_triton_has_another_place(monkeypatch: pytest.Monk
     monkeypatch.setattr(kernels.importlib.metadata, "version", lambda name: "3.6")
     cases = [("triton_measures", torch.float32, 0), ("triton_measures", torch.float16, 0)]
     cases += [("triton_measures", torch.float32, 1), ("triton_statistics", torch.float32, 0)]
-    places = [kernels._place(*case) for case in cases]
+    places = [kernels._cache_path(*case) for case in cases]
     monkeypatch.setattr(kernels.importlib.metadata, "version", lambda name: "3.7")
-    places += [kernels._place(*cases[0])]
+    places += [kernels._cache_path(*cases[0])]
     assert None not in places
     assert len(set(places)) == 5
     monkeypatch.setenv("OP_TOOLS_NATIVE", "0")
-    assert kernels._place(*cases[0]) is None
+    assert kernels._cache_path(*cases[0]) is None
 
 
 def test_a_kept_kernel_that_takes_something_else_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_driver", lambda: Driver([8, 4, 8]))
-    monkeypatch.setattr(kernels, "_place", lambda *_: tmp_path / "k")
+    monkeypatch.setattr(kernels, "_cache_path", lambda *_: tmp_path / "k")
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    kernels._keep(Compiled(), tmp_path / "k")
+    kernels._save_to_cache(Compiled(), tmp_path / "k")
     ran: list[Any] = []
 
     class ByTriton(Compiled):

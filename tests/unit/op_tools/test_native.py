@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from op_tools.judge import formulas, golden, measures, verdict
 from op_tools.judge.measures import Bound, Sides
-from op_tools.judge.rounding import PROBES, precision_of
-from op_tools.judge.uncertainty import Spread
+from op_tools.judge.noise import PROBES
+from op_tools.judge.rounding import precision_of
+from op_tools.judge.uncertainty import Uncertainty
 from op_tools.native import measuring
 from op_tools.native.compiling import Library
 
@@ -195,7 +196,7 @@ def parts_of(name: str, dtype: torch.dtype) -> list[tuple[golden.GoldenResult, s
 def test_a_formula_never_says_more_than_the_probes(name: str, dtype: torch.dtype) -> None:
     known = 0
     for result, part, results in parts_of(name, dtype):
-        spread = Spread(result, part, verdict.leaves_of, precision_of(dtype, "cpu"), None)
+        spread = Uncertainty(result, part, precision_of(dtype, "cpu"), None)
         while spread.probes < PROBES:
             assert spread.grow()
         for number, exact in enumerate(spread.exact()):

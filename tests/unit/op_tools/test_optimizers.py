@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from op_tools.call import optimizers
-from op_tools.judge import golden, rounding, uncertainty, verdict
+from op_tools.judge import golden, uncertainty, verdict
+from op_tools.judge.noise import Noise
 
 Tensor = torch.Tensor
 OPTIMIZERS = ["adam", "adamw", "sgd", "adagrad"]
@@ -238,9 +239,9 @@ def test_the_reference_is_computed_in_double_precision(kind: str) -> None:
 
 def test_elements_in_doubt_are_probed_without_the_other_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    original = rounding.Noise._optimized
+    original = Noise._optimized
     monkeypatch.setattr(
-        rounding.Noise,
+        Noise,
         "_optimized",
         lambda self, func, steps, args, kwargs: (
             sizes.append([t.numel() for t in args[0]]),

@@ -29,7 +29,6 @@ from op_tools.files.header import header, read_header
 from op_tools.files.saved import save_comparison
 from op_tools.judge import golden
 from op_tools.replay import pool
-from op_tools.replay.bits import same_bits
 from op_tools.replay.captured import CapturedOp
 from op_tools.replay.check import Check, replay
 from op_tools.replay.outcome import ERROR, IDENTICAL, NOT_COMPARABLE, RAN, RIGHT, WRONG, Options, Outcome
@@ -374,26 +373,6 @@ def test_values_survive_another_dtype_and_layout(x: torch.Tensor, dtype: torch.d
     assert changed.requires_grad == x.requires_grad
     assert changed.is_contiguous() if contiguous else changed.stride() == x.stride()
     assert changed.dtype == dtype or not x.dtype.is_floating_point
-
-
-@given(strided(), strided())
-@settings(deadline=None, max_examples=60)
-def test_same_bits_is_about_values_alone(x: torch.Tensor, y: torch.Tensor) -> None:
-    assert same_bits(x, x.detach().clone())
-    alike = x.dtype == y.dtype and x.shape == y.shape
-    assert same_bits(x, y) == (alike and torch.equal(x, y) and torch.equal(_signs(x), _signs(y)))
-
-
-def _signs(x: torch.Tensor) -> torch.Tensor:
-    """Of zeros, too: the conjugate of 0 is -0j."""
-    return torch.signbit(torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach())
-
-
-def test_same_bits_tells_zeros_and_nans_apart() -> None:
-    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
-    assert same_bits(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
-    assert same_bits(float("nan"), float("nan"))
-    assert not same_bits(torch.ones(1), None)
 
 
 # -- broken, foreign and malicious files --------------------------------------------------------------

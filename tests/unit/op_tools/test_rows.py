@@ -6,7 +6,7 @@ import math
 import pickle
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from op_tools.view import rows
@@ -25,7 +25,7 @@ any_row = st.builds(
     st.floats(0, 1),
     st.floats(0, 1),
     st.text("ab ;", max_size=9),
-    cosine=st.just(math.nan) | st.floats(-1, 1),
+    cosine=st.just(math.nan) | st.floats(-1, 1).map(lambda x: x + 0.0),  # sqlite has no -0.0
     max_ulp=numbers,
     verdict=st.sampled_from([rows.RIGHT, rows.WRONG]),
     reason=st.text("ab", max_size=5),
@@ -41,6 +41,7 @@ def test_names_and_labels() -> None:
 
 
 @given(row=any_row)
+@settings(deadline=None, max_examples=40)
 def test_what_sqlite_gives_back_is_shown_as_the_row_is(tmp_path_factory: pytest.TempPathFactory, row: Row) -> None:
     store = Store(tmp_path_factory.mktemp("records") / "rows.sqlite")
     store.table("rows", rows.SQL)(row.stored())
@@ -52,6 +53,7 @@ def test_what_sqlite_gives_back_is_shown_as_the_row_is(tmp_path_factory: pytest.
 
 
 @given(row=any_row)
+@settings(deadline=None, max_examples=40)
 def test_cells_belong_to_their_headers(row: Row) -> None:
     cells = dict(zip(rows.CONSOLE, row.cells(), strict=True))
     assert (cells["name"].strip(), cells["allclose"]) == (row.label, str(row.allclose))
@@ -68,6 +70,7 @@ def test_cells_belong_to_their_headers(row: Row) -> None:
 
 
 @given(row=any_row)
+@settings(deadline=None, max_examples=40)
 def test_other_processes_get_plain_tuples(row: Row) -> None:
     sent = pickle.loads(pickle.dumps(tuple(row)))
     assert type(sent) is tuple

@@ -39,7 +39,7 @@ def test_an_idle_run_is_written_without_being_asked() -> None:
 
 
 def test_the_number_of_rows_is_bounded() -> None:
-    records = Store(Path("r.sqlite").absolute(), most_rows=100)
+    records = Store(Path("r.sqlite").absolute(), max_rows=100)
     add = records.table("ops", {"n": "INTEGER"})
     for n in range(20_000):
         add((n,))

@@ -1,0 +1,130 @@
+"""One result beside its reference: what every standard of comparison is given, and how a row of it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..call.description import Tensor
+from ..view.rows import RIGHT, WRONG, Row
+from .golden import GoldenResult
+from .measures import Columns, Sides
+from .rounding import Precision, precision_of, unit
+from .uncertainty import Structure, Uncertainty
+
+
+class CallUncertainty:
+    """How uncertain the results of one part of a call are; found out only where somebody asks."""
+
+    def __init__(
+        self,
+        result: GoldenResult,
+        part: str,
+        device: list[Any],
+        max_seconds: float | None,
+        structure: Structure | None = None,
+    ) -> None:
+        self.result, self.part, self._device, self._max_seconds = result, part, device, max_seconds
+        self._structure = structure
+        self._of_dtype: dict[torch.dtype, Uncertainty] = {}
+
+    @functools.cached_property
+    def whole(self) -> Uncertainty:
+        """That of all results together."""
+        return self._made(_coarsest(self.result, self.part, self._device), self._structure)
+
+    def of(self, leaf: Any) -> Uncertainty:
+        """That of one of the results. An opaque kernel is as precise as what it returns."""
+        whole = self.whole
+        if not isinstance(leaf, Tensor) or not whole.usable or not whole.structure.opaque:
+            return whole
+        if leaf.dtype not in self._of_dtype:
+            self._of_dtype[leaf.dtype] = self._made(leaf.dtype, whole.structure)
+        return self._of_dtype[leaf.dtype]
+
+    def _made(self, dtype: torch.dtype, structure: Structure | None = None) -> Uncertainty:
+        precision = precision_of(dtype, self.result.source.device)
+        return Uncertainty(self.result, self.part, precision, self._max_seconds, structure)
+
+    @property
+    def probes(self) -> int:
+        """How many there have been."""
+        asked = [u for u in (self.__dict__.get("whole"), *self._of_dtype.values()) if u is not None]
+        return sum(u.probes + u.narrow_probes for u in asked)
+
+
+def _coarsest(result: GoldenResult, part: str, device: Sequence[Any]) -> torch.dtype:
+    """The dtype with the largest unit among the results (and the gradients that came in)."""
+    tensors = [t for t in device if isinstance(t, Tensor)]
+    if part == "grad_input":
+        tensors += [t for t in result.source.grad_outputs or () if t is not None]
+    low = result.source.autocast
+    if low is not None and any(t.dtype == low for t in result.source.tensors):
+        return low  # what lies between the steps of a composite call is kept in the lower precision
+    dtypes = [t.dtype for t in tensors if t.is_floating_point() or t.is_complex()]
+    if not dtypes:
+        dtypes = [t.dtype for t in result.source.tensors if t.is_floating_point() or t.is_complex()] or [torch.float32]
+    return max(dtypes, key=unit)
+
+
+def precision_of_row(dtype: torch.dtype, result: GoldenResult, part: str) -> Precision:
+    """The precision that a result of this dtype may be expected to have."""
+    if part == "grad_input" and result.source.rounded_to is not None:
+        # gradients of arguments that autocast rounded: computed in the lower precision, handed out in float32
+        dtype = max(dtype, result.source.rounded_to, key=unit)
+    return precision_of(dtype)
+
+
+@dataclasses.dataclass
+class Pair:
+    """One leaf of what the device returned, and the same one of the golden run."""
+
+    op: str
+    part: str
+    index: int | None  # in the name of its row
+    position: int  # among the leaves
+    device: Any
+    golden: Any
+    of_call: CallUncertainty | None
+    units: float | None = None  # the largest error in units of rounding, if it is known
+    tolerance_set: bool = False  # by the user
+
+    def row(self, allclose: bool, largest: float, atol: float, rtol: float, info: str) -> Row:
+        """A row of this pair whose differences are all as large as `largest`."""
+        return Row(self.op, self.part, self.index, allclose, largest, largest, atol, rtol, info)
+
+    @functools.cached_property
+    def sides(self) -> Sides:
+        """Both, to be measured."""
+        return Sides(self.device, self.golden)
+
+    @property
+    def uncertainty(self) -> Uncertainty | None:
+        """How far rounding may move the result; None where nothing is known of the call."""
+        return None if self.of_call is None else self.of_call.of(self.device)
+
+
+def with_columns(row: Row, columns: Columns) -> Row:
+    """The row with what was measured."""
+    measured = columns._asdict()
+    del measured["units"]
+    return row._replace(**measured)
+
+
+def decided(row: Row, right: bool, reason: str) -> Row:
+    """The row with its verdict; what is right needs no reason."""
+    return row._replace(verdict=RIGHT if right else WRONG, reason="" if right else reason)
+
+
+def joined(*texts: str) -> str:
+    """Those that say something, one after the other."""
+    return "; ".join(t for t in texts if t)
+
+
+def first_place(mask: Tensor) -> tuple[int, ...]:
+    """Where the first element is that the mask has."""
+    return tuple(int(i) for i in mask.nonzero()[0]) if mask.dim() else ()

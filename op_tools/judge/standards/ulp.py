@@ -1,0 +1,395 @@
+"""The default standard: can rounding alone explain the difference? Whole numbers must be equal.
+
+First with the rounding of the result itself, which nearly every correct element passes; where that is not enough, with
+how far the roundings inside the call can move this element (`uncertainty.py`): by a formula, or by repeating the golden
+run with random roundings.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Final
+
+import torch
+
+from ...call import facts
+from ...call.description import Tensor
+from ...call.equality import same_values
+from ...view.rows import WRONG, Row
+from .. import formulas
+from ..measures import Bound, beyond
+from ..noise import PROBES
+from ..pair import Pair, first_place, joined, precision_of_row
+from ..rounding import Precision, precision_of, unit
+from ..uncertainty import Uncertainty
+
+# bound = STORED · u|y| + SIGMAS · sigma: u is the dtype's unit of rounding (half an ulp), sigma how far the
+# roundings inside the call move the element on average (root mean square of the probes).
+STORED: Final = 2.0
+SIGMAS: Final = 6.0
+_TF32: Final = 2.0**-11
+_MIN_TF32_SHARE: Final = 1 / 64  # of the largest error that TF32 can make: the worst element has at least that
+_TRUST_IN_ONE_PROBE: Final = 0.5  # its sigma counts by half; that of n probes by the square root of n times as much
+_MAX_NARROWED_SHARE: Final = 1 / 16  # share of elements in doubt above which a probe of the whole call is cheaper
+
+
+def judge(row: Row, pair: Pair) -> Row:
+    """By rounding, or by equality for whole numbers."""
+    if pair.device.is_floating_point() or pair.device.is_complex():
+        return _judge_rounding(row, pair)
+    return _judge_whole_numbers(row, pair)
+
+
+def _judge_whole_numbers(row: Row, pair: Pair) -> Row:
+    different = pair.device != pair.golden
+    if not bool(different.any()):
+        return row
+    uncertainty = pair.uncertainty
+    if uncertainty is not None:
+        chosen = facts.chosen_values(pair.op, uncertainty.result.source, pair.device, pair.golden, pair.position)
+        if chosen is not None and not bool(chosen.any()):
+            return row._replace(error_info=joined(row.error_info, "tie broken differently"))
+        if chosen is None:
+            different = different & ~uncertainty.unsettled(pair.position, different)
+        else:
+            different = chosen
+    count = int(different.sum())
+    if count == 0:
+        return row._replace(error_info=joined(row.error_info, "within rounding uncertainty"))
+    where = first_place(different)
+    values = (pair.device[where].item(), pair.golden[where].item())
+    reason = f"{count} of {different.numel()} differ, first at {list(where)}: {values[0]} instead of {values[1]}"
+    return row._replace(verdict=WRONG, reason=reason, excess=math.inf, where=where)
+
+
+def _judge_rounding(row: Row, pair: Pair) -> Row:
+    dtype, call = pair.device.dtype, pair.of_call
+    precision = precision_of(dtype) if call is None else precision_of_row(dtype, call.result, call.part)
+    units = None if pair.units is None else pair.units * precision_of(dtype).stored / precision.stored
+    if units is not None and units <= 1:  # as good as rounding the reference
+        return row._replace(excess=units) if units else row
+    known = pair.uncertainty
+    uncertainty = known if known is not None and known.usable else None
+    if units is not None and uncertainty is not None and not uncertainty.structure.exact:
+        least = STORED + SIGMAS * uncertainty.least_error(pair.position) / precision.stored
+        if units <= least:  # what any probes would allow
+            return row._replace(excess=units / least)
+        worst = _worst_by_formula(pair, uncertainty, precision)
+        if worst <= 1:
+            return row._replace(excess=worst)
+    elements = _Elements(pair.sides.left, pair.sides.right, precision, pair.golden.dtype)
+    if units is None and elements.unexplained(1.0) is None:
+        return row._replace(excess=elements.excess(1.0))
+    if known is None:
+        return _concluded(row, elements, elements.unexplained(STORED), STORED)
+    if uncertainty is None:
+        # sparse and the like: the only measure is the size of the whole result
+        flat = torch.full_like(elements.size, float(elements.size.nan_to_num(posinf=0.0).max()) * precision.stored)
+        return _concluded(row, elements, elements.unexplained(STORED, flat), STORED, flat)
+    stored = 1.0 if uncertainty.structure.exact else STORED
+    if stored == STORED:
+        elements.floor = _lowest_of_sums(precision, uncertainty)
+        elements.least = uncertainty.least_error(pair.position)
+    sigma, suspects = _movement(pair, uncertainty, elements, stored)
+    if suspects is not None and uncertainty.part == "grad_input" and uncertainty.structure.selects:
+        values = uncertainty.result.source.tensors[pair.position]
+        suspects = _mask_or_none(suspects & ~_shared_among_ties(values, elements, stored, sigma))
+    hint = "" if suspects is None else _pattern_of_errors(pair, elements, suspects, sigma)
+    return _concluded(row, elements, suspects, stored, sigma, hint)
+
+
+def _lowest_of_sums(precision: Precision, uncertainty: Uncertainty) -> float:
+    """Below the normal numbers, each term of a sum may be off by a whole step."""
+    return precision.smallest * SIGMAS * math.sqrt(uncertainty.structure.longest_sum)
+
+
+def bound_without_probes(precision: Precision, uncertainty: Uncertainty, position: int) -> Bound:
+    """What every correct result may be off, whatever goes on inside the call."""
+    return Bound(
+        STORED * precision.stored,
+        max(precision.smallest * (0.5 * STORED), _lowest_of_sums(precision, uncertainty)),
+        SIGMAS,
+        uncertainty.least_error(position),
+    )
+
+
+def _worst_by_formula(pair: Pair, uncertainty: Uncertainty, precision: Precision) -> float:
+    """Largest error beside its bound, without a probe; more than 1 if that does not explain it."""
+    bound = bound_without_probes(precision, uncertainty, pair.position)
+    worst = math.inf
+    for find in (_by_some_roundings, _by_all_products):
+        found = find(pair, uncertainty, bound)
+        worst = math.inf if found is None else found
+        if worst <= 1:
+            return worst
+    return _by_elements_in_doubt(pair, uncertainty, bound, precision)
+
+
+def _by_some_roundings(pair: Pair, uncertainty: Uncertainty, bound: Bound) -> float | None:
+    """By the formulas that count less than the probes do."""
+    found = bound_by_formula(bound, uncertainty, pair.position, pair.golden)
+    left = None if found is None else beyond(pair.sides, *found)
+    return None if left is None else left.worst
+
+
+def bound_by_formula(
+    bound: Bound, uncertainty: Uncertainty, position: int, golden: Tensor
+) -> tuple[Bound, Tensor | None] | None:
+    """The bound with what a formula adds to it, and the squares that belong to it; None where there is no formula."""
+    source, precision, structure = uncertainty.result.source, uncertainty.precision, uncertainty.structure
+    terms = formulas.terms(formulas.Asked(source, position, uncertainty.backward, golden, precision, structure))
+    if terms is None:
+        return None
+    return bound._replace(of_squares=terms.of_squares, of_result=terms.of_result), terms.squares
+
+
+def _by_all_products(pair: Pair, uncertainty: Uncertainty, bound: Bound) -> float | None:
+    """By all squared terms of sums of products."""
+    squares = uncertainty.squares(pair.position, torch.float32)
+    if squares is None or squares.shape != pair.golden.shape:
+        return None
+    of_squares, of_result = uncertainty.weights_of_squares()
+    found = beyond(pair.sides, bound._replace(of_squares=of_squares, of_result=of_result), squares)
+    return None if found is None else found.worst
+
+
+def _by_elements_in_doubt(pair: Pair, uncertainty: Uncertainty, bound: Bound, precision: Precision) -> float:
+    """Of an elementwise call, by probes of the few elements in doubt."""
+    if not uncertainty.structure.elementwise:
+        return math.inf
+    found = beyond(pair.sides, bound, most=max(1, int(pair.device.numel() * _MAX_NARROWED_SHARE)))
+    if found is None or found.exceeding > found.places.numel():
+        return math.inf
+    places = found.places
+    device = pair.sides.device.reshape(-1)[places].to(torch.float64)
+    elements = _Elements(device, pair.sides.golden.reshape(-1)[places], precision, pair.golden.dtype)
+    elements.floor, elements.least = _lowest_of_sums(precision, uncertainty), bound.least
+    probed = _probed_at(pair, uncertainty, elements, tuple(pair.golden.shape), places, STORED)
+    if probed is None or probed[1] is not None:
+        return math.inf
+    return min(1.0, elements.excess(STORED, probed[0]))
+
+
+_Explained = tuple[Tensor | None, Tensor | None]  # sigma, and the elements that it does not explain
+
+
+def _movement(pair: Pair, uncertainty: Uncertainty, elements: _Elements, stored: float) -> _Explained:
+    """By formula, on the elements in doubt alone, or by as many probes of the whole call as it takes."""
+    for dtype in (torch.float32, torch.float64):
+        sigma = uncertainty.by_formula(pair.position, elements.golden, dtype)
+        if sigma is None:
+            break
+        suspects = elements.unexplained(stored, sigma.to(torch.float64))
+        if dtype == torch.float64 or (suspects is None and bool(sigma.sum().isfinite())):
+            return sigma.to(torch.float64), suspects
+    if uncertainty.structure.elementwise:
+        found = _narrowed(pair, uncertainty, elements, stored)
+        if found is not None:
+            return found
+    return _probed(pair.position, uncertainty, elements, stored)
+
+
+def _share(mask: Tensor) -> float:
+    return int(mask.sum()) / mask.numel()
+
+
+def _probed(
+    position: int, uncertainty: Uncertainty, elements: _Elements, stored: float, most: int = PROBES
+) -> _Explained:
+    """After as many probes as it takes to clear the elements in doubt."""
+    while True:
+        sigma = uncertainty.sigma(position)
+        if sigma is not None:
+            sigma.mul_(min(1.0, _TRUST_IN_ONE_PROBE * math.sqrt(uncertainty.probes)))
+        suspects = elements.unexplained(stored, sigma, uncertainty.not_settled(position))
+        if suspects is None or uncertainty.probes >= most or not uncertainty.grow():
+            return sigma, suspects
+
+
+def _narrowed(pair: Pair, uncertainty: Uncertainty, elements: _Elements, stored: float) -> _Explained | None:
+    """The same for an elementwise call, on the elements in doubt alone; None where that cannot be done."""
+    sigma: Tensor | None = None
+    suspects = elements.unexplained(stored)
+    whole = not uncertainty.on_lists  # of a list, one tensor is much less than all of them
+    if whole and suspects is not None and _share(suspects) > _MAX_NARROWED_SHARE:
+        # one probe of the whole call clears most of them
+        sigma, suspects = _probed(pair.position, uncertainty, elements, stored, most=1)
+    if suspects is None:
+        return sigma, None
+    if whole and _share(suspects) > _MAX_NARROWED_SHARE:
+        return None
+    places = suspects.reshape(-1).nonzero().reshape(-1)
+    golden = elements.golden.reshape(-1)[places]
+    small = _Elements(elements.device.reshape(-1)[places], golden, elements.precision, pair.golden.dtype)
+    small.floor, small.least = elements.floor, elements.least
+    probed = _probed_at(pair, uncertainty, small, tuple(elements.golden.shape), places, stored)
+    if probed is None:
+        return None
+    there, left = probed
+    everywhere = torch.zeros(elements.golden.shape, dtype=torch.float64) if sigma is None else sigma.contiguous()
+    if there is not None:
+        everywhere.view(-1)[places] = there
+    if left is None:
+        return everywhere, None
+    remaining = torch.zeros(elements.golden.shape, dtype=torch.bool)
+    remaining.view(-1)[places] = left
+    return everywhere, remaining
+
+
+def _probed_at(
+    pair: Pair, uncertainty: Uncertainty, elements: _Elements, shape: tuple[int, ...], places: Tensor, stored: float
+) -> _Explained | None:
+    """Probes of an elementwise call at these places alone; None where it turns out not to be elementwise."""
+    narrow = uncertainty.at(pair.position, shape, places)
+    if narrow is None or not same_values(narrow.exact, elements.golden):
+        return None
+    at_once = narrow.probed_at_once()
+    if at_once is None:
+        found = _probed(narrow.position, narrow.uncertainty, elements, stored)
+    else:
+        found = at_once[0], elements.unexplained(stored, *at_once)
+    uncertainty.narrow_probes += narrow.uncertainty.probes
+    return found
+
+
+def _shared_among_ties(values: Tensor, elements: _Elements, stored: float, sigma: Tensor | None) -> Tensor:
+    """Where an input has equal values and only the shares of the gradient among them differ.
+
+    Which of several equal values is the largest is free, and so is the one that gets the gradient.
+    """
+    _, group, count = torch.unique(values.detach().reshape(-1), return_inverse=True, return_counts=True)
+
+    def summed(x: Tensor) -> Tensor:
+        return torch.zeros(count.numel(), dtype=x.dtype).index_add_(0, group, x.reshape(-1))
+
+    slack = summed(elements.bound(stored, sigma)) + summed(elements.size) * elements.precision.stored
+    agree: Tensor = (summed(elements.device - elements.golden).abs() <= slack) & (count > 1)
+    return agree[group].reshape(elements.device.shape)
+
+
+def _mask_or_none(mask: Tensor) -> Tensor | None:
+    """The mask, if any element is in it."""
+    return mask if bool(mask.any()) else None
+
+
+class _Elements:
+    """One result against its reference, element by element, in float64."""
+
+    def __init__(self, device: Tensor, golden: Tensor, precision: Precision, golden_dtype: torch.dtype) -> None:
+        self.device, self.golden, self.precision = device, golden, precision
+        self.floor = 0.0  # of the bound
+        self.least = 0.0  # of sigma, relative to the result
+        self.error = (device - golden).abs()
+        self.size = golden.abs()
+        self.regular = math.isfinite(float(self.error.sum()))  # then all numbers are
+        # a reference in the same precision has an error of its own
+        self.reference = 2.0 if unit(golden_dtype) >= precision.stored else 0.0
+
+    @functools.cached_property
+    def largest(self) -> float:
+        """Of the reference."""
+        return float(self.size.max())
+
+    @functools.cached_property
+    def finite(self) -> Tensor:
+        """Where both are."""
+        return self.device.isfinite() & self.golden.isfinite()
+
+    @functools.cached_property
+    def same(self) -> Tensor:
+        """Where both are equal, or neither is a number."""
+        same = (self.device == self.golden) | (self.device.isnan() & self.golden.isnan())
+        if self.device.is_complex():
+            # which part of a complex number becomes NaN is left open by IEEE arithmetic
+            same |= ~self.device.isfinite() & ~self.golden.isfinite()
+        return same
+
+    def bound(self, stored: float, sigma: Tensor | None) -> Tensor:
+        """The largest error that is explained; `stored` is how many units of rounding the result itself may be off."""
+        precision = self.precision
+        factor = (stored + self.reference) * precision.stored
+        lowest = max(precision.smallest * (0.5 * stored), self.floor)
+        if sigma is None:
+            return (self.size * (factor + SIGMAS * self.least)).clamp_(min=lowest)
+        if self.least:
+            sigma = torch.maximum(sigma, self.size * self.least)
+        return (self.size * factor).clamp_(min=lowest).add_(sigma, alpha=SIGMAS)
+
+    def unexplained(self, stored: float, sigma: Tensor | None = None, unsettled: Tensor | None = None) -> Tensor | None:
+        """The elements that are not explained; None if all are."""
+        bound = self.bound(stored, sigma)
+        if self.regular:
+            over = self.error - bound
+            if float(over.max()) <= 0:  # false for NaN
+                return None
+            unexplained = over > 0
+            if unsettled is None and self.largest + float(bound.max()) < self.precision.largest:
+                return unexplained
+        else:
+            unexplained = ~(self.same | (self.finite & (self.error <= bound)))
+        # too large for the dtype: infinity, or the largest number
+        beyond = self.golden.isfinite() & (self.size + bound >= self.precision.largest)
+        if self.device.is_complex():  # arithmetic with an infinite part makes NaN of the other, or of both
+            unexplained &= ~(beyond & ~self.device.isfinite())
+        else:
+            signs = self.device.sgn() == self.golden.sgn()
+            unexplained &= ~(beyond & signs & (self.device.isinf() | (self.device.abs() == self.precision.largest)))
+        if unsettled is not None:
+            unexplained &= ~unsettled
+        return _mask_or_none(unexplained)
+
+    def excess(self, stored: float, sigma: Tensor | None = None) -> float:
+        """The largest error divided by its bound."""
+        ratio = self.error / self.bound(stored, sigma)
+        if not self.regular:
+            ratio = ratio.masked_fill(self.same | ~self.finite, 0.0)
+        return float(ratio.nan_to_num(nan=0.0).max()) if ratio.numel() else 0.0
+
+
+def _concluded(
+    row: Row, elements: _Elements, suspects: Tensor | None, stored: float, sigma: Tensor | None = None, hint: str = ""
+) -> Row:
+    """The row with its verdict: wrong if there are suspects, with the worst of them in the reason."""
+    if suspects is None:
+        return row._replace(excess=min(1.0, elements.excess(stored, sigma)))
+    count = int(suspects.sum())
+    strange = suspects & ~elements.finite
+    ratio = (elements.error / elements.bound(stored, sigma)).masked_fill(~suspects, 0.0).nan_to_num(nan=math.inf)
+    where = first_place(strange) if bool(strange.any()) else first_place(ratio == ratio.max())
+    device, golden = elements.device[where].item(), elements.golden[where].item()
+    excess = math.inf if bool(strange.any()) else float(ratio.max())
+    size = "" if bool(strange.any()) else f", {excess:.3g} times the rounding bound"
+    share = f"{count} of {suspects.numel()} elements, worst at {list(where)}"
+    reason = f"{share}: {device:.9g} instead of {golden:.9g}{size}"
+    return row._replace(verdict=WRONG, reason=joined(reason, hint), excess=excess, where=where)
+
+
+def _tf32_allowed(name: str) -> bool:
+    """Whether this process lets CUDA multiply float32 in TF32 for an operator."""
+    last = facts.last_name(name)
+    flags = torch.backends.cudnn if last.startswith("conv") or last in facts.BY_CUDNN else torch.backends.cuda.matmul
+    try:
+        return bool(flags.allow_tf32)
+    except RuntimeError:  # set in the old way and in the new one
+        return True
+
+
+def _pattern_of_errors(pair: Pair, elements: _Elements, suspects: Tensor, sigma: Tensor | None) -> str:
+    """What the errors look like, to be added to the reason."""
+    wrong_device, wrong_golden = elements.device[suspects], elements.golden[suspects]
+    if bool(wrong_device.isnan().any()):
+        return "NaN where a number should be"
+    structure = pair.uncertainty.structure if pair.uncertainty is not None else None
+    if structure is not None and structure.contracts and pair.device.dtype == torch.float32 and sigma is not None:
+        # the sums' share of sigma, if every product had the ten bits of TF32
+        grown = _TF32 / (elements.precision.stored * math.sqrt(structure.longest_sum))
+        limit = elements.bound(STORED, None) + sigma * (SIGMAS * max(grown, 1.0))
+        share = (elements.error / limit)[suspects]
+        if _MIN_TF32_SHARE < float(share.max()) < 4 and float((share > 1).double().mean()) < 0.05:
+            allowed = _tf32_allowed(pair.op)
+            return f"as large as products in TF32 make it ({'allow_tf32' if allowed else 'but allow_tf32 is off'})"
+    tiny = torch.finfo(elements.precision.dtype).smallest_normal
+    if bool((wrong_device == 0).all()) and bool((wrong_golden.abs() < tiny).all()):
+        return "subnormal numbers are flushed to zero"
+    return ""
