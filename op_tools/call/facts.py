@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from ..compat import decomposition_table
 from . import optimizers
 
 Tensor = torch.Tensor
@@ -256,8 +257,6 @@ def decomposition(func: Any) -> Callable[..., Any] | None:
         return None
     if func._overloadname == "correction":
         return _VARIANCES.get(base_name(func))
-    from torch._decomp import decomposition_table
-
     steps = decomposition_table.get(func)
     # Without the wrappers that promote dtypes, which there is no need of: the first call of them imports Dynamo.
     return None if steps is None else inspect.unwrap(steps)

@@ -11,6 +11,8 @@ from typing import Any, Final
 import torch
 from torch.overrides import resolve_name
 
+from ..compat import OpOverloadPacket, device_constructors
+
 # Calls that only ask about a tensor or set it up: no kernel of a model runs in them.
 BOOKKEEPING: Final = frozenset(
     [
@@ -284,7 +286,7 @@ def _overloads(function: Callable[..., Any], name: str) -> Iterator[Any]:
             candidates.append(candidate.strip("_"))
     for candidate in candidates:
         packet = getattr(torch.ops.aten, candidate, None) if candidate.isidentifier() else None
-        if not isinstance(packet, torch._ops.OpOverloadPacket):
+        if not isinstance(packet, OpOverloadPacket):
             continue
         for overload in packet.overloads():
             yield getattr(packet, overload)
@@ -302,9 +304,7 @@ def _is_view_overload(overload: Any) -> bool:
 @functools.cache
 def factories() -> frozenset[str]:
     """Names of the functions that take their device from the default device."""
-    from torch.utils._device import _device_constructors
-
-    return frozenset(f"torch.{f.__name__}" for f in _device_constructors())
+    return frozenset(f"torch.{f.__name__}" for f in device_constructors())
 
 
 def traits_of(function: Callable[..., Any], name: str | None = None) -> OpTraits:

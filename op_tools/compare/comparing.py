@@ -17,6 +17,7 @@ import torch
 from ..call import facts
 from ..call.description import Tensor, map_tensors, tensors_in
 from ..call.traits import OpTraits
+from ..compat import conj_view, neg_view
 from ..copies.operands import Ref, Whole, map_leaves
 from ..judge import golden, verdict
 from ..judge.golden import GoldenResult
@@ -299,9 +300,9 @@ def rebuilt(tree: Any, flats: Sequence[Tensor]) -> Any:
             typed[(leaf.storage, leaf.dtype)] = base
         tensor = base.as_strided(leaf.shape, leaf.stride, base.storage_offset() + leaf.offset)
         if leaf.conjugated:
-            tensor = torch._conj(tensor)
+            tensor = conj_view(tensor)
         if leaf.negated:
-            tensor = torch._neg_view(tensor)
+            tensor = neg_view(tensor)
         return tensor.requires_grad_() if leaf.requires_grad else tensor
 
     return map_leaves(tree, make)

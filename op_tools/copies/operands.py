@@ -13,6 +13,7 @@ import torch
 
 from ..call.description import Tensor, map_tensors, tensors_in
 from ..call.devices import can_pin, event_class, module_of
+from ..compat import conj_view, neg_view
 from ..native.kernels import copy_to_host
 
 _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)})
@@ -384,9 +385,9 @@ def rebuild(tree: Any, storages: Iterable[Tensor], cast: Mapping[torch.dtype, to
             tensor = torch.empty(0, dtype=dtype, device=flat.device)
             tensor.set_(flat.untyped_storage(), leaf.offset, leaf.shape, leaf.stride)
             if leaf.conjugated:
-                tensor = torch._conj(tensor)
+                tensor = conj_view(tensor)
             if leaf.negated:
-                tensor = torch._neg_view(tensor)
+                tensor = neg_view(tensor)
             return tensor.requires_grad_(leaf.requires_grad)
         if isinstance(leaf, Whole):
             return leaf.copy.cpu().requires_grad_(leaf.requires_grad)

@@ -5,23 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..compat import CPU_KERNELS, DispatchMode
 
 Tensor = torch.Tensor
 
 
-class Watcher(TorchDispatchMode):
-    """A mode that nothing compiles into: PyTorch's guard against that costs more than the modes themselves."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-
-def redispatched(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
+def redispatched(mode: DispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator that others have defined so that the ATen operators inside it are seen."""
     with mode:
-        return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+        return func.redispatch(CPU_KERNELS, *args, **kwargs)
 
 
 def tensors_of(values: Any) -> list[Tensor]:

@@ -9,16 +9,25 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import settings
 from ..call import facts
 from ..call.description import Tensor, map_tensors, tensors_in
 from ..call.traits import OpTraits, traits_of
+from ..compat import (
+    DispatchMode,
+    conj_view,
+    engine,
+    neg_view,
+    no_torch_function,
+    set_grad_enabled,
+    top_saved_tensor_hooks,
+    without_saved_tensor_hooks,
+)
 
 Cast = Mapping[torch.dtype, torch.dtype]
 
@@ -35,7 +44,6 @@ SINGLE: Final[dict[torch.dtype, torch.dtype]] = {
     torch.complex32: torch.complex64,
 }
 _KEEP_WHOLE: Final = 1 << 14
-_ENGINE: Final = torch._C._ImperativeEngine()  # the one that all use, as nobody has wrapped it
 AS_IS: Final[dict[torch.dtype, torch.dtype]] = {}
 
 
@@ -43,12 +51,8 @@ class _DrawsRandomNumbers(Exception):
     """The call would consume random numbers, so that two runs of it cannot be compared."""
 
 
-class _NoRandomNumbers(TorchDispatchMode):
+class _NoRandomNumbers(DispatchMode):
     """Stops a call before it draws from any random stream."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # a wrapper around every dispatch, and the import of Dynamo, for nothing
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -164,7 +168,7 @@ class GoldenResult:
         except Exception:  # shapes that do not broadcast, arguments that name a shape
             return None
 
-    def again(self, mode: TorchDispatchMode | None = None, backward: bool = False) -> Run:
+    def again(self, mode: DispatchMode | None = None, backward: bool = False) -> Run:
         """Run once more on fresh copies, under a dispatch mode (`result.again(noise)`)."""
         return _execute(self.source, self.cast, backward, mode)[0]
 
@@ -334,7 +338,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _execute(
-    source: Source, cast: Cast, backward: bool, mode: TorchDispatchMode | None, keep_graph: bool = False
+    source: Source, cast: Cast, backward: bool, mode: DispatchMode | None, keep_graph: bool = False
 ) -> tuple[Run, Graph | None]:
     with neutral(grad=backward or keep_graph):
         enter = backward and facts.may_mutate(source.name, source.kwargs)
@@ -363,14 +367,14 @@ class neutral:
         self._wanted = grad
 
     def __enter__(self) -> None:
-        self._functions = torch._C.DisableTorchFunction()
+        self._functions = no_torch_function()
         self._functions.__enter__()
         self._more = _less_common_modes(self._wanted)
         self._grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(self._wanted)
+        set_grad_enabled(self._wanted)
 
     def __exit__(self, *error: Any) -> None:
-        torch._C._set_grad_enabled(self._grad)
+        set_grad_enabled(self._grad)
         if self._more is not None:
             self._more.__exit__(*error)
         self._functions.__exit__(*error)
@@ -378,7 +382,7 @@ class neutral:
 
 def _less_common_modes(grad: bool) -> contextlib.ExitStack | None:
     inference, autocast = torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
-    hooks = grad and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    hooks = grad and top_saved_tensor_hooks(True) is not None
     if not (inference or autocast or hooks):
         return None
     stack = contextlib.ExitStack()
@@ -388,22 +392,8 @@ def _less_common_modes(grad: bool) -> contextlib.ExitStack | None:
         stack.enter_context(torch.autocast("cpu", enabled=False))
     if hooks:
         # checkpointing counts what is saved under its hooks: the golden run is not to be counted
-        stack.enter_context(_without_hooks())
+        stack.enter_context(without_saved_tensor_hooks())
     return stack
-
-
-@contextlib.contextmanager
-def _without_hooks() -> Iterator[None]:
-    """Take the hooks for saved tensors off. Hooks that only pass tensors on would hold whole graphs for ever."""
-    taken = []
-    while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        taken.append(hooks)
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(taken):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def differentiated(
@@ -415,7 +405,7 @@ def differentiated(
     >>> differentiated([3 * x], [x], [torch.ones(1)])
     (tensor([3.]),)
     """
-    found = _ENGINE.run_backward(tuple(outputs), tuple(sent), keep, False, tuple(inputs), True, accumulate_grad=False)
+    found = engine.run_backward(tuple(outputs), tuple(sent), keep, False, tuple(inputs), True, accumulate_grad=False)
     return tuple(found)
 
 
@@ -512,9 +502,9 @@ class _Copies:
         copy = flat.as_strided(tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset() - start)
         copy = copy.detach()
         if tensor.is_conj():
-            copy = torch._conj(copy)
+            copy = conj_view(copy)
         if tensor.is_neg():
-            copy = torch._neg_view(copy)
+            copy = neg_view(copy)
         if not needs_grad or not (copy.is_floating_point() or copy.is_complex()):
             return copy, None
         if not self._enter:

@@ -12,7 +12,8 @@ import torch
 
 from ..call import facts
 from ..call.description import Tensor, map_tensors, tensors_in
-from .dispatch_watch import Watcher, address, mutated, redispatched, tensors_of
+from ..compat import DispatchMode
+from .dispatch_watch import address, mutated, redispatched, tensors_of
 
 
 def works_unseen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -28,7 +29,7 @@ def works_unseen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     return watch.unseen
 
 
-class _Watch(Watcher):
+class _Watch(DispatchMode):
     """Keeps what every operator has left in memory, and compares when the next one reads it."""
 
     def __init__(self, inputs: list[Tensor]) -> None:

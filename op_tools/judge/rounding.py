@@ -22,8 +22,9 @@ from ..call import facts as op_facts
 from ..call import optimizers
 from ..call.description import map_tensors
 from ..call.facts import Facts, Kind
+from ..compat import DispatchMode, conj_view, neg_view
 from . import opaque_kernels
-from .dispatch_watch import Watcher, address, mutated, redispatched, tensors_of
+from .dispatch_watch import address, mutated, redispatched, tensors_of
 
 Tensor = torch.Tensor
 
@@ -92,7 +93,7 @@ def sigma_of_products(
     return terms.add_(result.mul(math.sqrt(of_result)).square_().to(squares.dtype)).sqrt_()
 
 
-class Trace(Watcher):
+class Trace(DispatchMode):
     """Notes which operators a call is made of, and which of them wrote each piece of memory last."""
 
     def __init__(self, device: str = "") -> None:
@@ -281,7 +282,7 @@ _POOL: Final = _Pool()
 _ONE: Final = torch.ones((), dtype=torch.float64)
 
 
-class Noise(Watcher):
+class Noise(DispatchMode):
     """Does every rounding of a correct kernel at random; the same probe gives the same roundings."""
 
     def __init__(
@@ -522,8 +523,8 @@ class Noise(Watcher):
 
     def _round_in_place(self, tensor: Tensor, by: float, facts: Facts, last: bool) -> None:
         precision = self._precision
-        tensor = torch._conj(tensor) if tensor.is_conj() else tensor  # what is in memory
-        tensor = torch._neg_view(tensor) if tensor.is_neg() else tensor
+        tensor = conj_view(tensor) if tensor.is_conj() else tensor  # what is in memory
+        tensor = neg_view(tensor) if tensor.is_neg() else tensor
         if facts.kind in (Kind.MATRIX, Kind.FACTORY, Kind.RESAMPLE):
             tensor.copy_(self._shifted(tensor, by))
         elif by:

@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from ..compat import cuda_device, cuda_stream
 from . import compiling
 
 Launch = Callable[..., Any]  # (stream, *numbers)
@@ -44,11 +45,11 @@ class Kernels:
 
     def current(self) -> bool:
         """Whether their device is the one that launches go to."""
-        return bool(torch._C._cuda_getDevice() == self.index)
+        return cuda_device() == self.index
 
     def stream(self) -> int:
         """The current stream of the device, as its driver knows it."""
-        return int(torch._C._cuda_getCurrentRawStream(self.index))
+        return cuda_stream(self.index)
 
     def launch(self, dtype: torch.dtype, programs: int) -> Launch:
         """How to run the kernel for a dtype in so many programs; the device must be the current one then."""

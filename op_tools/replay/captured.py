@@ -15,6 +15,7 @@ from ..call import facts
 from ..call.description import Tensor, children, map_tensors, tensors_in
 from ..call.devices import accelerator_type, get_rng_state, set_rng_state
 from ..call.traits import COLLECTIVES, OpTraits, factories, name_of, traits_of
+from ..compat import OpOverloadPacket, conj_view, neg_view, no_torch_function
 from ..files import archive
 from ..files.archive import ArchiveError
 from ..files.captures import CannotReplay, is_answer, read
@@ -67,7 +68,7 @@ def _operator(name: str) -> Any:
     if not name.isidentifier() or name.startswith("__") or name.endswith(_NEVER):
         return None
     packet = getattr(torch.ops.aten, name, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    if not isinstance(packet, OpOverloadPacket):
         return None
     schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
     # the namespace also holds helpers of TorchScript, which have nothing to do with tensors
@@ -114,7 +115,7 @@ class CapturedOp:
         contiguous: bool = False,
     ) -> None:
         self.folder, self.dtype = folder, dtype
-        with torch._C.DisableTorchFunction():  # tools watch the operator, not its preparation
+        with no_torch_function():  # tools watch the operator, not its preparation
             self.device = torch.device(device or accelerator_type())
             payload = _read_call(folder)
             self.name: str = payload["name"]
@@ -197,7 +198,7 @@ class CapturedOp:
         """Fresh arguments on the device, of the captured layout, sharing memory where they did (`op.prepare()`)."""
         enter = self.writes and bool(self.payload.get("grad_enabled", True))
         placed = _Placed(self.device, enter, self.apart)
-        with torch._C.DisableTorchFunction():
+        with no_torch_function():
             args, kwargs = map_tensors(self.host_args, placed), map_tensors(self.host_kwargs, placed)
         self.args = tuple([self._device_in(a) for a in args])
         self.kwargs = {k: self._device_in(v, k) for k, v in kwargs.items()}
@@ -284,7 +285,7 @@ class CapturedOp:
                 f"returned {len(outputs)} tensors"
             )
         place = _Placed(self.device, enter=False)
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with no_torch_function(), torch.no_grad():
             if captured is None:
                 self.grad_outputs = [torch.ones_like(t) if t.requires_grad else None for t in outputs]
             else:
@@ -381,7 +382,7 @@ def _converted(tensor: Tensor, dtype: torch.dtype, contiguous: bool) -> Tensor:
     first, last = _span(plain)
     flat = plain.as_strided((last - first,), (1,), first).to(dtype, copy=True)  # which starts at the first element
     copy = torch.empty(0, dtype=dtype).set_(flat.untyped_storage(), 0, plain.shape, plain.stride())
-    return torch._neg_view(copy) if plain.is_neg() else copy
+    return neg_view(copy) if plain.is_neg() else copy
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
@@ -443,8 +444,8 @@ class _Placed:
         placed = torch.empty(0, dtype=tensor.dtype, device=self.device)
         placed.set_(flat.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
         if tensor.is_conj():
-            placed = torch._conj(placed)
-        return torch._neg_view(placed) if tensor.is_neg() else placed
+            placed = conj_view(placed)
+        return neg_view(placed) if tensor.is_neg() else placed
 
 
 def leaves_of(value: Any) -> Iterator[Any]:

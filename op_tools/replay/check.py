@@ -20,6 +20,7 @@ import torch
 from ..call import facts
 from ..call.description import Described, Tensor, describe, map_tensors, tensors_in
 from ..call.devices import event_class, quiet, synchronize
+from ..compat import no_torch_function
 from ..files.archive import ArchiveError, unknown_in
 from ..files.captures import CannotReplay, one_line
 from ..judge import golden, verdict
@@ -457,7 +458,7 @@ _NO_BACKWARD: Final = "it has no backward pass"
 @functools.cache
 def _warm_up(device: torch.device) -> None:
     """What a process does once (start the device, the autograd engine, late imports) is no operator's time."""
-    with torch._C.DisableTorchFunction():
+    with no_torch_function():
         leaf = torch.ones(1, device=device, requires_grad=True)
         torch.autograd.grad([leaf * 2], [leaf], [torch.ones(1, device=device)], retain_graph=True)
         synchronize(device.type)

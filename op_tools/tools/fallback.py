@@ -13,10 +13,10 @@ from collections.abc import Callable, Container
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..call.description import Tensor, TensorMeta, labelled, map_tensors, tensors_in
 from ..call.devices import accelerator_type, can_pin, get_rng_state, module_of, set_rng_state
+from ..compat import DispatchMode, conj_view, neg_view, no_torch_function
 from ..copies.operands import span_of
 from ..copies.pinned_results import PinnedResults
 from ..native.statistics import is_dense
@@ -385,12 +385,8 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-class _OnCpu(TorchDispatchMode):
+class _OnCpu(DispatchMode):
     """Every kernel that is called under this mode runs on the CPU."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # a wrapper around every dispatch, and the import of Dynamo, for nothing
 
     def __init__(self, twins: _Twins) -> None:
         super().__init__()
@@ -401,7 +397,7 @@ class _OnCpu(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         kernel = _kernel(func)
-        with torch._C.DisableTorchFunction():  # in a backward pass the interceptor is on
+        with no_torch_function():  # in a backward pass the interceptor is on
             if kernel.stays:
                 return func(*args, **kwargs)
             tensors = _flat(args, kwargs)
@@ -664,8 +660,8 @@ def _to_host(tensor: Tensor) -> Tensor:
     copy = torch.empty(0, dtype=data.dtype)
     copy.set_(host.untyped_storage(), 0, data.shape, data.stride())
     if conjugated:
-        copy = torch._conj(copy)
-    return torch._neg_view(copy) if negated else copy
+        copy = conj_view(copy)
+    return neg_view(copy) if negated else copy
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -692,8 +688,8 @@ def _bytes_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     moved = torch.empty(0, dtype=tensor.dtype, device=device)
     moved.set_(flat.to(device).untyped_storage(), 0, tensor.shape, tensor.stride())
     if tensor.is_conj():
-        moved = torch._conj(moved)
-    return torch._neg_view(moved) if tensor.is_neg() else moved
+        moved = conj_view(moved)
+    return neg_view(moved) if tensor.is_neg() else moved
 
 
 class _CannotRunWhole(Exception):

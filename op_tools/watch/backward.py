@@ -15,12 +15,13 @@ import torch
 
 from ..call.description import Tensor
 from ..call.devices import quiet
+from ..compat import sequence_number
 
 if TYPE_CHECKING:
     from ..tools.base import Tool
     from .intercept import Call
 
-_sequence_now: Final[Callable[[], int]] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
+_sequence_now: Final[Callable[[], int]] = sequence_number or (lambda: 0)
 _MOST_NODES: Final = 2_000
 WITHOUT_KERNEL: Final = frozenset(
     [

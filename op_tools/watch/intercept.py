@@ -18,6 +18,12 @@ from ..call.description import Described, Descriptions, Finding, Tensor, TensorM
 from ..call.devices import quiet
 from ..call.location import call_site
 from ..call.traits import COLLECTIVES, OpTraits, traits_of
+from ..compat import DYNAMO_WRAPPERS, DeviceContext, dynamo_eval_frame
+from ..compat import count_function_modes as _depth
+from ..compat import function_mode_at as _mode_at
+from ..compat import no_torch_function as _no_function
+from ..compat import pop_function_mode as _pop
+from ..compat import push_function_mode as _push
 from ..copies import queue
 from ..view import store
 from ..view.console import View, note
@@ -26,13 +32,9 @@ from . import backward
 if TYPE_CHECKING:
     from ..tools.base import Tool
 
-_push: Final = torch._C._push_on_torch_function_stack
-_pop: Final = torch._C._pop_torch_function_stack
-_depth: Final = torch._C._len_torch_function_stack
 _MOST_PLANS: Final = 20_000
 _UNPLANNED: Final = object()
 _NO_NAMES: Final[dict[str, Any]] = {}
-_no_function: Final = torch._C.DisableTorchFunction
 
 ids = itertools.count(1)
 _thread = threading.local()
@@ -408,15 +410,13 @@ def _odd_container_on_device(value: Any) -> bool:
 
 
 def _is_on(mode: TorchFunctionMode) -> bool:
-    return any(torch._C._get_function_stack_at(i) is mode for i in range(_depth()))
+    return any(_mode_at(i) is mode for i in range(_depth()))
 
 
 def _put_on(mode: TorchFunctionMode) -> None:
     # Below the modes that are on: their `with` blocks pop the top of the stack and must find themselves
     # there, also when a tool starts inside such a block and stops after it. A DeviceContext insists on
     # being the lowest.
-    from torch.utils._device import DeviceContext
-
     above = [_pop() for _ in range(_depth())]
     if above and isinstance(above[-1], DeviceContext):
         _push(above.pop())
@@ -525,9 +525,6 @@ def _watch_inside_backward(interceptor: Interceptor) -> Callable[[], None]:
     return undo
 
 
-_COMPILED: Final = frozenset({"compile_wrapper", "_fn"})  # what Dynamo calls what it puts around a function
-
-
 class _Compiler:
     """Keeps the interceptor out of compiled functions, which are one piece to it and to the user.
 
@@ -552,11 +549,10 @@ class _Compiler:
         """Dynamo is imported when it is used first: see whether it is there by now."""
         if self._module is not None:
             return
-        module = sys.modules.get("torch._dynamo.eval_frame")
-        original = getattr(module, "_maybe_set_eval_frame", None)
-        if original is not None:
-            self._module, self._original = module, original
-            module._maybe_set_eval_frame = self._set  # type: ignore[union-attr]
+        module = dynamo_eval_frame()
+        if module is not None:
+            self._module, self._original = module, module._maybe_set_eval_frame
+            module._maybe_set_eval_frame = self._set
 
     def _set(self, callback: Any) -> Any:
         assert self._original is not None
@@ -566,7 +562,7 @@ class _Compiler:
             _thread.compiled = None
             _put_on(self._interceptor)
             return prior
-        if callable(callback) and wrapper.f_code.co_name in _COMPILED and _is_on(self._interceptor):
+        if callable(callback) and wrapper.f_code.co_name in DYNAMO_WRAPPERS and _is_on(self._interceptor):
             _take_off(self._interceptor)
             _thread.compiled = wrapper
         return self._original(callback)
