@@ -111,7 +111,7 @@ class Ledger:
         function.__code__ = _trampoline(function)
         function.__defaults__ = None
         function.__kwdefaults__ = {_TARGET: make(original)}
-        function.__signature__ = signature  # type: ignore[attr-defined]
+        function.__signature__ = signature
 
         def undo() -> None:
             function.__code__, function.__defaults__, function.__kwdefaults__ = saved

@@ -84,7 +84,7 @@ def rank() -> int:
     """Rank of this process, 0 when nothing is distributed (`rank() == 0`)."""
     dist = getattr(torch, "distributed", None)
     if dist is not None and dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
+        return int(dist.get_rank())
     text = os.environ.get("RANK", "0")
     return int(text) if text.isdigit() else 0
 

@@ -92,7 +92,8 @@ def get_rng_state(device: torch.device) -> torch.Tensor | None:
     try:
         if device.type == "cpu":
             return torch.get_rng_state()
-        return module_of(device.type).get_rng_state(device)
+        state: torch.Tensor = module_of(device.type).get_rng_state(device)
+        return state
     except Exception:
         return None
 

@@ -325,7 +325,7 @@ _RECURRENCE: Final = 8.0  # orthogonal polynomials: one step for each degree
 @functools.cache
 def base_name(func: Any) -> str:
     """Plain name of an ATen overload (`aten::add_.Tensor` is `add`, `aten::_softmax` is `softmax`)."""
-    name = func._schema.name.partition("::")[2]
+    name: str = func._schema.name.partition("::")[2]
     name = name.removeprefix("_foreach_").strip("_")
     return name.removesuffix("_copy")
 
@@ -513,7 +513,7 @@ def _most_hits(name: str, args: tuple[Any, ...]) -> int:
         ones = torch.ones((), dtype=torch.float32)
         hits = torch.zeros(args[0].shape, dtype=torch.float32).index_put(list(args[1]), ones, accumulate=True)
     elif name in ("histogram", "histogramdd_from_bin_cts", "bincount"):
-        return args[0].numel()
+        return int(args[0].numel())
     if hits is not None:
         return max(1, int(hits.max())) if hits.numel() else 1
     sizes = [t.numel() for t in args if isinstance(t, Tensor) and (t.is_floating_point() or t.is_complex())]
@@ -529,11 +529,11 @@ def _convolved(args: Any) -> int:
 
 def _convolved_backward(args: Any) -> int:
     grad, _, weight = args[0], args[1], args[2]
-    return max(grad.numel() // max(grad.shape[1], 1), math.prod(weight.shape) // max(weight.shape[1], 1))
+    return int(max(grad.numel() // max(grad.shape[1], 1), math.prod(weight.shape) // max(weight.shape[1], 1)))
 
 
 def _attended(args: Any) -> int:
-    return max(args[0].shape[-1], args[1].shape[-2])
+    return int(max(args[0].shape[-1], args[1].shape[-2]))
 
 
 _CONTRACTED: Final[dict[str, Callable[[Any], int]]] = {
@@ -601,7 +601,7 @@ def chosen_values(name: str, source: Any, device: Tensor, golden: Tensor, number
     outside = (device < 0) | (device >= values.shape[dim])
     at_device = values.gather(dim, device.clamp(0, values.shape[dim] - 1))
     at_golden = values.gather(dim, golden)
-    different = outside | ~((at_device == at_golden) | (at_device.isnan() & at_golden.isnan()))
+    different: Tensor = outside | ~((at_device == at_golden) | (at_device.isnan() & at_golden.isnan()))
     if last in _PERMUTES and device.shape[dim] > 1:
         ordered = device.sort(dim).values
         repeated = (ordered.diff(dim=dim) == 0).any(dim, keepdim=True)
@@ -629,7 +629,7 @@ def _truncated_otherwise(source: Any, device: Tensor) -> Tensor | None:
 
 def _less_frequent(source: Any, device: Tensor, golden: Tensor) -> Tensor | None:
     """Where the device's value (or the value that its index points at) is not among the most frequent ones."""
-    values = source.args[0].detach()
+    values: Tensor = source.args[0].detach()
     dim = source.args[1] if len(source.args) > 1 else source.kwargs.get("dim", -1)
     shape = device.shape
     if values.dim() == 0 or device.dim() not in (values.dim(), values.dim() - 1):

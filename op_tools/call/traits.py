@@ -241,7 +241,7 @@ class OpTraits:
 def name_of(function: Callable[..., Any]) -> str:
     """The name that users write (`name_of(torch.nn.functional.linear) == "torch.nn.functional.linear"`)."""
     try:
-        name = resolve_name(function)
+        name: str | None = resolve_name(function)
     except Exception:
         name = None
     if name is None:

@@ -44,7 +44,7 @@ set_grad_enabled: Final = torch._C._set_grad_enabled  # torch.set_grad_enabled m
 device_constructors: Final = _device_constructors
 
 
-class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DispatchMode(TorchDispatchMode):
     """A dispatch mode that is never compiled.
 
     Since 2.11 PyTorch guards `__torch_dispatch__` against Dynamo unless `_should_skip_dynamo` is false. The guard

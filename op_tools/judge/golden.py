@@ -511,7 +511,7 @@ class _Copies:
             leaf = copy.detach().requires_grad_()
             return leaf, leaf
         leaf = torch.empty_like(copy).requires_grad_()
-        return Enter.apply(leaf, [copy]), leaf
+        return Enter.apply(leaf, [copy]), leaf  # type: ignore[no-untyped-call]
 
     def _flat(self, tensor: Tensor, key: tuple[int, torch.dtype]) -> tuple[Tensor, int]:
         found = self._storages.get(key)

@@ -92,7 +92,7 @@ def _draw_on_cpu(function: Callable[..., Any], source: Any) -> Tensor | None:
     args = tuple(a for a in args if not isinstance(a, torch.Generator))
     try:
         with torch.no_grad():
-            drawn = function(*args, **kwargs, generator=torch.Generator().manual_seed(0))
+            drawn: Tensor = function(*args, **kwargs, generator=torch.Generator().manual_seed(0))
         return drawn.detach().double().reshape(-1)
     except Exception:  # takes no generator: then there is nothing to compare with
         return None

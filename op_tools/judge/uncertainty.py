@@ -303,7 +303,7 @@ def _luck(draws: int) -> float:
     15.9
     """
     half = draws / 2  # the lower tail of chi-square: x ** half / (2 ** half * gamma(half + 1))
-    return half * (_AMONG / math.gamma(half + 1)) ** (1 / half)
+    return float(half * (_AMONG / math.gamma(half + 1)) ** (1 / half))
 
 
 def _scale(exact: Tensor) -> Tensor:

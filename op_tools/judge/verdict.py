@@ -784,7 +784,7 @@ def _shared_among_ties(pair: _Pair, check: _Check, stored: float, sigma: Tensor 
         return torch.zeros(count.numel(), dtype=x.dtype).index_add_(0, group, x.reshape(-1))
 
     slack = summed(check.bound(stored, sigma)) + summed(check.size) * check.precision.stored
-    agree = (summed(check.device - check.golden).abs() <= slack) & (count > 1)
+    agree: Tensor = (summed(check.device - check.golden).abs() <= slack) & (count > 1)
     return agree[group].reshape(check.device.shape)
 
 

@@ -428,7 +428,7 @@ class _Placed:
                 leaf = placed.requires_grad_() if not self._enter else torch.empty_like(placed).requires_grad_()
                 if self._enter:
                     with torch.enable_grad():
-                        placed = golden.Enter.apply(leaf, [placed])
+                        placed = golden.Enter.apply(leaf, [placed])  # type: ignore[no-untyped-call]
             self._made[key] = placed
             self.leaf_of[id(placed)] = leaf
         return self._made[key]

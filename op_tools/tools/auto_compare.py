@@ -658,7 +658,8 @@ class OpAutoCompare(Tool):
         before = before._replace(storages=tuple(own), event=None)
         if job.twin is not None:
             job.twin.before = before  # no device memory is held for a backward to come
-        return rebuilt(before.tree, own)
+        arguments: tuple[Any, Any] = rebuilt(before.tree, own)
+        return arguments
 
     def _unpack(self, job: _Job, fetch: Callable[[Staged], Sequence[Tensor]]) -> None:
         host = job.host

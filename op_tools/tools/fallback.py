@@ -548,7 +548,7 @@ def _moves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         wanted = kwargs.get("device")
         return wanted is not None and torch.device(wanted).type != args[0].device.type
     if func in (torch.ops.aten.copy_.default, torch.ops.aten._copy_from.default):
-        return args[0].device != args[1].device
+        return bool(args[0].device != args[1].device)
     return False
 
 
@@ -729,7 +729,7 @@ def _run_whole(call: Call, twins: _Twins) -> Any:
         if tensor.device.type == "cpu":
             return tensor
         if id(tensor) not in copies:
-            copies[id(tensor)] = _ToHost.apply(tensor, twins)
+            copies[id(tensor)] = _ToHost.apply(tensor, twins)  # type: ignore[no-untyped-call]
         return copies[id(tensor)]
 
     args = map_tensors(call.args, fetch)
@@ -744,7 +744,7 @@ def _run_whole(call: Call, twins: _Twins) -> Any:
             if copy.requires_grad:
                 raise _CannotRunWhole("it writes to an argument that takes gradients")
             originals[key].copy_(copy)
-    return map_tensors(result, lambda t: _ToDevice.apply(t, device, twins))
+    return map_tensors(result, lambda t: _ToDevice.apply(t, device, twins))  # type: ignore[no-untyped-call]
 
 
 def _same_autocast(device_type: str) -> torch.autocast:

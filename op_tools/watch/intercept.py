@@ -513,10 +513,10 @@ class _WatchedEngine:
 
 
 def _watch_inside_backward(interceptor: Interceptor) -> Callable[[], None]:
-    variable = torch.autograd.Variable
+    variable: Any = torch.autograd.Variable
     engine = variable._execution_engine
     watched = _WatchedEngine(engine, interceptor)
-    variable._execution_engine = watched  # type: ignore[assignment]
+    variable._execution_engine = watched
 
     def undo() -> None:
         if variable._execution_engine is watched:
@@ -537,7 +537,7 @@ class _Compiler:
         self._module: Any = None
         self._original: Callable[[Any], Any] | None = None
         self._compile = torch.compile
-        torch.compile = self._compile_and_look  # type: ignore[assignment]
+        torch.compile = self._compile_and_look
         self.look()
 
     def _compile_and_look(self, *args: Any, **kwargs: Any) -> Any:
@@ -569,7 +569,7 @@ class _Compiler:
 
     def undo(self) -> None:
         if torch.compile == self._compile_and_look:
-            torch.compile = self._compile  # type: ignore[assignment]
+            torch.compile = self._compile
         if self._module is not None and self._module._maybe_set_eval_frame == self._set:
             self._module._maybe_set_eval_frame = self._original
 
