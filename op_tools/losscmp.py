@@ -334,7 +334,8 @@ def _running_mean(x: np.ndarray, width: int) -> np.ndarray:
     total = np.concatenate([[0.0], np.cumsum(x)])
     low = np.maximum(np.arange(len(x)) - half, 0)
     high = np.minimum(np.arange(len(x)) + half + 1, len(x))
-    return (total[high] - total[low]) / (high - low)
+    mean: np.ndarray = (total[high] - total[low]) / (high - low)
+    return mean
 
 
 def _share_noise(x: np.ndarray, y: np.ndarray, width: int) -> bool:
@@ -361,7 +362,8 @@ def _smooth(x: np.ndarray, width: int) -> np.ndarray:
     """Running median, as long as x."""
     half = width // 2
     padded = np.pad(x, (half, width - 1 - half), mode="edge")
-    return np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=-1)
+    median: np.ndarray = np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=-1)
+    return median
 
 
 def draw(curves: Sequence[Curve], image: Path) -> None:

@@ -14,7 +14,8 @@ from typing import Final
 
 import torch
 
-from ditorch_common.settings import Registry, SettingsError
+from ditorch_common.settings import Registry
+from ditorch_common.settings import SettingsError as SettingsError
 
 # -- declarations -----------------------------------------------------------------------------------------
 

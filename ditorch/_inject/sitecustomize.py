@@ -4,13 +4,14 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+from types import ModuleType
 
 _here = os.path.dirname(os.path.abspath(__file__))
 # Nobody else should find this folder, and the machine's own sitecustomize must still run.
 sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or os.curdir) != _here]
 
 
-def _load(name, path):
+def _load(name: str, path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -19,7 +20,7 @@ def _load(name, path):
     return module
 
 
-def _activate(torch):
+def _activate(torch: ModuleType) -> None:
     import ditorch  # noqa: F401
 
 

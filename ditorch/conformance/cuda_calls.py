@@ -98,7 +98,7 @@ def _drawn_again(seed: Callable[[int], Any]) -> bool:
 def _memory_allocated() -> bool:
     before = cuda.memory_allocated()
     big = torch.empty(1 << 20, device="cuda")
-    return cuda.memory_allocated(0) - before >= big.nbytes
+    return bool(cuda.memory_allocated(0) - before >= big.nbytes)
 
 
 @_use("torch.cuda.max_memory_allocated")
@@ -106,7 +106,7 @@ def _max_memory_allocated() -> bool:
     cuda.reset_peak_memory_stats()
     before = cuda.memory_allocated()
     torch.empty(1 << 20, device="cuda")
-    return cuda.max_memory_allocated() >= before + (1 << 22)
+    return bool(cuda.max_memory_allocated() >= before + (1 << 22))
 
 
 @_use("torch.cuda.reset_peak_memory_stats")
@@ -114,7 +114,7 @@ def _reset_peak_memory_stats() -> bool:
     torch.empty(1 << 22, device="cuda")
     cuda.synchronize()
     cuda.reset_peak_memory_stats()
-    return cuda.max_memory_allocated() == cuda.memory_allocated()
+    return bool(cuda.max_memory_allocated() == cuda.memory_allocated())
 
 
 @_use("torch.cuda.get_rng_state")
@@ -136,13 +136,13 @@ def _device() -> bool:
     last = cuda.device_count() - 1
     with cuda.device(last):
         inside = cuda.current_device() == last and torch.ones(1, device="cuda").device.index == last
-    return inside and cuda.current_device() == 0
+    return bool(inside and cuda.current_device() == 0)
 
 
 @_use("torch.cuda.device_of")
 def _device_of() -> bool:
     with cuda.device_of(torch.ones(1, device=f"cuda:{cuda.device_count() - 1}")):
-        return cuda.current_device() == cuda.device_count() - 1
+        return bool(cuda.current_device() == cuda.device_count() - 1)
 
 
 # --- streams, events, graphs ----------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def _set_stream() -> bool:
     cuda.set_stream(side)
     changed = cuda.current_stream() == side
     cuda.set_stream(before)
-    return changed and cuda.current_stream() == before
+    return bool(changed and cuda.current_stream() == before)
 
 
 @_use("torch.cuda.CUDAGraph")
@@ -276,7 +276,7 @@ def _load() -> bool:
     torch.save({"w": torch.arange(3.0)}, buffer)
     buffer.seek(0)
     loaded = torch.load(buffer, map_location="cuda:0", weights_only=True)["w"]
-    return loaded.is_cuda and loaded.tolist() == [0.0, 1.0, 2.0]
+    return bool(loaded.is_cuda and loaded.tolist() == [0.0, 1.0, 2.0])
 
 
 @_use("copy.deepcopy(module.cuda())")

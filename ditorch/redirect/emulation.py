@@ -283,7 +283,7 @@ class Emulation:
 
 def _open_range(msg: str) -> Any | None:
     # A range is visible only in a profile, so it costs nothing outside of one.
-    if not torch.autograd._profiler_enabled():
+    if not torch._C._autograd._profiler_enabled():
         return None
     block = torch.profiler.record_function(str(msg))
     block.__enter__()

@@ -31,7 +31,7 @@ def capturing() -> bool:
 
 class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,12 +54,12 @@ class RecordedGraph:
         if capturing():
             raise RuntimeError("a graph is being captured on this thread already")
         self._recorder = _state.recorder = _Recorder()
-        self._recorder.__enter__()
+        self._recorder.__enter__()  # type: ignore[no-untyped-call]
 
     def capture_end(self) -> None:
         if self._recorder is None:
             raise RuntimeError("capture_end() without capture_begin()")
-        self._recorder.__exit__(None, None, None)
+        self._recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         _state.recorder = None
         self._steps, self._recorder = self._recorder.steps, None
 

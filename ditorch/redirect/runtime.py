@@ -77,7 +77,7 @@ def _shown_to_users(devices: Devices) -> Callable[[Any], Any]:
 
 def _install_generator(ledger: Ledger, devices: Devices) -> None:
     original = torch.Generator
-    get = original.device.__get__  # type: ignore[attr-defined]
+    get = original.device.__get__
 
     class Generator(original):  # type: ignore[misc, valid-type]
         @property

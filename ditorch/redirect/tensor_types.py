@@ -33,7 +33,7 @@ class TensorType(type):
     is_sparse = False
 
     def __call__(cls, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        made = getattr(torch, cls.__name__)(*args, **kwargs)
+        made: torch.Tensor = getattr(torch, cls.__name__)(*args, **kwargs)
         return made.to(cls.devices.indexed(device))
 
     def __instancecheck__(cls, instance: Any) -> bool:

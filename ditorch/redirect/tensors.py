@@ -151,7 +151,7 @@ def _install_methods(ledger: Ledger, devices: Devices) -> None:
         ledger.replace(torch.Tensor, name, wrapper, 'a device argument "cuda" means the accelerator')
 
 
-def _make_to(devices: Devices, original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_to(devices: Devices, original: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     real = devices.inwards.get
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -205,7 +205,7 @@ def _make_record_stream(devices: Devices, original: Callable[..., Any]) -> Calla
     return lambda self, stream: None
 
 
-def _make_new(devices: Devices, original: Callable[..., Any]) -> Callable[..., Any]:
+def _make_new(devices: Devices, original: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     real = devices.inwards.get
 
     def new(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -278,7 +278,7 @@ def _device_property(devices: Devices, original: Any) -> property:
     frame = sys._getframe
 
     def device(self: Any) -> torch.device:
-        real = get(self)
+        real: torch.device = get(self)
         cuda = shown(real)
         if cuda is None:
             return real

@@ -77,12 +77,13 @@ def load() -> None:
 
 def _register() -> None:
     import torch
+    from torch.utils import backend_registration
 
     from . import collectives, module, threads
 
-    torch.utils.rename_privateuse1_backend("soft")
+    backend_registration.rename_privateuse1_backend("soft")
     torch._register_device_module("soft", module)
-    torch.utils.generate_methods_for_privateuse1_backend(
+    backend_registration.generate_methods_for_privateuse1_backend(
         for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True
     )
     module.fill_in()

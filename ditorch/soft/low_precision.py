@@ -53,8 +53,8 @@ def _addmm(
     bias: torch.Tensor,
     a: torch.Tensor,
     b: torch.Tensor,
-    beta: Any = 1,
-    alpha: Any = 1,
+    beta: float = 1,
+    alpha: float = 1,
     *_: Any,
 ) -> torch.Tensor:
     product = _matmul(a, b, low) * alpha
@@ -66,8 +66,8 @@ def _addmv(
     bias: torch.Tensor,
     a: torch.Tensor,
     v: torch.Tensor,
-    beta: Any = 1,
-    alpha: Any = 1,
+    beta: float = 1,
+    alpha: float = 1,
     *_: Any,
 ) -> torch.Tensor:
     product = _mv(low, a, v) * alpha

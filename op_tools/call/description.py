@@ -163,7 +163,8 @@ def _describe_part(value: Any, ptrs: list[int]) -> Part:
     if isinstance(value, Tensor):
         return _tensor_meta(value, ptrs)
     if kind is str:
-        return value if len(value) <= _LONGEST_VALUE else value[:_LONGEST_VALUE] + "…"
+        text: str = value
+        return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "…"
     if kind in _SEQUENCES:
         return Group(None, tuple([_describe_part(v, ptrs) for v in value]))
     parts = children(value)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_QUIET = torch._C.DisableTorchFunction
+from ..compat import count_dispatch_modes, no_dispatch_modes, no_torch_function, set_grad_enabled
 
 
 class quiet:
@@ -22,15 +22,13 @@ class quiet:
     __slots__ = ("_functions", "_grad", "_modes")
 
     def __enter__(self) -> None:
-        self._functions = _QUIET()
+        self._functions = no_torch_function()
         self._functions.__enter__()
         self._grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
+        set_grad_enabled(False)
         self._modes = None
-        if torch._C._len_torch_dispatch_stack():
-            from torch.utils._python_dispatch import _disable_current_modes
-
-            self._modes = _disable_current_modes()
+        if count_dispatch_modes():
+            self._modes = no_dispatch_modes()
             self._modes.__enter__()
 
     def __exit__(
@@ -38,7 +36,7 @@ class quiet:
     ) -> None:
         if self._modes is not None:
             self._modes.__exit__(kind, error, trace)
-        torch._C._set_grad_enabled(self._grad)
+        set_grad_enabled(self._grad)
         self._functions.__exit__(kind, error, trace)
 
 

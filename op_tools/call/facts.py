@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from ..compat import decomposition_table
 from . import optimizers
 from .operators.draws import really_draws as really_draws
 from .operators.freedoms import chosen_values as chosen_values
@@ -181,8 +182,6 @@ def decomposition(func: Any) -> Callable[..., Any] | None:
         return None
     if known.steps is not None:
         return known.steps
-    from torch._decomp import decomposition_table
-
     steps = decomposition_table.get(func)
     # Without the wrappers that promote dtypes, which are not needed: the first call of one imports Dynamo.
     return None if steps is None else inspect.unwrap(steps)

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch.overrides import get_testing_overrides, resolve_name
 
+from ..compat import OpOverloadPacket, device_constructors
 from .operators.registry import last_name
 
 
@@ -49,9 +50,7 @@ _SAME_FUNCTION: Final = {"torch.spmm": "torch.mm"}
 @functools.cache
 def factories() -> frozenset[str]:
     """Names of the functions that take their device from the default device."""
-    from torch.utils._device import _device_constructors
-
-    return frozenset(f"torch.{f.__name__}" for f in _device_constructors())
+    return frozenset(f"torch.{f.__name__}" for f in device_constructors())
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -93,9 +92,9 @@ def _operator(name: str) -> Any:
 def overloads_of(name: str) -> list[Any]:
     """All overloads of an ATen operator, if there is one (`torch.ops.aten.add.out in overloads_of("add")`)."""
     packet = getattr(torch.ops.aten, name, None) if name.isidentifier() else None
-    if not isinstance(packet, torch._ops.OpOverloadPacket):
+    if not isinstance(packet, OpOverloadPacket):
         return []
-    return [getattr(packet, overload) for overload in packet.overloads()]  # type: ignore[no-untyped-call]
+    return [getattr(packet, overload) for overload in packet.overloads()]
 
 
 # never looked up: getters, and what reads or writes files, changes the process or calls back

@@ -9,7 +9,9 @@ from typing import Final
 
 import torch
 
-_CALLS: Final = frozenset({torch.nn.Module._call_impl.__code__})
+from ..compat import MODULE_CALL
+
+_CALLS: Final = frozenset({MODULE_CALL})
 _MAX_FRAMES: Final = 256
 
 # of each outermost module: the ids of those in it; the id of one that is gone may come again

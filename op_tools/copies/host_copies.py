@@ -10,6 +10,7 @@ import torch
 
 from ..call.description import Tensor
 from ..call.devices import can_pin, module_of
+from ..compat import conj_view, neg_view
 from ..native.statistics import is_dense
 from .operands import span_of
 from .pinned_results import PinnedResults
@@ -224,8 +225,8 @@ def _to_host(tensor: Tensor) -> Tensor:
     copy = torch.empty(0, dtype=data.dtype)
     copy.set_(host.untyped_storage(), 0, data.shape, data.stride())
     if conjugated:
-        copy = torch._conj(copy)
-    return torch._neg_view(copy) if negated else copy
+        copy = conj_view(copy)
+    return neg_view(copy) if negated else copy
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -252,5 +253,5 @@ def _bytes_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     moved = torch.empty(0, dtype=tensor.dtype, device=device)
     moved.set_(flat.to(device).untyped_storage(), 0, tensor.shape, tensor.stride())
     if tensor.is_conj():
-        moved = torch._conj(moved)
-    return torch._neg_view(moved) if tensor.is_neg() else moved
+        moved = conj_view(moved)
+    return neg_view(moved) if tensor.is_neg() else moved

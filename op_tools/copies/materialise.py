@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from ..call.description import Tensor, map_tensors, tensors_in
+from ..compat import conj_view, neg_view
 from .operands import span_of
 
 Cast = Mapping[torch.dtype, torch.dtype]
@@ -127,8 +128,8 @@ class Copier:
         offset = tensor.storage_offset() - start // tensor.element_size()
         copy.set_(memory.untyped_storage(), offset, tensor.shape, tensor.stride())
         if turned:
-            copy = torch._conj(copy).detach() if tensor.is_conj() else copy
-            copy = torch._neg_view(copy).detach() if tensor.is_neg() else copy
+            copy = conj_view(copy).detach() if tensor.is_conj() else copy
+            copy = neg_view(copy).detach() if tensor.is_neg() else copy
         return copy
 
     def _copy_memory(self, tensor: Tensor, storage: torch.UntypedStorage, key: Any) -> tuple[Tensor, int]:

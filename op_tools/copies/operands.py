@@ -13,6 +13,7 @@ import torch
 
 from ..call.description import Tensor, children, map_tensors, rebuild_container, tensors_in
 from ..call.devices import can_pin, event_class, module_of
+from ..compat import conj_view, neg_view
 from ..native.kernels import copy_to_host
 
 _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)})
@@ -259,9 +260,9 @@ def tensors_over(tree: Any, flats: Sequence[Tensor]) -> Any:
             typed[(leaf.storage, leaf.dtype)] = base
         tensor = base.as_strided(leaf.shape, leaf.stride, base.storage_offset() + leaf.offset)
         if leaf.conjugated:
-            tensor = torch._conj(tensor)
+            tensor = conj_view(tensor)
         if leaf.negated:
-            tensor = torch._neg_view(tensor)
+            tensor = neg_view(tensor)
         return tensor.requires_grad_() if leaf.requires_grad else tensor
 
     return map_leaves(tree, make)

@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ..call.description import Tensor, children, tensors_in
+from ..compat import rebuild_tensor_v2, rebuild_tensor_v3, storage_class_names
 from ..copies.operands import Opaque, Ref
 
 FORMAT: Final = 1
@@ -166,7 +167,7 @@ class _Storage:
 @functools.cache
 def storage_kinds() -> dict[torch.dtype, str]:
     """The storage class that a file names for each dtype (`storage_kinds()[torch.float32] == "FloatStorage"`)."""
-    return {d: n for d, n in torch.storage._dtype_to_storage_type_map().items() if hasattr(torch, n)}
+    return {d: n for d, n in storage_class_names().items() if hasattr(torch, n)}
 
 
 class _Pickler(pickle.Pickler):
@@ -197,9 +198,9 @@ class _Pickler(pickle.Pickler):
         geometry = (value.storage_offset(), tuple(value.shape), value.stride())
         extra = (facts,) if facts else ()
         if known.dtype == value.dtype:
-            return torch._utils._rebuild_tensor_v2, (known, *geometry, value.requires_grad, self._names, *extra)
+            return rebuild_tensor_v2, (known, *geometry, value.requires_grad, self._names, *extra)
         # a storage seen through a second dtype, or a dtype without a storage class of its own
-        return torch._utils._rebuild_tensor_v3, (known, *geometry, False, self._names, value.dtype, *extra)
+        return rebuild_tensor_v3, (known, *geometry, False, self._names, value.dtype, *extra)
 
 
 class NotPlain(Exception):

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..compat import CPU_KERNELS, DispatchMode
 
 Tensor = torch.Tensor
 
 
-class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watcher(DispatchMode):
     """A dispatch mode that is never compiled into a graph: PyTorch's guard against that costs more than the mode."""
 
     @classmethod
@@ -18,10 +19,10 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
-def redispatched(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
+def redispatched(mode: DispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
     """Run a custom operator so that a mode sees the ATen operators inside it."""
     with mode:
-        return func.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU), *args, **kwargs)
+        return func.redispatch(CPU_KERNELS, *args, **kwargs)
 
 
 def tensors_of(values: Any) -> list[Tensor]:

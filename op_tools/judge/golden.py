@@ -9,15 +9,22 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..call import facts
 from ..call.description import Tensor, map_tensors, tensors_in
 from ..call.traits import OpTraits, traits_of
+from ..compat import (
+    DispatchMode,
+    engine,
+    no_torch_function,
+    set_grad_enabled,
+    top_saved_tensor_hooks,
+    without_saved_tensor_hooks,
+)
 from ..copies.materialise import Cast, Copier
 
 DOUBLE: Final[dict[torch.dtype, torch.dtype]] = {
@@ -32,7 +39,7 @@ SINGLE: Final[dict[torch.dtype, torch.dtype]] = {
     torch.bfloat16: torch.float32,
     torch.complex32: torch.complex64,
 }
-_ENGINE: Final = torch._C._ImperativeEngine()  # the one that all use, as nobody has wrapped it
+_ENGINE: Final = engine  # the one that all use, as nobody has wrapped it
 AS_IS: Final[dict[torch.dtype, torch.dtype]] = {}
 
 
@@ -40,12 +47,8 @@ class _DrawsRandomNumbers(Exception):
     """The call would consume random numbers, so that two runs of it cannot be compared."""
 
 
-class _NoRandomNumbers(TorchDispatchMode):
+class _NoRandomNumbers(DispatchMode):
     """Stops a call before it draws from any random stream."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # a wrapper around every dispatch, and the import of Dynamo, for nothing
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -161,7 +164,7 @@ class GoldenResult:
         except Exception:  # shapes that do not broadcast, arguments that name a shape
             return None
 
-    def again(self, mode: TorchDispatchMode | None = None, backward: bool = False) -> Run:
+    def again(self, mode: DispatchMode | None = None, backward: bool = False) -> Run:
         """Run once more on fresh copies, under a dispatch mode (`result.again(noise)`)."""
         return _execute(self.source, self.cast, backward, mode)[0]
 
@@ -319,7 +322,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _execute(
-    source: Source, cast: Cast, backward: bool, mode: TorchDispatchMode | None, keep_graph: bool = False
+    source: Source, cast: Cast, backward: bool, mode: DispatchMode | None, keep_graph: bool = False
 ) -> tuple[Run, Graph | None]:
     with neutral(grad=backward or keep_graph):
         enter = backward and facts.may_mutate(source.name, source.kwargs)
@@ -354,14 +357,14 @@ class neutral:
         self._wanted = grad
 
     def __enter__(self) -> None:
-        self._functions = torch._C.DisableTorchFunction()
+        self._functions = no_torch_function()
         self._functions.__enter__()
         self._more = _less_common_modes(self._wanted)
         self._grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(self._wanted)
+        set_grad_enabled(self._wanted)
 
     def __exit__(self, *error: Any) -> None:
-        torch._C._set_grad_enabled(self._grad)
+        set_grad_enabled(self._grad)
         if self._more is not None:
             self._more.__exit__(*error)
         self._functions.__exit__(*error)
@@ -369,7 +372,7 @@ class neutral:
 
 def _less_common_modes(grad: bool) -> contextlib.ExitStack | None:
     inference, autocast = torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")
-    hooks = grad and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    hooks = grad and top_saved_tensor_hooks(True) is not None
     if not (inference or autocast or hooks):
         return None
     stack = contextlib.ExitStack()
@@ -379,22 +382,8 @@ def _less_common_modes(grad: bool) -> contextlib.ExitStack | None:
         stack.enter_context(torch.autocast("cpu", enabled=False))
     if hooks:
         # checkpointing counts what is saved under its hooks: the golden run is not to be counted
-        stack.enter_context(_without_hooks())
+        stack.enter_context(without_saved_tensor_hooks())
     return stack
-
-
-@contextlib.contextmanager
-def _without_hooks() -> Iterator[None]:
-    """Take the hooks for saved tensors off. Hooks that only pass tensors on would hold whole graphs for ever."""
-    taken = []
-    while (hooks := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        taken.append(hooks)
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(taken):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def differentiated(
@@ -406,7 +395,7 @@ def differentiated(
     >>> differentiated([3 * x], [x], [torch.ones(1)])
     (tensor([3.]),)
     """
-    found = _ENGINE.run_backward(tuple(outputs), tuple(sent), keep, False, tuple(inputs), True, accumulate_grad=False)
+    found = engine.run_backward(tuple(outputs), tuple(sent), keep, False, tuple(inputs), True, accumulate_grad=False)
     return tuple(found)
 
 

@@ -14,6 +14,7 @@ from ..call import facts as op_facts
 from ..call import optimizers
 from ..call.description import map_tensors
 from ..call.facts import Facts, Kind
+from ..compat import conj_view, neg_view
 from . import opaque_kernels
 from .dispatch_watch import Watcher, mutated, redispatched, tensors_of
 from .rounding import SINGLE, Precision, precision_of, roundings
@@ -136,7 +137,7 @@ class AllSigns(Signs):
         return (signs.view(PROBES, -1) * turns[:, None]).view(-1), 1.0
 
 
-class Noise(Watcher):  # type: ignore[no-untyped-call]
+class Noise(Watcher):
     """Does every rounding of a correct kernel at random; the same probe gives the same roundings."""
 
     def __init__(
@@ -147,7 +148,7 @@ class Noise(Watcher):  # type: ignore[no-untyped-call]
         inside: float | None = None,
         opaque: Mapping[Any, bool] | None = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._precision, self._last, self._signs = precision, last, signs
         self._opaque = opaque or {}
         self._inside = inside  # of one kernel: its unit; nothing is stored
@@ -377,8 +378,8 @@ class Noise(Watcher):  # type: ignore[no-untyped-call]
 
     def _round_in_place(self, tensor: Tensor, by: float, facts: Facts, last: bool) -> None:
         precision = self._precision
-        tensor = torch._conj(tensor) if tensor.is_conj() else tensor  # what is in memory
-        tensor = torch._neg_view(tensor) if tensor.is_neg() else tensor
+        tensor = conj_view(tensor) if tensor.is_conj() else tensor  # what is in memory
+        tensor = neg_view(tensor) if tensor.is_neg() else tensor
         if facts.kind in (Kind.MATRIX, Kind.FACTORY, Kind.RESAMPLE):
             tensor.copy_(self._shifted(tensor, by))
         elif by:

@@ -12,7 +12,8 @@ import torch
 
 from ..call import facts
 from ..call.description import Tensor, map_tensors, tensors_in
-from .dispatch_watch import Watcher, address, mutated, redispatched, tensors_of
+from ..compat import DispatchMode
+from .dispatch_watch import address, mutated, redispatched, tensors_of
 
 
 def works_unseen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -28,11 +29,11 @@ def works_unseen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bo
     return watch.found_hidden_write
 
 
-class _MemoryWatch(Watcher):  # type: ignore[no-untyped-call]
+class _MemoryWatch(DispatchMode):
     """Copies the memory that each operator has written, and compares it when the next one reads it."""
 
     def __init__(self, inputs: list[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found_hidden_write = False
         self._written: dict[int, Tensor | None] = {}  # by address; None: allocated, but not written yet
         self._alive: list[Tensor] = []  # so that no address is reused

@@ -18,8 +18,9 @@ import torch
 
 from ..call import facts as op_facts
 from ..call.facts import Facts, Kind
+from ..compat import DispatchMode
 from . import opaque_kernels
-from .dispatch_watch import Watcher, address, mutated, redispatched, tensors_of
+from .dispatch_watch import address, mutated, redispatched, tensors_of
 
 Tensor = torch.Tensor
 
@@ -90,11 +91,11 @@ def roundings(kind: str, length: int, straight: bool = False) -> float:
     return min(length, 1 + math.log2(length) + length / _LANES)
 
 
-class Trace(Watcher):  # type: ignore[no-untyped-call]
+class Trace(DispatchMode):
     """Notes which operators a call is made of, and which of them wrote each piece of memory last."""
 
     def __init__(self, device: str = "") -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.device = device
         self.steps_in_low = 1.0
         self.operators: list[Any] = []

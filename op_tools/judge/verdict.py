@@ -26,6 +26,22 @@ from .rounding import Precision, precision_of
 from .standards import STANDARDS, seed, ulp
 from .uncertainty import Structure, Uncertainty
 
+__all__ = [
+    "Judgement",
+    "NOT_COMPARABLE",
+    "RIGHT",
+    "Row",
+    "Rules",
+    "Unresolved",
+    "WRONG",
+    "judge",
+    "judge_call",
+    "judge_on_device",
+    "leaves_of",
+    "only_moves",
+    "structure_of",
+]
+
 
 class Unresolved(Exception):
     """Tensors on a device that cannot be judged there: their copies on the CPU are to be."""

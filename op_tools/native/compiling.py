@@ -130,7 +130,7 @@ def wait() -> None:
 def against_torch(source: Path, before_build: Callable[[], None] | None = None) -> Path | None:
     """The shared library of a source file that uses PyTorch's C++ API (`against_torch(Path("backward_clock.cpp"))`)."""
     root = Path(torch.__file__).parent
-    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    abi = int(torch.compiled_with_cxx11_abi())
     flags = (
         "-std=c++20",
         "-O2",

@@ -33,7 +33,7 @@ _read: Final = struct.Struct("9q").unpack
 
 def prepare() -> None:
     """Have the kernels ready before the first pre-check: a machine compiles them once, which takes seconds."""
-    if accelerator_type() == "cuda" and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if accelerator_type() == "cuda" and torch.cuda.is_initialized():
         kernels_of(torch.cuda.current_device())
 
 

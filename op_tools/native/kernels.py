@@ -25,6 +25,7 @@ import torch
 from ditorch_common.toolchain import cache_root
 
 from .. import settings
+from ..compat import cuda_device, cuda_stream
 
 Launch = Callable[..., Any]  # (stream, *numbers)
 _MAX_HIDDEN: Final = 8  # parameters that Triton adds at the end; they are zero for kernels without scratch memory
@@ -46,11 +47,11 @@ class Kernels:
 
     def current(self) -> bool:
         """Whether their device is the one that launches go to."""
-        return bool(torch._C._cuda_getDevice() == self.index)
+        return cuda_device() == self.index
 
     def stream(self) -> int:
         """The current stream of the device, as its driver knows it."""
-        return int(torch._C._cuda_getCurrentRawStream(self.index))
+        return cuda_stream(self.index)
 
     def launch(self, dtype: torch.dtype, programs: int) -> Launch:
         """How to run the kernel for a dtype in so many programs; the device must be the current one then."""

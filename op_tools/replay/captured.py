@@ -14,6 +14,7 @@ from ..call import facts, functions
 from ..call.description import Tensor, tensors_in
 from ..call.devices import accelerator_type, get_rng_state, set_rng_state
 from ..call.traits import COLLECTIVES, OpTraits, traits_of
+from ..compat import no_torch_function
 from ..copies.invocation import Region, Site
 from ..copies.materialise import Copier, is_strided, place_of
 from ..files import archive
@@ -66,7 +67,7 @@ class CapturedOp:
         contiguous: bool = False,
     ) -> None:
         self.folder, self.dtype = folder, dtype
-        with torch._C.DisableTorchFunction():  # tools watch the operator, not its preparation
+        with no_torch_function():  # tools watch the operator, not its preparation
             self.device = torch.device(device or accelerator_type())
             payload, (self.name, self.site, self.region) = _read_call(folder)
             self.function = _placed_function(self.name, self.device)
@@ -135,7 +136,7 @@ class CapturedOp:
     def prepare(self) -> None:
         """Make fresh arguments on the device, with the captured layout and aliasing (`op.prepare()`)."""
         copier = Copier(self.device, enter=self.writes and self.region.grad_enabled, apart=self.apart, whole=True)
-        with torch._C.DisableTorchFunction():
+        with no_torch_function():
             args, kwargs = copier.copy((self.host_args, self.host_kwargs))
         self.args = tuple([self._device_in(a) for a in args])
         self.kwargs = {k: self._device_in(v, k) for k, v in kwargs.items()}
@@ -213,7 +214,7 @@ class CapturedOp:
                 f"{self.folder / 'grad_outputs.pth'}: {len(captured)} gradients, but {self.name} "
                 f"returned {len(outputs)} tensors"
             )
-        with torch._C.DisableTorchFunction(), torch.no_grad():
+        with no_torch_function(), torch.no_grad():
             if captured is None:
                 self.grad_outputs = [torch.ones_like(t) if t.requires_grad else None for t in outputs]
             else:

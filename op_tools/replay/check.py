@@ -19,6 +19,7 @@ from ..call import facts
 from ..call.description import Tensor, describe, map_tensors, tensors_in
 from ..call.devices import event_class, quiet, synchronize
 from ..call.equality import same_bits
+from ..compat import no_torch_function
 from ..files.archive import ArchiveError, unknown_in
 from ..files.captures import CannotReplay, one_line
 from ..judge import golden, verdict
@@ -373,7 +374,7 @@ _NO_BACKWARD: Final = "it has no backward pass"
 @functools.cache
 def _warm_up(device: torch.device) -> None:
     """Do what happens once per process (device, autograd engine, late imports), so that no operator is charged."""
-    with torch._C.DisableTorchFunction():
+    with no_torch_function():
         leaf = torch.ones(1, device=device, requires_grad=True)
         torch.autograd.grad([leaf * 2], [leaf], [torch.ones(1, device=device)], retain_graph=True)
         synchronize(device.type)

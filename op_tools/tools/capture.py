@@ -336,7 +336,7 @@ class _Files:
         layout = staged.layout
         known = layout.notes.get(part) if layout is not None else None
         if known is None or facts.get("rng") is not None:
-            described = self._add_odd(part, staged, facts)
+            described: str = self._add_odd(part, staged, facts)
             if layout is not None:
                 try:
                     sizes = [end - start for _, start, end in layout.parts]

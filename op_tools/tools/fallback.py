@@ -126,7 +126,7 @@ class OpFallback(Tool):
         if call.notes.get(self) != "cpu":
             return None
         mode = OnCpu(self._copies)
-        mode.__enter__()  # type: ignore[no-untyped-call]
+        mode.__enter__()
         return mode
 
     def after_node(self, call: Call, started: Any) -> None:

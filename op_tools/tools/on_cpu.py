@@ -7,11 +7,11 @@ from collections.abc import Callable, Container
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..call import facts
 from ..call.description import Tensor, map_tensors, tensors_in
 from ..call.devices import get_rng_state, module_of, set_rng_state
+from ..compat import DispatchMode, no_torch_function
 from ..copies.host_copies import READS_AT_ONCE, HostCopies, wait_for_copies
 from ..copies.pinned_results import PinnedResults
 
@@ -58,7 +58,7 @@ class NoCpuKernel(Exception):
     """The CPU cannot run a kernel under this operator; the operator must run there as a whole."""
 
 
-class OnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OnCpu(DispatchMode):
     """Every kernel that is called under this mode runs on the CPU."""
 
     @classmethod
@@ -66,7 +66,7 @@ class OnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # a wrapper around every dispatch, and the import of Dynamo, for nothing
 
     def __init__(self, copies: HostCopies) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._copies = copies
 
     def __torch_dispatch__(
@@ -74,7 +74,7 @@ class OnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         kernel = _kernel(func)
-        with torch._C.DisableTorchFunction():  # in a backward pass the interceptor is on
+        with no_torch_function():  # in a backward pass the interceptor is on
             if kernel.stays:
                 return func(*args, **kwargs)
             tensors = _flat(args, kwargs)

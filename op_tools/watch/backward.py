@@ -16,9 +16,10 @@ import torch
 from ..call import facts
 from ..call.description import Tensor
 from ..call.devices import quiet
+from ..compat import sequence_number
 from .call import Call, ToolProtocol
 
-_sequence_now: Final[Callable[[], int]] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
+_sequence_now: Final[Callable[[], int]] = sequence_number or (lambda: 0)
 _MAX_NODES: Final = 2_000
 WITHOUT_KERNEL: Final = facts.NODES_WITHOUT_KERNEL
 

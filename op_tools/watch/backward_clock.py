@@ -12,8 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-import torch
-
+from ..compat import sequence_number
 from ..native import compiling
 from ..view import console
 from . import patches
@@ -102,7 +101,7 @@ class BackwardClock:
         self._by_number: dict[int, _Thread] = {}  # by PyTorch's
         self._taken = (Span * _MAX_SPANS)()
         self._guard = threading.Lock()
-        self.sequence: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", short.op_tools_clock_sequence)
+        self.sequence: Callable[[], int] = sequence_number or short.op_tools_clock_sequence
         self.ready: Callable[[int], int] = short.op_tools_clock_ready
         self.elapsed: Callable[[int, int], float] = waiting.op_tools_clock_elapsed
 

@@ -15,6 +15,7 @@ from ..call.description import Descriptions, Tensor, tensors_in
 from ..call.devices import names_device
 from ..call.location import call_site
 from ..call.traits import OpTraits, traits_of
+from ..compat import no_torch_function
 from ..view.console import note
 from . import backward, modes, patches
 from .call import Call, ToolProtocol
@@ -22,7 +23,6 @@ from .call import Call, ToolProtocol
 _MAX_PLANS: Final = 20_000
 _UNPLANNED: Final = object()
 _NO_NAMES: Final[dict[str, Any]] = {}
-_no_function: Final = torch._C.DisableTorchFunction
 
 ids = itertools.count(1)
 _thread: Final = modes.thread
@@ -113,7 +113,7 @@ class Interceptor(TorchFunctionMode):
             listeners = tuple([t for t in tools if t.wants_backward])
         call.id = next(ids)
         edges = None
-        with _no_function():  # attribute reads of a tool must not reach function modes or tensor subclasses
+        with no_torch_function():  # attribute reads of a tool must not reach function modes or tensor subclasses
             try:
                 call.inputs = self._descriptions.of(args, kwargs, call.tensors, plan.pointers)
                 if listeners and torch.is_grad_enabled():
@@ -126,7 +126,7 @@ class Interceptor(TorchFunctionMode):
                 except Exception as error:
                     tool.failed(call, error)
         call.result = result = _run(func, call, transforms, 0) if transforms else func(*args, **kwargs)
-        with _no_function():
+        with no_torch_function():
             try:
                 call.outputs = self._descriptions.of((result,), _NO_NAMES, call.results, plan.pointers)
             except Exception as error:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from typing import Final
 
-import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._device import DeviceContext
 
-_push: Final = torch._C._push_on_torch_function_stack
-_pop: Final = torch._C._pop_torch_function_stack
-_depth: Final = torch._C._len_torch_function_stack
-_at: Final = torch._C._get_function_stack_at
+from ..compat import DeviceContext, count_function_modes, function_mode_at, pop_function_mode, push_function_mode
+
+_push: Final = push_function_mode
+_pop: Final = pop_function_mode
+_depth: Final = count_function_modes
+_at: Final = function_mode_at
 
 thread = threading.local()  # `in_backward`: inside `Tensor.backward`; `compiled`: frame of the compiled function around
 

@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ditorch_common.patching import Ledger, Patch, full_name
 
 from ..call.traits import COLLECTIVES, traits_of
+from ..compat import dynamo_eval_frame
 from .modes import is_on, put_on, take_off, thread
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class Installed:
         """
         if self._dynamo is not None:
             return
-        module = sys.modules.get("torch._dynamo.eval_frame")
+        module = dynamo_eval_frame()
         with _lock:
             original = getattr(module, "_maybe_set_eval_frame", None)
             if original is None or self._dynamo is not None:

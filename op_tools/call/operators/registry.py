@@ -12,6 +12,8 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import torch
 
+from ...compat import aten_operator_names, autograd_nodes
+
 Facts = TypeVar("Facts")
 
 
@@ -160,7 +162,7 @@ def last_name(name: str) -> str:
 
 
 def _aten_names() -> list[tuple[str, str]]:
-    names = (name.partition(".") for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::"))
+    names = (name.partition(".") for name in aten_operator_names() if name.startswith("aten::"))
     return [(name, overload) for name, _, overload in names]
 
 
@@ -179,4 +181,4 @@ def function_names() -> set[str]:
 
 KERNELS: Final = Registry[KernelFacts]("kernel", kernel_names)
 FUNCTIONS: Final = Registry[FunctionFacts]("function", function_names)
-NODES: Final = Registry[bool]("autograd node", lambda: dir(torch._C._functions))  # whether a node runs a kernel
+NODES: Final = Registry[bool]("autograd node", lambda: dir(autograd_nodes))  # whether a node runs a kernel

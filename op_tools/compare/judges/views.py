@@ -88,7 +88,8 @@ class Views(Judge):
                 call.places = job.places = places(live.tensors, live.results)
                 if call.places is None and all(call.numbers) and len(self.never_settles) < _MAX_KINDS:
                     self.never_settles.add((call.op, call.numbers[0]))
-            view, results = call.notes.get(self), live.outputs.number
+            view: View | None = call.notes.get(self)
+            results: Hashable = live.outputs.number
         else:
             if call.places is None or job.grads is None:  # only of views
                 return None

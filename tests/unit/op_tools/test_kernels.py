@@ -89,7 +89,7 @@ def test_wrong_counts_of_numbers_are_errors(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_kernels_know_whether_their_device_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    monkeypatch.setattr(kernels, "cuda_device", lambda: 1)
     assert [kernels.Kernels(index, "nothing", 3).current() for index in (0, 1)] == [False, True]
 
 
