@@ -84,7 +84,9 @@ def _chosen_tools(options: argparse.Namespace) -> list[Tool]:
     for option in given:
         owners = own[option][0]
         if not set(owners) & set(names):
-            raise ValueError(f"--{option} belongs to {', '.join(owners)}, not to {', '.join(names)}")
+            theirs = [f"--{name}" for name in known[owners[0]].run_options]
+            what = f"{' and '.join(theirs)} {'belongs' if len(theirs) == 1 else 'belong'}"
+            raise ValueError(f"{what} to {', '.join(owners)}, not to {', '.join(names)}")
     steps = _steps(options.steps)
     return [
         known[name](ops=options.ops, steps=steps, **{o: v for o, v in given.items() if o in known[name].run_options})
