@@ -103,7 +103,7 @@ class Copier:
         if self._apart:
             key = len(self._made)
         elif strided and not self._own_memory:
-            key = place_of(tensor)
+            key = _place_of(tensor)
         made = self._made.get(key)
         if made is None:
             copy = self._strided_copy(tensor) if strided and not self._contiguous else self._other_copy(tensor)
@@ -171,8 +171,10 @@ def is_strided(tensor: Tensor) -> bool:
 
 
 def place_of(tensor: Tensor) -> Any:
-    """Equal for arguments that may be the same tensor: the same memory seen in the same way; storage first."""
-    if not is_strided(tensor):
-        return id(tensor)
-    memory = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype)
-    return *memory, tensor.shape, tensor.stride(), tensor.requires_grad, tensor.is_conj(), tensor.is_neg()
+    """Equal for arguments that may be the same tensor: the same memory seen in the same way. The storage is first."""
+    return _place_of(tensor) if is_strided(tensor) else id(tensor)
+
+
+def _place_of(tensor: Tensor) -> tuple[Any, ...]:
+    storage, seen = tensor.untyped_storage()._cdata, (tensor.is_conj(), tensor.is_neg(), tensor.requires_grad)
+    return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), seen

@@ -272,7 +272,7 @@ def _put_tensor(ref: Ref, sizes: Sequence[int], dtypes: dict[int, torch.dtype], 
 
 
 def save_fragments(path: str, fragments: Iterable[bytes], storages: Iterable[Any]) -> None:
-    """Write a `.pth` file of one dict: fragments are its keys and values; storages are buffers, or return one.
+    """Write a `.pth` file of one dict: fragments are keys and values, storages are buffers or return one.
 
     >>> save_fragments("one.pth", [fragment("x"), fragment(1)], [])  # doctest: +SKIP
     """
