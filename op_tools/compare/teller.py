@@ -22,6 +22,7 @@ from .ladder import FORWARD, ComparedCall, Job
 _MAX_SAVED: Final = 200  # wrong calls that are saved to disk
 _MAX_BLAMES: Final = 10_000
 _MAX_EVENTS: Final = 400_000
+_MAX_SHOWN: Final = 5_000  # rows of the table at the end
 
 
 class Reporter(Protocol):
@@ -55,7 +56,7 @@ class Teller:
         self.compared: Counter[str] = Counter()
         self.not_comparable: Counter[str] = Counter()
         self._saved = 0
-        self._folder = settings.results_dir() / "op_capture_results"
+        self.folder = settings.results_dir() / "op_capture_results"
 
     # -- the order ----------------------------------------------------------------------------------------
 
@@ -153,7 +154,7 @@ class Teller:
         result = job.golden
         assert result is not None
         stamp = call.notes.setdefault("stamp", store.time_label())
-        folder = self._folder / call.op / settings.process_label() / "autocompare" / str(call.id) / stamp
+        folder = self.folder / call.op / settings.process_label() / "autocompare" / str(call.id) / stamp
         device: dict[str, Any] = {"input": (result.source.args, result.source.kwargs)}
         if job.phase == FORWARD:
             device["output"] = job.result
@@ -165,6 +166,22 @@ class Teller:
         files = save_comparison(folder, call, device, reference, reason=reason, observed=worst.max_abs_diff)
         self._tool.view.block(*[f"{path} saved" for path in files])
         return str(folder)
+
+    def write_table(self, records: store.Store, table: str, run: int, shown: bool) -> Path:
+        """Write all rows of a run to a CSV file, and show them where the console is full."""
+        folder = self.folder.with_name("op_autocompare_result")
+        path = folder / f"op_autocompare_info_pid{settings.process_label()}_{store.time_label()}.csv"
+        found = records.tuples(
+            f"SELECT r.call_id, r.module, s.location, {', '.join(f'r.{name}' for name in rows.SQL)} "
+            f"FROM {table} r LEFT JOIN sites s ON s.site = r.site WHERE r.run = ? ORDER BY r.rowid",
+            (run,),
+        )
+        if self._tool.view.full and found and shown:
+            body = [[str(call_id), *rows.console_cells(row)] for call_id, _, _, *row in found[:_MAX_SHOWN]]
+            self._tool.view.block(console.table(["forward_id", *rows.CONSOLE], body))
+        lines = ([call_id, *rows.csv_cells(row), module, where] for call_id, module, where, *row in found)
+        store.write_csv(path, ["forward_id", *rows.CSV, "module", "location"], lines)
+        return path
 
     def _show(self, job: Job, judgement: Judgement) -> None:
         live, result = job.live, job.golden

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Final
 import torch
 
 from .. import settings
-from ..call.description import Finding, Tensor
+from ..call.description import Tensor
 from ..call.devices import quiet
 from ..call.module_path import module_path
 from ..compare import cores
@@ -33,7 +33,7 @@ from ..copies.queue import Writer
 from ..judge import golden
 from ..judge.verdict import WRONG, Judgement, Rules
 from ..native import measuring
-from ..view import console, rows, store
+from ..view import console, rows
 from ..watch.intercept import Call
 from .base import Tool
 
@@ -41,7 +41,6 @@ _WATCHING_COST: Final = 1e-5  # seconds that the interceptor needs for a call, w
 _MAX_GRADIENT_KINDS: Final = 20_000
 _MAX_WAITING: Final = 2_000  # jobs
 _MAX_CORES: Final = 4  # for one comparison, unless it is large
-_MAX_SHOWN: Final = 5_000  # rows of the table at the end
 PRECHECKS: Final = settings.options("OP_AUTOCOMPARE_FIRST_LOOK")  # where a call like an earlier one is judged first
 
 
@@ -114,7 +113,7 @@ class OpAutoCompare(Tool):
             finish=self._teller.tell,
             again=lambda job: self._queue.submit(0, functools.partial(self._work, job)),
             wait=self.wait,
-            report=self._report_judge,
+            report=lambda message: self.slowed(message.split(":")[0], message),
         )
         self._ladder = make_ladder(setup)
         self._live = tuple([judge for judge in self._ladder if judge.live])
@@ -334,11 +333,6 @@ class OpAutoCompare(Tool):
                 return found
         return None
 
-    def _report_judge(self, message: str) -> None:
-        """A judge that fails is reported once; what it leaves open goes down the ladder."""
-        if self._is_first("(comparison)", message.split(":")[0]):
-            self._report(Finding(self.name, "(comparison)", "tool-failure", message))
-
     # -- tell, at the end -----------------------------------------------------------------------------
 
     def finish(self) -> None:
@@ -355,7 +349,7 @@ class OpAutoCompare(Tool):
             for judge in self._ladder:
                 judge.release()
             assert self._store is not None
-            self.csv_path = _write_table(self._store, self.table_name, self._run_key, self.view, self.only is None)
+            self.csv_path = self._teller.write_table(self._store, self.table_name, self._run_key, self.only is None)
 
     def _drain(self) -> None:
         teller = self._teller
@@ -433,20 +427,3 @@ def _chooser(mode: str | None, budget: str | float | None) -> Chooser:
     if budget is None:
         variable, budget = "OP_AUTOCOMPARE_BUDGET", settings.read("OP_AUTOCOMPARE_BUDGET") or None
     return Chooser(mode, None if budget is None else parse_budget(str(budget), variable))
-
-
-def _write_table(records: store.Store, table: str, run: int, view: console.View, shown: bool) -> Path:
-    """Write all rows of a run to a CSV file, and show them where the console is full."""
-    folder = settings.results_dir() / "op_autocompare_result"
-    path = folder / f"op_autocompare_info_pid{settings.process_label()}_{store.time_label()}.csv"
-    found = records.tuples(
-        f"SELECT r.call_id, r.module, s.location, {', '.join(f'r.{name}' for name in rows.SQL)} "
-        f"FROM {table} r LEFT JOIN sites s ON s.site = r.site WHERE r.run = ? ORDER BY r.rowid",
-        (run,),
-    )
-    if view.full and found and shown:
-        body = [[str(call_id), *rows.console_cells(row)] for call_id, _, _, *row in found[:_MAX_SHOWN]]
-        view.block(console.table(["forward_id", *rows.CONSOLE], body))
-    lines = ([call_id, *rows.csv_cells(row), module, where] for call_id, module, where, *row in found)
-    store.write_csv(path, ["forward_id", *rows.CSV, "module", "location"], lines)
-    return path

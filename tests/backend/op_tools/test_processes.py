@@ -246,11 +246,11 @@ def test_a_pool_that_starts_in_part_leaves_nobody_behind(device: str, monkeypatc
 def test_a_forked_child_does_not_keep_the_processes_of_its_parent(
     one_process: op_tools.OpAutoCompare, device: str
 ) -> None:
-    pool = one_process._pool
+    pool = one_process.judge(Workers).pool
     assert pool is not None
     child = os.fork()
     if child == 0:
-        kept = bool(compare_pool._pools) or not all(helper._connection.closed for helper in pool._helpers)
+        kept = bool(compare_pool._pools) or not all(helper._connection.closed for helper in pool._processes)
         os._exit(int(kept))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert not pool._helpers[0]._connection.closed, "the parent goes on"
