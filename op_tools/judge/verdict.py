@@ -259,7 +259,7 @@ def _query(
     found = ulp.bound_by_formula(bound, uncertainty, position, pair[1]) if by_formula else (bound, None)
     if found is None:
         raise Unresolved
-    return DeviceQuery(Sides(*pair), row.atol, row.rtol, *found)
+    return DeviceQuery(*[t.detach() for t in pair], row.atol, row.rtol, *found)
 
 
 def _pairs(name: str, part: str, device: Any, golden: Any) -> tuple[list[tuple[Any, Any]], str]:

@@ -88,7 +88,7 @@ class Library:
 
     def __init__(self, name: str, load: Callable[[], Any]) -> None:
         self._load = load
-        self._loaded: Any = None
+        self.loaded: Any = None  # the library, once it is there
         self.failure = ""  # why it could not be built or loaded, where it should have been
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"op_tools-{name}", daemon=True)
@@ -97,24 +97,24 @@ class Library:
 
     def get(self) -> Any:
         """The loaded library, or None if it is not ready or cannot be built (`library.get()`)."""
-        if self._loaded is None and not self._thread.ident:
+        if self.loaded is None and not self._thread.ident:
             with self._lock:
                 if not self._thread.ident:
                     self._thread.start()
             self._thread.join(_LOAD_TIMEOUT)
-        return self._loaded
+        return self.loaded
 
     def wait(self) -> Any:
         """The loaded library once the build has ended, or None if it failed (`library.wait() is not None`)."""
         self.get()
         self._thread.join()
-        return self._loaded
+        return self.loaded
 
     def _run(self) -> None:
         try:
-            self._loaded = self._load()
+            self.loaded = self._load()
         except (OSError, AttributeError, subprocess.SubprocessError) as error:
-            self._loaded = None  # the compiler failed, or there is no folder to write to
+            self.loaded = None  # the compiler failed, or there is no folder to write to
             self.failure = f"{type(error).__name__}: {str(error)[:200]}"
 
 
