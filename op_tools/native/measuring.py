@@ -58,7 +58,7 @@ class Sums(ctypes.Structure):
 
     def _cosine(self) -> float | None:
         """Of the reference and itself plus the error, to all digits; None where too few are left."""
-        ee, eg, gg = self.ee, self.eg, self.gg
+        ee, eg, gg = float(self.ee), float(self.eg), float(self.gg)
         if gg == 0:
             return 1.0 if self.equal else None
         square = gg + 2 * eg + ee

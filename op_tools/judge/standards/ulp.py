@@ -16,9 +16,10 @@ import torch
 from ...call import facts
 from ...call.description import Tensor
 from ...call.equality import same_values
+from ...native.measuring import Bound
 from ...view.rows import WRONG, Row
 from .. import formulas
-from ..measures import Bound, beyond
+from ..measures import beyond
 from ..noise import PROBES
 from ..pair import Pair, first_place, joined, precision_of_row
 from ..rounding import Precision, precision_of, unit
@@ -72,7 +73,7 @@ def _judge_rounding(row: Row, pair: Pair) -> Row:
     known = pair.uncertainty
     uncertainty = known if known is not None and known.usable else None
     if units is not None and uncertainty is not None and not uncertainty.structure.exact:
-        least = STORED + SIGMAS * uncertainty.least_error(pair.position) / precision.stored
+        least = least_units(precision, uncertainty, pair.position)
         if units <= least:  # what any probes would allow
             return row._replace(excess=units / least)
         worst = _worst_by_formula(pair, uncertainty, precision)
@@ -102,6 +103,11 @@ def _judge_rounding(row: Row, pair: Pair) -> Row:
 def _lowest_of_sums(precision: Precision, uncertainty: Uncertainty) -> float:
     """Below the normal numbers, each term of a sum may be off by a whole step."""
     return precision.smallest * SIGMAS * math.sqrt(uncertainty.structure.longest_sum)
+
+
+def least_units(precision: Precision, uncertainty: Uncertainty, position: int) -> float:
+    """The same relative to the result, in units of its rounding, for results that are not tiny."""
+    return STORED + SIGMAS * uncertainty.least_error(position) / precision.stored
 
 
 def bound_without_probes(precision: Precision, uncertainty: Uncertainty, position: int) -> Bound:
