@@ -54,7 +54,7 @@ class Kind:
         sent = [torch.randn(t.shape, generator=made).to(t.dtype) for t in tensors]
         grads = torch.autograd.grad(tensors, given, sent)
         grad_outputs = [sent.pop(0) if t.requires_grad else None for t in golden.tensors_in(outputs)]
-        found = golden.map_tensors((outputs, list(grads)), lambda t: t.detach().clone())
+        found = golden.map_tensors((outputs, list(grads)), lambda t: t.detach().contiguous().clone())
         for tensor in golden.tensors_in(found):
             if planted and tensor.is_floating_point():
                 tensor.view(-1)[-1] += planted * tensor.abs().max()
