@@ -274,13 +274,7 @@ def judge_call(
     rules: Rules | None = None,
     max_seconds: float | None = None,
 ) -> Judgement:
-    """Judge everything that is known of one call at once.
-
-    `inputs_after` are the device's arguments after an in-place or `out=` call.
-
-    >>> judge_call("torch.neg", golden.run(torch.neg, (x,)), outputs=torch.neg(x)).verdict  # doctest: +SKIP
-    'right'
-    """
+    """Judge all that is known of a call; `inputs_after` are the device's arguments after an in-place or `out=` call."""
     if not result.comparable:
         return _judge_random(name, result, outputs)
     total = Judgement(RIGHT, "")

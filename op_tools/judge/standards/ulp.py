@@ -123,20 +123,12 @@ def bound_without_probes(precision: Precision, uncertainty: Uncertainty, positio
 def _worst_by_formula(pair: Pair, uncertainty: Uncertainty, precision: Precision) -> float:
     """Largest error beside its bound, without a probe; more than 1 if that does not explain it."""
     bound = bound_without_probes(precision, uncertainty, pair.position)
-    worst = math.inf
-    for find in (_by_some_roundings, _by_all_products):
-        found = find(pair, uncertainty, bound)
-        worst = math.inf if found is None else found
-        if worst <= 1:
-            return worst
+    for find in (bound_by_formula, _bound_by_all_products):
+        known = find(bound, uncertainty, pair.position, pair.golden)
+        found = None if known is None else beyond(pair.sides, *known)
+        if found is not None and found.worst <= 1:
+            return found.worst
     return _by_elements_in_doubt(pair, uncertainty, bound, precision)
-
-
-def _by_some_roundings(pair: Pair, uncertainty: Uncertainty, bound: Bound) -> float | None:
-    """By the formulas that count less than the probes do."""
-    found = bound_by_formula(bound, uncertainty, pair.position, pair.golden)
-    left = None if found is None else beyond(pair.sides, *found)
-    return None if left is None else left.worst
 
 
 def bound_by_formula(
@@ -150,14 +142,15 @@ def bound_by_formula(
     return bound._replace(of_squares=terms.of_squares, of_result=terms.of_result), terms.squares
 
 
-def _by_all_products(pair: Pair, uncertainty: Uncertainty, bound: Bound) -> float | None:
-    """By all squared terms of sums of products."""
-    squares = uncertainty.squares(pair.position, torch.float32)
-    if squares is None or squares.shape != pair.golden.shape:
+def _bound_by_all_products(
+    bound: Bound, uncertainty: Uncertainty, position: int, golden: Tensor
+) -> tuple[Bound, Tensor | None] | None:
+    """The same by all squared terms of sums of products."""
+    squares = uncertainty.squares(position, torch.float32)
+    if squares is None or squares.shape != golden.shape:
         return None
     of_squares, of_result = uncertainty.weights_of_squares()
-    found = beyond(pair.sides, bound._replace(of_squares=of_squares, of_result=of_result), squares)
-    return None if found is None else found.worst
+    return bound._replace(of_squares=of_squares, of_result=of_result), squares
 
 
 def _by_elements_in_doubt(pair: Pair, uncertainty: Uncertainty, bound: Bound, precision: Precision) -> float:
