@@ -28,18 +28,12 @@ from ..compat import (
 )
 from ..copies.materialise import Cast, Copier
 
+_HALVES: Final = (torch.float16, torch.bfloat16)
 DOUBLE: Final[dict[torch.dtype, torch.dtype]] = {
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float32: torch.float64,
-    torch.complex32: torch.complex128,
-    torch.complex64: torch.complex128,
+    **dict.fromkeys((*_HALVES, torch.float32), torch.float64),
+    **dict.fromkeys((torch.complex32, torch.complex64), torch.complex128),
 }
-SINGLE: Final[dict[torch.dtype, torch.dtype]] = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.complex32: torch.complex64,
-}
+SINGLE: Final = {**dict.fromkeys(_HALVES, torch.float32), torch.complex32: torch.complex64}
 AS_IS: Final[dict[torch.dtype, torch.dtype]] = {}
 
 
@@ -51,15 +45,14 @@ class _NoRandomNumbers(DispatchMode):
     """Stops a call before it draws from any random stream."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and facts.really_draws(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded in func.tags and facts.really_draws(func, args, kwargs or {}):
             raise _DrawsRandomNumbers(str(func))
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 @functools.cache
 def _is_plain(name: str) -> bool:
-    """Whether no fact about an operator, by its name alone, changes its golden run: so it is for most."""
+    """Whether nothing that is known about an operator, by its name alone, changes its golden run: so it is for most."""
     last = facts.last_name(name)
     known = FUNCTIONS.by_name.get(last)
     if known is not None and (known.uninitialised or known.bound_to_dtype or known.defaults or known.free_vectors):
@@ -133,7 +126,7 @@ class GoldenResult:
 
     @property
     def outputs(self) -> Any:
-        """What the call returned, a tree of CPU tensors (`result.outputs`)."""
+        """What the call returned, a tree of CPU tensors."""
         return self.run.outputs if self.run else None
 
     @property
@@ -205,8 +198,7 @@ def run(
 
     `args` and `kwargs` are CPU copies of the arguments from *before* the call, in the device's dtypes.
     `grad_outputs`, one per tensor of the result, adds the backward pass. `dtype_cast` overrides the casts.
-    `device` is the type of the device whose result will be judged (`"cuda"`); `rounded_to` is the dtype to which
-    autocast rounded the float32 arguments there (see `autocast_rounds_to`), `autocast` that of the region.
+    `device` is the type of the device whose result will be judged, `rounded_to` and `autocast` are as in `Source`.
     With `keep_graph` the backward pass can be added later, by `backward`. `outputs` are CPU copies of what the device
     returned: vectors whose signs are free decide about the gradients that come back to them.
 
@@ -215,18 +207,8 @@ def run(
     """
     if traits is None:
         traits = traits_of(function)
-    source = Source(
-        function,
-        name or traits.name,
-        traits,
-        tuple(args),
-        dict(kwargs or {}),
-        grad_outputs,
-        device,
-        rounded_to,
-        autocast,
-        outputs,
-    )
+    call = (function, name or traits.name, traits, tuple(args), dict(kwargs or {}))
+    source = Source(*call, grad_outputs, device, rounded_to, autocast, outputs)
     reason = _why_not(source, max_bytes)
     if reason:
         return GoldenResult(False, reason, source)
@@ -315,16 +297,12 @@ def _first_that_works(
         except _DrawsRandomNumbers:
             return GoldenResult(False, "random: two runs draw different numbers", source, random=True)
         except Exception as error:
-            first_error = first_error or _one_line(error)
+            text = str(error).strip().splitlines() or [""]
+            first_error = first_error or f"{type(error).__name__}: {text[0][:200]}"
             continue
         note = "" if cast is candidates[0] else f"the CPU has no double-precision kernel ({first_error})"
         return GoldenResult(True, "", source, cast, done, note=note, graph=graph)
     return GoldenResult(False, f"the CPU cannot run it: {first_error}", source)
-
-
-def _one_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200] if text else ''}"
 
 
 # --- one execution ------------------------------------------------------------------------------------
@@ -409,9 +387,8 @@ def differentiated(
 def _gradients(source: Source, outputs: Any, leaves: list[Tensor | None]) -> list[Tensor | None]:
     pairs = list(zip(tensors_in(outputs), source.grad_outputs or ()))
     if not _is_plain(source.name) and facts.has_free_vectors(source.name):
-        for number, theirs in enumerate(tensors_in(source.outputs)):
-            output, grad = pairs[number] if number < len(pairs) else (None, None)
-            if output is not None and grad is not None:
+        for number, (theirs, (output, grad)) in enumerate(zip(tensors_in(source.outputs), pairs)):
+            if grad is not None:
                 sent = grad.detach().to(device="cpu", dtype=output.dtype)
                 pairs[number] = output, facts.gradient_turned(source.name, number, theirs, output, sent)
     return _gradients_of(pairs, leaves)

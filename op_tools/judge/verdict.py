@@ -123,7 +123,7 @@ def judge(
     'right'
     """
     if plan is not None and result is not None:
-        known = plan.judge(name, device, golden, result, part, indices)
+        known = plan.judge(device, golden, result, indices)
         if known is not None:
             return known
     rules = rules or Rules()
@@ -138,7 +138,7 @@ def judge(
     verdict = WRONG if any(r.verdict == WRONG for r in rows) else RIGHT
     worst = max(rows, key=lambda r: (r.verdict == WRONG, r.excess), default=None)
     reason = f"{worst.name}: {worst.reason}" if worst is not None and worst.reason else ""
-    if plan is not None and verdict == RIGHT and rules.standard == "ulp":
+    if plan is not None and verdict == RIGHT and rules.standard == "ulp" and not plan.gave_up:
         plan.learn(asked, rows)
     return Judgement(verdict, reason, tuple(rows), 0 if of_call is None else of_call.probes)
 
@@ -166,20 +166,24 @@ class Plan:
         self._rows: tuple[_KnownRow, ...] = ()
         self._failures = 0
 
+    @property
+    def gave_up(self) -> bool:
+        """Whether calls of this kind turned out to need the full way."""
+        return self._failures > _MAX_FAILURES
+
     def judge(
-        self, name: str, device: Any, golden: Any, result: GoldenResult, part: str, indices: Sequence[int | None] | None
+        self, device: Any, golden: Any, result: GoldenResult, indices: Sequence[int | None] | None
     ) -> Judgement | None:
         """The judgement of a call that is right by what is known; None otherwise."""
         known = self._rows
         left, right = ((v,) if isinstance(v, Tensor) else v for v in (device, golden))
-        if not known or not isinstance(left, (list, tuple)) or not isinstance(right, (list, tuple)):
-            return None
-        if len(left) != len(known) or len(right) != len(known) or self._failures > _MAX_FAILURES:
+        flat = isinstance(left, (list, tuple)) and isinstance(right, (list, tuple))
+        if not known or not flat or not len(left) == len(right) == len(known) or self.gave_up:
             return None
         indices = indices or _indices(left)
         rows = []
         for n, row_plan in enumerate(known):
-            row = _row_by_plan(row_plan, left[n], right[n], result, part == "grad_input", n)
+            row = _row_by_plan(row_plan, left[n], right[n], result, n)
             if row is None:
                 self._failures += 1
                 return None
@@ -189,10 +193,7 @@ class Plan:
 
     def learn(self, pairs: Sequence[Pair], rows: Sequence[Row]) -> None:
         """Take over what the full way has found out about a call that is right."""
-        if self._failures > _MAX_FAILURES:
-            return
-        learned = [_known_row(pair, row) for pair, row in zip(pairs, rows)]
-        known = [row for row in learned if row is not None]
+        known = [found for pair, row in zip(pairs, rows) if (found := _known_row(pair, row)) is not None]
         self._rows = tuple(known) if len(known) == len(rows) else ()
 
 
@@ -221,9 +222,7 @@ def _known_row(pair: Pair, row: Row) -> _KnownRow | None:
     )
 
 
-def _row_by_plan(
-    known: _KnownRow, device: Any, golden: Any, result: GoldenResult, backward: bool, position: int
-) -> Row | None:
+def _row_by_plan(known: _KnownRow, device: Any, golden: Any, result: GoldenResult, position: int) -> Row | None:
     """The row of a result that is right by one of the first steps of the standard `ulp`; None otherwise."""
     if device is None or golden is None:
         return known.row if device is golden and not known.looks else None
@@ -240,6 +239,7 @@ def _row_by_plan(
             return None
         excess = units / known.least
         if units > known.least:
+            backward = row.part == "grad_input"
             asked = formulas.Asked(result.source, position, backward, golden, known.precision, known.structure)
             terms = formulas.terms(asked)
             if terms is None:

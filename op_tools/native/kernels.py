@@ -192,7 +192,7 @@ def _takes(driver: Any, function: int, arguments: int) -> bool:
 
 
 def copy_to_host(copies: Sequence[tuple[int, int, int]], stream: int) -> bool:
-    """Have the driver copy (place, source, bytes) from the current device on a stream; False if it did not (all of) it."""
+    """Have the driver copy (place, source, bytes) from the current device on a stream; False if any was not copied."""
     try:
         driver = _driver()
         copy = None if driver is None else driver.cuMemcpyDtoHAsync_v2

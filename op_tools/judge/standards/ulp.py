@@ -189,10 +189,6 @@ def _movement(pair: Pair, uncertainty: Uncertainty, elements: _Elements, stored:
     return _probed(pair.position, uncertainty, elements, stored)
 
 
-def _share(mask: Tensor) -> float:
-    return int(mask.sum()) / mask.numel()
-
-
 def _probed(
     position: int, uncertainty: Uncertainty, elements: _Elements, stored: float, most: int = PROBES
 ) -> _Explained:
@@ -211,12 +207,16 @@ def _narrowed(pair: Pair, uncertainty: Uncertainty, elements: _Elements, stored:
     sigma: Tensor | None = None
     suspects = elements.unexplained(stored)
     whole = not uncertainty.on_lists  # of a list, one tensor is much less than all of them
-    if whole and suspects is not None and _share(suspects) > _MAX_NARROWED_SHARE:
+
+    def too_many(mask: Tensor) -> bool:
+        return whole and int(mask.sum()) / mask.numel() > _MAX_NARROWED_SHARE
+
+    if suspects is not None and too_many(suspects):
         # one probe of the whole call clears most of them
         sigma, suspects = _probed(pair.position, uncertainty, elements, stored, most=1)
     if suspects is None:
         return sigma, None
-    if whole and _share(suspects) > _MAX_NARROWED_SHARE:
+    if too_many(suspects):
         return None
     places = suspects.reshape(-1).nonzero().reshape(-1)
     golden = elements.golden.reshape(-1)[places]
