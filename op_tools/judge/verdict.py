@@ -363,12 +363,7 @@ def _settle(
 
 
 def _query(
-    row: Row,
-    pair: tuple[Tensor, Tensor],
-    position: int,
-    precision: Precision,
-    uncertainty: Uncertainty,
-    by_formula: bool,
+    row: Row, pair: Sequence[Tensor], position: int, precision: Precision, uncertainty: Uncertainty, by_formula: bool
 ) -> DeviceQuery:
     bound = ulp.bound_without_probes(precision, uncertainty, position)
     found = ulp.bound_by_formula(bound, uncertainty, position, pair[1]) if by_formula else (bound, None)

@@ -109,6 +109,16 @@ def test_a_repeated_call_that_is_right_needs_its_plan_alone(
     assert len(full_way) == len(first.rows) + len(second.rows)
 
 
+def test_a_plan_that_fails_again_and_again_is_given_up() -> None:
+    kind = Kind("linear", torch.float32)
+    for seed in range(8):
+        assert not kind.plans["output"].gave_up or seed > 4
+        kind.judge(seed, 0.3 if seed else 0.0)
+    assert kind.plans["output"].gave_up
+    [(full, planned), _] = kind.judge(9)
+    assert planned == full
+
+
 def test_another_look_takes_the_full_way() -> None:
     kind = Kind("add", torch.float32)
     kind.judge(0)
