@@ -110,8 +110,8 @@ def _gelu(asked: Asked) -> Terms | None:
     if approximate not in (None, "none"):
         return None
     unit, x = asked.precision.inner, _single(x)
-    squares = torch.sub(_single(asked.golden), x, alpha=0.5).mul_(_erf()).square_()  # x/2 · erf
-    slope = x.square().mul_(-0.5).exp_().mul_(x).mul_(x).mul_(_SLOPE * _into_erf()).square_()
+    squares = torch.sub(_single(asked.golden), x, alpha=0.5).mul_(_ERF).square_()  # x/2 · erf
+    slope = x.square().mul_(-0.5).exp_().mul_(x).mul_(x).mul_(_SLOPE * _INTO_ERF).square_()
     # of the result: x/2, the sum, the product, and the kernel as a whole
     return Terms(squares.add_(slope), unit**2, 1.75 * unit**2)
 
@@ -124,9 +124,9 @@ def _gelu_backward(asked: Asked) -> Terms | None:
     unit, x = asked.precision.inner, _single(x)
     erf = torch.erf(x * math.sqrt(0.5))
     # the sum and its half; the error function; what goes into it, and the product with the density
-    squares = erf.add(1).square_().mul_(0.125).add_(erf.square_(), alpha=(0.5 * _erf()) ** 2)
+    squares = erf.add(1).square_().mul_(0.125).add_(erf.square_(), alpha=(0.5 * _ERF) ** 2)
     slope = x.square().mul_(-0.5).exp_().mul_(x).mul_(_SLOPE).square_()
-    squares.add_(slope, alpha=_into_erf() ** 2 + 1.5).mul_(_sent(asked).square())
+    squares.add_(slope, alpha=_INTO_ERF**2 + 1.5).mul_(_sent(asked).square())
     return Terms(squares, unit**2, 2.25 * unit**2)
 
 
@@ -169,13 +169,9 @@ _FORMULAS.register("add+sum", Formula(_ADDS, _summed))
 _SLOPE: Final = 1 / math.sqrt(2 * math.pi)  # of erf(x / sqrt(2)) / 2 at zero
 
 
-def _into_erf() -> float:
-    """Roundings of the argument of erf: its own jitter, the product x · sqrt(1/2) and that number itself."""
-    return math.sqrt(_erf() ** 2 + 0.25 + 1)
-
-
-def _erf() -> float:
-    return facts.facts_of(torch.ops.aten.erf.default).accuracy
+_ERF: Final = facts.facts_of(torch.ops.aten.erf.default).accuracy
+# Roundings of the argument of erf: its own jitter, the product x · sqrt(1/2) and that number itself.
+_INTO_ERF: Final = math.sqrt(_ERF**2 + 0.25 + 1)
 
 
 # --- layer_norm -------------------------------------------------------------------------------------------------

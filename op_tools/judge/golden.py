@@ -16,6 +16,7 @@ import torch
 
 from ..call import facts
 from ..call.description import Tensor, map_tensors, tensors_in
+from ..call.operators.registry import FUNCTIONS
 from ..call.traits import OpTraits, traits_of
 from ..compat import (
     DispatchMode,
@@ -27,19 +28,12 @@ from ..compat import (
 )
 from ..copies.materialise import Cast, Copier
 
+_HALVES: Final = (torch.float16, torch.bfloat16)
 DOUBLE: Final[dict[torch.dtype, torch.dtype]] = {
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float32: torch.float64,
-    torch.complex32: torch.complex128,
-    torch.complex64: torch.complex128,
+    **dict.fromkeys((*_HALVES, torch.float32), torch.float64),
+    **dict.fromkeys((torch.complex32, torch.complex64), torch.complex128),
 }
-SINGLE: Final[dict[torch.dtype, torch.dtype]] = {
-    torch.float16: torch.float32,
-    torch.bfloat16: torch.float32,
-    torch.complex32: torch.complex64,
-}
-_ENGINE: Final = engine  # the one that all use, as nobody has wrapped it
+SINGLE: Final = {**dict.fromkeys(_HALVES, torch.float32), torch.complex32: torch.complex64}
 AS_IS: Final[dict[torch.dtype, torch.dtype]] = {}
 
 
@@ -51,10 +45,20 @@ class _NoRandomNumbers(DispatchMode):
     """Stops a call before it draws from any random stream."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and facts.really_draws(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded in func.tags and facts.really_draws(func, args, kwargs or {}):
             raise _DrawsRandomNumbers(str(func))
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _is_plain(name: str) -> bool:
+    """Whether nothing that is known about an operator, by its name alone, changes its golden run: so it is for most."""
+    last = facts.last_name(name)
+    known = FUNCTIONS.by_name.get(last)
+    if known is not None and (known.uninitialised or known.bound_to_dtype or known.defaults or known.free_vectors):
+        return False
+    replaced = facts.on_cpu(name, _is_plain) is not _is_plain
+    return not (replaced or last == "view" or "as_strided" in name or facts.may_mutate(name, {}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +80,11 @@ class Source:
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors among the arguments, in order (`source.tensors[0]`)."""
         return tuple(tensors_in((self.args, self.kwargs)))
+
+    @property
+    def may_mutate(self) -> bool:
+        """Whether the call may write to its arguments (`facts.may_mutate`)."""
+        return not (_is_plain(self.name) and not self.kwargs) and facts.may_mutate(self.name, self.kwargs)
 
 
 @dataclasses.dataclass
@@ -117,7 +126,7 @@ class GoldenResult:
 
     @property
     def outputs(self) -> Any:
-        """What the call returned, a tree of CPU tensors (`result.outputs`)."""
+        """What the call returned, a tree of CPU tensors."""
         return self.run.outputs if self.run else None
 
     @property
@@ -189,8 +198,7 @@ def run(
 
     `args` and `kwargs` are CPU copies of the arguments from *before* the call, in the device's dtypes.
     `grad_outputs`, one per tensor of the result, adds the backward pass. `dtype_cast` overrides the casts.
-    `device` is the type of the device whose result will be judged (`"cuda"`); `rounded_to` is the dtype to which
-    autocast rounded the float32 arguments there (see `autocast_rounds_to`), `autocast` that of the region.
+    `device` is the type of the device whose result will be judged, `rounded_to` and `autocast` are as in `Source`.
     With `keep_graph` the backward pass can be added later, by `backward`. `outputs` are CPU copies of what the device
     returned: vectors whose signs are free decide about the gradients that come back to them.
 
@@ -199,23 +207,15 @@ def run(
     """
     if traits is None:
         traits = traits_of(function)
-    source = Source(
-        function,
-        name or traits.name,
-        traits,
-        tuple(args),
-        dict(kwargs or {}),
-        grad_outputs,
-        device,
-        rounded_to,
-        autocast,
-        outputs,
-    )
+    call = (function, name or traits.name, traits, tuple(args), dict(kwargs or {}))
+    source = Source(*call, grad_outputs, device, rounded_to, autocast, outputs)
     reason = _why_not(source, max_bytes)
     if reason:
         return GoldenResult(False, reason, source)
     started = time.perf_counter()
-    keep_graph = keep_graph and grad_outputs is None and _has_a_plain_backward(source)
+    if keep_graph:
+        writes = traits.mutates or source.may_mutate
+        keep_graph = grad_outputs is None and not writes and any(t.requires_grad for t in source.tensors)
     result = _first_that_works(source, dtype_cast, grad_outputs is not None, keep_graph)
     result.seconds = time.perf_counter() - started
     return result
@@ -227,15 +227,10 @@ def backward(result: GoldenResult, grad_outputs: Sequence[Tensor | None], output
     if graph is None or result.run is None:
         raise ValueError("this golden run has no graph: run it with keep_graph=True, which supports one backward pass")
     source = dataclasses.replace(result.source, grad_outputs=grad_outputs, outputs=outputs)
+    vars(source)["tensors"] = result.source.tensors  # the arguments are the same
     with neutral(grad=True):
         grads = _gradients(source, graph.outputs, graph.leaves)
     return dataclasses.replace(result, source=source, run=dataclasses.replace(result.run, grad_inputs=grads))
-
-
-def _has_a_plain_backward(source: Source) -> bool:
-    if source.traits.mutates or facts.may_mutate(source.name, source.kwargs):
-        return False
-    return any(t.requires_grad for t in source.tensors)
 
 
 def as_is(
@@ -251,16 +246,12 @@ def as_is(
     torch.Size([1, 2])
     """
     with neutral(grad=grad_outputs is not None):
-        args, kwargs = facts.adapt(name, args, kwargs)
-        args, kwargs = _map_settings(args, AS_IS), _map_settings(kwargs, AS_IS)
+        args, kwargs = _map_settings(facts.adapt(name, args, kwargs), AS_IS)
         outputs = facts.on_cpu(name, function)(*args, **kwargs)
         if grad_outputs is None:
             return outputs, None
-        tensors = list(tensors_in((args, kwargs)))
-        leaves = [t for t in tensors if t.requires_grad]
-        pairs = [(o, g) for o, g in zip(tensors_in(outputs), grad_outputs) if o.requires_grad and g is not None]
-        found = iter(differentiated([p[0] for p in pairs], leaves, [p[1] for p in pairs]))
-        return outputs, [next(found) if t.requires_grad else None for t in tensors]
+        leaves = [t if t.requires_grad else None for t in tensors_in((args, kwargs))]
+        return outputs, _gradients_of(list(zip(tensors_in(outputs), grad_outputs)), leaves)
 
 
 def autocast_rounds_to(name: str, low: torch.dtype, result: Any) -> torch.dtype | None:
@@ -276,7 +267,7 @@ def autocast_rounds_to(name: str, low: torch.dtype, result: Any) -> torch.dtype 
 def _why_not(source: Source, max_bytes: int | None) -> str:
     if source.traits.collective:
         return "a collective: its result depends on other processes"
-    if facts.last_name(source.name) in facts.UNINITIALISED:
+    if not _is_plain(source.name) and facts.last_name(source.name) in facts.UNINITIALISED:
         return "returns uninitialised memory"
     needed = 0
     for tensor in source.tensors:
@@ -292,7 +283,7 @@ def _first_that_works(
     source: Source, dtype_cast: Cast | None, backward: bool, keep_graph: bool = False
 ) -> GoldenResult:
     """Double precision if the CPU has a kernel for it, then single, then the dtypes as they are."""
-    if facts.is_bound_to_dtype(source.name, source.args, source.kwargs):
+    if not _is_plain(source.name) and facts.is_bound_to_dtype(source.name, source.args, source.kwargs):
         candidates: tuple[Cast, ...] = (AS_IS,)
     elif dtype_cast is not None:
         candidates = (dtype_cast,)
@@ -306,16 +297,12 @@ def _first_that_works(
         except _DrawsRandomNumbers:
             return GoldenResult(False, "random: two runs draw different numbers", source, random=True)
         except Exception as error:
-            first_error = first_error or _one_line(error)
+            text = str(error).strip().splitlines() or [""]
+            first_error = first_error or f"{type(error).__name__}: {text[0][:200]}"
             continue
         note = "" if cast is candidates[0] else f"the CPU has no double-precision kernel ({first_error})"
         return GoldenResult(True, "", source, cast, done, note=note, graph=graph)
     return GoldenResult(False, f"the CPU cannot run it: {first_error}", source)
-
-
-def _one_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0][:200] if text else ''}"
 
 
 # --- one execution ------------------------------------------------------------------------------------
@@ -324,27 +311,25 @@ def _one_line(error: BaseException) -> str:
 def _execute(
     source: Source, cast: Cast, backward: bool, mode: DispatchMode | None, keep_graph: bool = False
 ) -> tuple[Run, Graph | None]:
-    with neutral(grad=backward or keep_graph):
-        enter = backward and facts.may_mutate(source.name, source.kwargs)
+    grad, plain = backward or keep_graph, _is_plain(source.name)
+    with neutral(grad):
         copier = Copier(
             cast=cast,
             rounded_to=source.rounded_to,
-            grad=backward or keep_graph,
-            enter=enter,
-            whole="as_strided" in source.name,  # which reads around its argument
+            grad=grad,
+            enter=backward and source.may_mutate,
+            whole=not plain and "as_strided" in source.name,  # which reads around its argument
         )
-        adapted = facts.adapt(source.name, source.args, source.kwargs)
-        args, kwargs = _map_settings(copier.copy(adapted, source.tensors), cast)
-        function = facts.on_cpu(source.name, source.function)
-        if mode is None:
+        given, function = (source.args, source.kwargs), source.function
+        if not plain or source.kwargs:
+            given = facts.adapt(source.name, *given)
+            function = facts.on_cpu(source.name, function)
+        args, kwargs = _map_settings(copier.copy(given, source.tensors), cast)
+        with mode or contextlib.nullcontext():
             outputs = function(*args, **kwargs)
             grads = _gradients(source, outputs, copier.leaves) if backward else None
-        else:
-            with mode:
-                outputs = function(*args, **kwargs)
-                grads = _gradients(source, outputs, copier.leaves) if backward else None
     graph = Graph(outputs, copier.leaves) if keep_graph else None
-    args, kwargs = _detached((args, kwargs))
+    args, kwargs = _detached((args, kwargs)) if grad else (args, kwargs)
     return Run(_detached(outputs), args, kwargs, grads), graph
 
 
@@ -400,25 +385,34 @@ def differentiated(
 
 
 def _gradients(source: Source, outputs: Any, leaves: list[Tensor | None]) -> list[Tensor | None]:
-    pairs = []
-    theirs = list(tensors_in(source.outputs)) if facts.has_free_vectors(source.name) else []
-    for number, (output, grad) in enumerate(zip(tensors_in(outputs), source.grad_outputs or ())):
+    pairs = list(zip(tensors_in(outputs), source.grad_outputs or ()))
+    if not _is_plain(source.name) and facts.has_free_vectors(source.name):
+        for number, (theirs, (output, grad)) in enumerate(zip(tensors_in(source.outputs), pairs)):
+            if grad is not None:
+                sent = grad.detach().to(device="cpu", dtype=output.dtype)
+                pairs[number] = output, facts.gradient_turned(source.name, number, theirs, output, sent)
+    return _gradients_of(pairs, leaves)
+
+
+def _gradients_of(pairs: Sequence[tuple[Tensor, Tensor | None]], leaves: list[Tensor | None]) -> list[Tensor | None]:
+    """Gradients of the leaves, for results and the gradients that came back to them."""
+    outputs, sent = [], []
+    for output, grad in pairs:
         if output.requires_grad and grad is not None:
-            sent = grad.detach().to(device="cpu", dtype=output.dtype)
-            if number < len(theirs):
-                sent = facts.gradient_turned(source.name, number, theirs[number], output, sent)
-            pairs.append((output, sent))
-    wanted = [leaf for leaf in leaves if leaf is not None]
-    if not pairs or not wanted:
+            outputs.append(output)
+            sent.append(grad.detach().to(device="cpu", dtype=output.dtype))
+    unique = list({id(leaf): leaf for leaf in leaves if leaf is not None}.values())
+    if not outputs or not unique:
         return [None] * len(leaves)
-    unique = list({id(leaf): leaf for leaf in wanted}.values())
-    found = differentiated([p[0] for p in pairs], unique, [p[1] for p in pairs])
-    by_leaf = {id(leaf): grad for leaf, grad in zip(unique, found)}
-    return [None if leaf is None else by_leaf[id(leaf)] for leaf in leaves]
+    found = {id(leaf): grad for leaf, grad in zip(unique, differentiated(outputs, unique, sent))}
+    return [None if leaf is None else found[id(leaf)] for leaf in leaves]
 
 
 def _detached(value: Any) -> Any:
-    return map_tensors(value, lambda t: t.detach() if t.requires_grad or t.grad_fn is not None else t)
+    def detach(tensor: Tensor) -> Tensor:
+        return tensor.detach() if tensor.requires_grad or tensor.grad_fn is not None else tensor
+
+    return detach(value) if type(value) is Tensor else map_tensors(value, detach)
 
 
 def _map_settings(value: Any, cast: Cast) -> Any:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 
 from ..native import device_measures, measuring
+from ..native.device_measures import DeviceQuery
+from ..native.measuring import Beyond, Bound, Columns, Sums
 
 Tensor = torch.Tensor
 
@@ -22,18 +24,6 @@ _EXPONENT: Final = 0x7FF0000000000000  # of a float64
 _EXPONENT_OF_SINGLE: Final = 0x7F800000
 _QUICK_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 _PIECE_SIZE: Final = 1 << 15
-_MIN_SQUARE_RATIO: Final = 1e-3  # of a result to its reference; a smaller one leaves no digits for the cosine
-
-
-class Columns(NamedTuple):
-    """What is measured of one pair; `units` is its largest error in units of rounding, None if that is not known."""
-
-    allclose: bool
-    max_abs_diff: float
-    max_relative_diff: float
-    cosine: float
-    max_ulp: float
-    units: float | None = None
 
 
 class Sides:
@@ -69,7 +59,7 @@ def measure(sides: Sides, atol: float, rtol: float, quick: bool = True) -> Colum
     >>> measure(Sides(torch.ones(2), torch.ones(2, dtype=torch.float64)), 1e-5, 1e-5).max_abs_diff
     0.0
     """
-    found = _quickly(sides, atol, rtol) if quick else None
+    found = _quickly(sides.device, sides.golden, atol, rtol) if quick else None
     return found or _fully(sides, atol, rtol)
 
 
@@ -83,19 +73,20 @@ def ulps(exact: Tensor, dtype: torch.dtype) -> Tensor:
 # --- the quick way ------------------------------------------------------------------------------------------
 
 
-def _quickly(sides: Sides, atol: float, rtol: float) -> Columns | None:
-    device, golden = sides.device, sides.golden
-    if device.dtype not in _QUICK_DTYPES or golden.dtype != torch.float64:
+def _quick(device: Tensor, golden: Tensor) -> bool:
+    plain = device.layout == golden.layout == torch.strided
+    return plain and device.dtype in _QUICK_DTYPES and golden.dtype == torch.float64
+
+
+def _quickly(device: Tensor, golden: Tensor, atol: float, rtol: float) -> Columns | None:
+    if not _quick(device, golden):
         return None
-    if device.layout != torch.strided or golden.layout != torch.strided:
-        return None
-    accumulator = _Accumulator(device.dtype, atol, rtol)
-    found = measuring.measure(device, golden, atol, rtol)
-    if found is not None:
-        return accumulator.load_native(found).columns() if found.regular else None
-    if not all(accumulator.add(*pieces) for pieces in pieces_of(device, golden)):
-        return None
-    return accumulator.columns()
+    sums = measuring.measure(device, golden, atol, rtol)
+    if sums is None:
+        sums = Sums(close=True, equal=True, regular=True)
+        if not all(_add(sums, ours, exact, atol, rtol) for ours, exact in pieces_of(device, golden)):
+            return None
+    return sums.columns(device.dtype)
 
 
 def pieces_of(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -106,68 +97,34 @@ def pieces_of(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         yield tuple([t[start : start + size] for t in flat])
 
 
-class _Accumulator:
-    """Sums and maxima of the pieces that were measured so far."""
-
-    def __init__(self, dtype: torch.dtype, atol: float, rtol: float) -> None:
-        self.dtype, self.atol, self.rtol = dtype, atol, rtol
-        self.info = torch.finfo(dtype)
-        self.ee = self.eg = self.gg = self.units = self.ulp = self.largest = self.relative = 0.0
-        self.close = self.equal = True
-
-    def load_native(self, found: measuring.Columns) -> _Accumulator:
-        """Take over what one pass over everything found."""
-        self.ee, self.eg, self.gg = found.ee, found.eg, found.gg
-        self.largest, self.relative = found.largest, found.relative
-        self.units, self.ulp = found.units / (self.info.eps / 2), found.ulp / self.info.eps
-        self.close, self.equal = bool(found.close), bool(found.equal)
-        return self
-
-    def add(self, device: Tensor, exact: Tensor) -> bool:
-        """Measure one more piece; False where it must be measured in float64 throughout."""
-        error = torch.sub(device.to(torch.float64), exact).to(torch.float32)
-        near = exact.to(torch.float32)
-        ee, gg = float(torch.dot(error, error)), float(torch.dot(near, near))
-        if not math.isfinite(ee + gg):
-            return False
-        self.ee, self.eg, self.gg = self.ee + ee, self.eg + float(torch.dot(error, near)), self.gg + gg
-        rounded = near if self.dtype == torch.float32 else exact.to(self.dtype)
-        scale = near.abs().clamp_(min=self.info.smallest_normal)
-        self.units = max(self.units, _largest_magnitude(error / scale) / (self.info.eps / 2))
-        power = scale.view(torch.int32).bitwise_and_(_EXPONENT_OF_SINGLE).view(torch.float32)
-        self.ulp = max(self.ulp, _largest_magnitude(error.div_(power)) / self.info.eps)
-        if not torch.equal(device, rounded):
-            self.equal = False
-            self._compare(device.to(torch.float32), rounded.to(torch.float32))
+def _add(sums: Sums, device: Tensor, exact: Tensor, atol: float, rtol: float) -> bool:
+    """Measure one more piece; False where it must be measured in float64 throughout."""
+    error = torch.sub(device.to(torch.float64), exact).to(torch.float32)
+    near = exact.to(torch.float32)
+    ee, gg = float(torch.dot(error, error)), float(torch.dot(near, near))
+    if not math.isfinite(ee + gg):
+        return False
+    sums.ee, sums.eg, sums.gg = sums.ee + ee, sums.eg + float(torch.dot(error, near)), sums.gg + gg
+    rounded = near if device.dtype == torch.float32 else exact.to(device.dtype)
+    scale = near.abs().clamp_(min=torch.finfo(device.dtype).smallest_normal)
+    sums.units = max(sums.units, _largest_magnitude(error / scale))
+    power = scale.view(torch.int32).bitwise_and_(_EXPONENT_OF_SINGLE).view(torch.float32)
+    sums.ulp = max(sums.ulp, _largest_magnitude(error.div_(power)))
+    if torch.equal(device, rounded):
         return True
-
-    def _compare(self, device: Tensor, rounded: Tensor) -> None:
-        difference = device - rounded
-        largest = _largest_magnitude(difference)
-        self.largest = max(self.largest, largest)
-        if self.close and not largest <= self.atol:
-            self.close = float(difference.abs().sub_(rounded.abs(), alpha=self.rtol).max()) <= self.atol
-        relative = difference.div_(rounded)
-        most = _largest_magnitude(relative)
-        if math.isnan(most):  # zero instead of zero
-            most = _largest_magnitude(relative.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf))
-        self.relative = max(self.relative, most)
-
-    def columns(self) -> Columns | None:
-        cosine = self._cosine()
-        if cosine is None:
-            return None
-        return Columns(self.close, self.largest, self.relative, cosine, self.ulp, self.units)
-
-    def _cosine(self) -> float | None:
-        """Of the reference and itself plus the error, to all digits; None where it takes more than float32 to say."""
-        if self.gg == 0:
-            return 1.0 if self.equal else None
-        square = self.gg + 2 * self.eg + self.ee
-        if square < _MIN_SQUARE_RATIO * self.gg:
-            return None
-        apart = (2 * self.eg + self.ee) / (math.sqrt(square) + math.sqrt(self.gg))
-        return 1.0 - max(0.0, self.ee - apart * apart) / (2 * math.sqrt(square) * math.sqrt(self.gg))
+    sums.equal = False
+    rounded = rounded.to(torch.float32)
+    difference = device.to(torch.float32) - rounded
+    largest = _largest_magnitude(difference)
+    sums.largest = max(sums.largest, largest)
+    if sums.close and not largest <= atol:
+        sums.close = float(difference.abs().sub_(rounded.abs(), alpha=rtol).max()) <= atol
+    relative = difference.div_(rounded)
+    most = _largest_magnitude(relative)
+    if math.isnan(most):  # zero instead of zero
+        most = _largest_magnitude(relative.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf))
+    sums.relative = max(sums.relative, most)
+    return True
 
 
 def _largest_magnitude(values: Tensor) -> float:
@@ -179,28 +136,6 @@ def _largest_magnitude(values: Tensor) -> float:
 # --- bounds ---------------------------------------------------------------------------------------------------
 
 
-class Bound(NamedTuple):
-    """How far each element may be off: `max(|y| factor, lowest) + sigmas · max(sigma, |y| least)`.
-
-    Sigma, if there are squares, is the root of `of_squares · squares + of_result · y²`.
-    """
-
-    factor: float
-    lowest: float
-    sigmas: float
-    least: float
-    of_squares: float = 0.0
-    of_result: float = 0.0
-
-
-class Beyond(NamedTuple):
-    """What a bound does not explain: the largest error divided by it, how many exceed it, and where the first are."""
-
-    worst: float
-    exceeding: int
-    places: Tensor
-
-
 def beyond(sides: Sides, bound: Bound, squares: Tensor | None = None, most: int = 0) -> Beyond | None:
     """Which elements are further off than their bound; None where not all numbers are finite, or of another kind.
 
@@ -208,14 +143,12 @@ def beyond(sides: Sides, bound: Bound, squares: Tensor | None = None, most: int 
     0
     """
     device, golden = sides.device, sides.golden
-    if device.dtype not in _QUICK_DTYPES or golden.dtype != torch.float64 or device.shape != golden.shape:
-        return None
-    if device.layout != torch.strided or golden.layout != torch.strided or not device.numel():
+    if not _quick(device, golden) or device.shape != golden.shape or not device.numel():
         return None
     found = measuring.beyond(device, golden, bound, squares, most)
-    if found is not None:
-        return Beyond(found.worst, found.exceeding, found.places) if found.regular else None
-    return _beyond(device, golden, bound, squares, most)
+    if found is None:
+        return _beyond(device, golden, bound, squares, most)
+    return found if found.regular else None
 
 
 def _beyond(device: Tensor, golden: Tensor, bound: Bound, squares: Tensor | None, most: int) -> Beyond | None:
@@ -247,32 +180,15 @@ def _beyond(device: Tensor, golden: Tensor, bound: Bound, squares: Tensor | None
 # --- on a device ----------------------------------------------------------------------------------------------
 
 
-class DeviceQuery(NamedTuple):
-    """A pair on a device whose columns are asked for, and how far it is beyond a bound."""
-
-    sides: Sides
-    atol: float
-    rtol: float
-    bound: Bound
-    squares: Tensor | None
-
-
 def measure_on_device(queries: Sequence[DeviceQuery]) -> list[tuple[Columns | None, float]]:
     """Columns (None where it takes float64 throughout) and the largest error divided by its bound, of several pairs."""
-    if not queries:
-        return []
-    found = device_measures.measure([(query.sides.device, query.sides.golden, *query[1:]) for query in queries])
+    found = device_measures.measure(queries) if queries else []
     if found is not None:
-        return [
-            (_Accumulator(query.sides.device.dtype, query.atol, query.rtol).load_native(columns).columns(), worst)
-            if columns.regular
-            else (None, math.inf)
-            for query, (columns, worst) in zip(queries, found)
-        ]
+        return found
     answers = []
-    for query in queries:
-        over = beyond(query.sides, query.bound, query.squares)
-        answers.append((_quickly(query.sides, query.atol, query.rtol), math.inf if over is None else over.worst))
+    for device, golden, atol, rtol, bound, squares in queries:
+        over = beyond(Sides(device, golden), bound, squares)
+        answers.append((_quickly(device, golden, atol, rtol), math.inf if over is None else over.worst))
     return answers
 
 

@@ -14,9 +14,9 @@ from ..call import facts as op_facts
 from ..call import optimizers
 from ..call.description import map_tensors
 from ..call.facts import Facts, Kind
-from ..compat import conj_view, neg_view
+from ..compat import DispatchMode, conj_view, neg_view
 from . import opaque_kernels
-from .dispatch_watch import Watcher, mutated, redispatched, tensors_of
+from .opaque_kernels import mutated, redispatched, tensors_of
 from .rounding import SINGLE, Precision, precision_of, roundings
 
 Tensor = torch.Tensor
@@ -137,7 +137,7 @@ class AllSigns(Signs):
         return (signs.view(PROBES, -1) * turns[:, None]).view(-1), 1.0
 
 
-class Noise(Watcher):
+class Noise(DispatchMode):
     """Does every rounding of a correct kernel at random; the same probe gives the same roundings."""
 
     def __init__(

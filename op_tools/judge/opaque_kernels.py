@@ -12,8 +12,7 @@ import torch
 
 from ..call import facts
 from ..call.description import Tensor, map_tensors, tensors_in
-from ..compat import DispatchMode
-from .dispatch_watch import address, mutated, redispatched, tensors_of
+from ..compat import CPU_KERNELS, DispatchMode
 
 
 def works_unseen(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -127,3 +126,43 @@ def _error(rounded: Tensor, exact: Tensor) -> Tensor:
     if bool(error.sum().isfinite()):
         return error
     return error.masked_fill_(~(rounded.isfinite() | exact.isfinite()), 0)
+
+
+# --- what an ATen operator reads and writes ---------------------------------------------------------------------
+
+
+def redispatched(mode: DispatchMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a custom operator so that a mode sees the ATen operators inside it."""
+    with mode:
+        return func.redispatch(CPU_KERNELS, *args, **kwargs)
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    """All tensors among an operator's arguments or results (`tensors_of((x, [y]))`)."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(tensors_of(value))
+    return found
+
+
+def mutated(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that an operator writes to (`mutated(torch.ops.aten.add_.Tensor, (x, y), {}) == [x]`)."""
+    if not func._schema.is_mutable:
+        return []
+    found = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            found.extend(tensors_of((value,)))
+    return found
+
+
+def address(tensor: Tensor) -> int:
+    """Address of a tensor's storage (`address(x) == address(x[1:])`)."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except Exception:  # sparse tensors and the like have no storage of their own
+        return id(tensor)

@@ -12,7 +12,7 @@ import torch
 from ..call.description import Tensor
 from ..view.rows import RIGHT, WRONG, Row
 from .golden import GoldenResult
-from .measures import Columns, Sides
+from .measures import Sides
 from .rounding import Precision, precision_of, unit
 from .uncertainty import Structure, Uncertainty
 
@@ -49,6 +49,13 @@ class CallUncertainty:
     def _made(self, dtype: torch.dtype, structure: Structure | None = None) -> Uncertainty:
         precision = precision_of(dtype, self.result.source.device)
         return Uncertainty(self.result, self.part, precision, self._max_seconds, structure)
+
+    @property
+    def known(self) -> Uncertainty | None:
+        """That of all results, if somebody has asked for its structure, and one holds for all of them."""
+        whole = self.__dict__.get("whole")
+        seen = whole is not None and "structure" in vars(whole) and whole.usable and not whole.structure.opaque
+        return whole if seen else None
 
     @property
     def probes(self) -> int:
@@ -106,13 +113,6 @@ class Pair:
     def uncertainty(self) -> Uncertainty | None:
         """How far rounding may move the result; None where nothing is known of the call."""
         return None if self.of_call is None else self.of_call.of(self.device)
-
-
-def with_columns(row: Row, columns: Columns) -> Row:
-    """The row with what was measured."""
-    measured = columns._asdict()
-    del measured["units"]
-    return row._replace(**measured)
 
 
 def decided(row: Row, right: bool, reason: str) -> Row:

@@ -20,7 +20,7 @@ from ..call import facts as op_facts
 from ..call.facts import Facts, Kind
 from ..compat import DispatchMode
 from . import opaque_kernels
-from .dispatch_watch import address, mutated, redispatched, tensors_of
+from .opaque_kernels import address, mutated, redispatched, tensors_of
 
 Tensor = torch.Tensor
 
@@ -63,6 +63,7 @@ def precision_of(stored: torch.dtype, device: str = "") -> Precision:
     return Precision(stored, device)
 
 
+@functools.cache
 def weights_of_products(precision: Precision, length: int, steps_in_low: float = 1.0) -> tuple[float, float]:
     """What the probes of a sum of products tend to: its variance is the first of these times the sum of its squared
     terms, plus the second times its square (see `Noise._units`)."""

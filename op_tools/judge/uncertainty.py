@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import threading
 import time
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -76,8 +74,17 @@ class Uncertainty:
 
     @functools.cached_property
     def structure(self) -> Structure:
-        """Of the operators that the call is made of."""
-        return _structures.of(self.result, self.part, self._trace)
+        """Of the operators that the call is made of; remembered for calls with the same signature."""
+        key = _signature(self.result, self.part)
+        known = _structures.get(key)
+        if known is not None:
+            return known
+        structure, reusable = self._trace()
+        if key is not None and reusable:
+            if len(_structures) >= _MAX_KNOWN:
+                _structures.clear()
+            _structures[key] = structure
+        return structure
 
     def _trace(self) -> tuple[Structure, bool]:
         trace = Trace(self.precision.device)
@@ -321,37 +328,13 @@ def _movement(here: Tensor, there: Tensor, scale: Tensor) -> tuple[Tensor, Tenso
 # --- structures are remembered: a training run makes the same calls again and again --------------------------
 
 
-class _Structures:
-    _MAX_KNOWN = 2048
-
-    def __init__(self) -> None:
-        self._known: dict[Any, Structure] = {}
-        self._lock = threading.Lock()
-
-    def knows(self, result: GoldenResult, part: str) -> bool:
-        key = _signature(result, part)
-        return key is not None and key in self._known
-
-    def of(self, result: GoldenResult, part: str, find: Callable[[], tuple[Structure, bool]]) -> Structure:
-        key = _signature(result, part)
-        known = self._known.get(key) if key is not None else None
-        if known is not None:
-            return known
-        structure, reusable = find()
-        if key is not None and reusable:
-            with self._lock:
-                if len(self._known) >= self._MAX_KNOWN:
-                    self._known.clear()
-                self._known[key] = structure
-        return structure
-
-
-_structures: Final = _Structures()
+_MAX_KNOWN: Final = 2048
+_structures: Final[dict[Any, Structure]] = {}
 
 
 def remembers(result: GoldenResult, part: str) -> bool:
     """Whether the structure of such a call is known without running it (`remembers(result, "output")`)."""
-    return _structures.knows(result, part)
+    return _signature(result, part) in _structures
 
 
 class _NotPlain(Exception):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -17,18 +17,22 @@ from .. import settings
 from ..call import facts
 from ..call.description import Tensor, tensors_in
 from ..call.equality import leaves_of
+from ..native import measuring
+from ..native.device_measures import DeviceQuery
+from ..native.measuring import Bound, Columns
 from ..view.rows import NOT_COMPARABLE, RIGHT, WRONG, Row
-from . import random_draws
+from . import formulas, random_draws
 from .golden import GoldenResult
-from .measures import DeviceQuery, Sides, measure, measure_on_device
-from .pair import CallUncertainty, Pair, decided, precision_of_row, with_columns
+from .measures import Sides, measure, measure_on_device
+from .pair import CallUncertainty, Pair, decided, precision_of_row
 from .rounding import Precision, precision_of
 from .standards import STANDARDS, seed, ulp
-from .uncertainty import Structure, Uncertainty
+from .uncertainty import Structure, Uncertainty, remembers
 
 __all__ = [
     "Judgement",
     "NOT_COMPARABLE",
+    "Plan",
     "RIGHT",
     "Row",
     "Rules",
@@ -41,6 +45,9 @@ __all__ = [
     "only_moves",
     "structure_of",
 ]
+
+
+_MAX_FAILURES: Final = 4  # of a plan, one after the other: then calls of this kind need the full way
 
 
 class Unresolved(Exception):
@@ -104,16 +111,21 @@ def judge(
     rules: Rules | None = None,
     max_seconds: float | None = None,
     indices: Sequence[int | None] | None = None,
+    plan: Plan | None = None,
 ) -> Judgement:
     """Compare trees of CPU tensors: what the device returned, and the same part of the golden run.
 
     `part` is `output`, `input` (arguments after the call) or `grad_input`. With `result`, elements that simple
     rounding does not explain are examined by repeating the golden run with random roundings. `indices` are those of
-    the rows, if they are to have others than the leaves.
+    the rows, if they are to have others than the leaves. `plan` is what earlier calls of the same kind have taught.
 
     >>> judge("torch.add", torch.ones(2), torch.ones(2, dtype=torch.float64)).verdict
     'right'
     """
+    if plan is not None and result is not None:
+        known = plan.judge(device, golden, result, indices)
+        if known is not None:
+            return known
     rules = rules or Rules()
     pairs, mismatch = _pairs(name, part, device, golden)
     if mismatch:
@@ -121,14 +133,123 @@ def judge(
         return Judgement(WRONG, mismatch, (row,))
     of_call = None if result is None else CallUncertainty(result, part, [d for d, _ in pairs], max_seconds)
     indices = indices or _indices(pairs)
-    rows = [
-        _judge_pair(Pair(name, part, indices[position], position, left, right, of_call), rules)
-        for position, (left, right) in enumerate(pairs)
-    ]
+    asked = [Pair(name, part, indices[n], n, left, right, of_call) for n, (left, right) in enumerate(pairs)]
+    rows = [_judge_pair(pair, rules) for pair in asked]
     verdict = WRONG if any(r.verdict == WRONG for r in rows) else RIGHT
     worst = max(rows, key=lambda r: (r.verdict == WRONG, r.excess), default=None)
     reason = f"{worst.name}: {worst.reason}" if worst is not None and worst.reason else ""
+    if plan is not None and verdict == RIGHT and rules.standard == "ulp" and not plan.gave_up:
+        plan.learn(asked, rows)
     return Judgement(verdict, reason, tuple(rows), 0 if of_call is None else of_call.probes)
+
+
+class _KnownRow(NamedTuple):
+    """What the row of one result needs beside what is measured, in calls of one kind."""
+
+    looks: tuple[Any, ...]  # of the result and the reference; see `_looks`
+    row: Row
+    unit: float = 1.0  # of rounding of its dtype, divided by that of its precision
+    least: float = 0.0  # units that are right whatever the values are; 0 where only one is
+    bound: Bound | None = None  # with which a formula may explain more
+    precision: Precision | None = None
+    structure: Structure | None = None
+
+
+class Plan:
+    """How calls of one kind are judged that turn out to be right: by measuring alone, with all else known beforehand.
+
+    The kind is the function with the shapes, dtypes, strides and plain values of its arguments, on one device, under
+    the same rules. Verdict and rows are those of the full way, which follows wherever a plan cannot say "right".
+    """
+
+    def __init__(self) -> None:
+        self._rows: tuple[_KnownRow, ...] = ()
+        self._failures = 0
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether calls of this kind turned out to need the full way."""
+        return self._failures > _MAX_FAILURES
+
+    def judge(
+        self, device: Any, golden: Any, result: GoldenResult, indices: Sequence[int | None] | None
+    ) -> Judgement | None:
+        """The judgement of a call that is right by what is known; None otherwise."""
+        known = self._rows
+        left, right = ((v,) if isinstance(v, Tensor) else v for v in (device, golden))
+        flat = isinstance(left, (list, tuple)) and isinstance(right, (list, tuple))
+        if not known or not flat or not len(left) == len(right) == len(known) or self.gave_up:
+            return None
+        indices = indices or _indices(left)
+        rows = []
+        for n, row_plan in enumerate(known):
+            row = _row_by_plan(row_plan, left[n], right[n], result, n)
+            if row is None:
+                self._failures += 1
+                return None
+            rows.append(row if row.index == indices[n] else row._replace(index=indices[n]))
+        self._failures = 0
+        return Judgement(RIGHT, "", tuple(rows))
+
+    def learn(self, pairs: Sequence[Pair], rows: Sequence[Row]) -> None:
+        """Take over what the full way has found out about a call that is right."""
+        known = [found for pair, row in zip(pairs, rows) if (found := _known_row(pair, row)) is not None]
+        self._rows = tuple(known) if len(known) == len(rows) else ()
+
+
+def _looks(value: Tensor) -> tuple[Any, ...]:
+    return value.dtype, value.shape, value.stride(), value.layout
+
+
+def _known_row(pair: Pair, row: Row) -> _KnownRow | None:
+    device, golden, call = pair.device, pair.golden, pair.of_call
+    if device is None and golden is None:
+        return _KnownRow((), row)
+    if call is None or pair.units is None or pair.tolerance_set or facts.has_free_vectors(pair.op):
+        return None
+    precision = precision_of_row(device.dtype, call.result, pair.part)
+    info = _difference_of_kind(device, golden)[1]
+    row = Row(pair.op, pair.part, pair.index, True, 0.0, 0.0, row.atol, row.rtol, info)
+    known = _KnownRow((*_looks(device), *_looks(golden)), row, precision_of(device.dtype).stored / precision.stored)
+    uncertainty = call.known
+    if uncertainty is None or uncertainty.structure.exact or not remembers(call.result, pair.part):
+        return known
+    return known._replace(
+        least=ulp.least_units(precision, uncertainty, pair.position),
+        bound=ulp.bound_without_probes(precision, uncertainty, pair.position),
+        precision=uncertainty.precision,
+        structure=uncertainty.structure,
+    )
+
+
+def _row_by_plan(known: _KnownRow, device: Any, golden: Any, result: GoldenResult, position: int) -> Row | None:
+    """The row of a result that is right by one of the first steps of the standard `ulp`; None otherwise."""
+    if device is None or golden is None:
+        return known.row if device is golden and not known.looks else None
+    if (*_looks(device), *_looks(golden)) != known.looks:
+        return None
+    device, golden, row = device.detach(), golden.detach(), known.row
+    sums = measuring.measure(device, golden, row.atol, row.rtol)
+    columns = None if sums is None else sums.columns(device.dtype)
+    if columns is None or columns.units is None:
+        return None
+    excess = units = columns.units * known.unit
+    if units > 1:
+        if known.bound is None or known.precision is None or known.structure is None:
+            return None
+        excess = units / known.least
+        if units > known.least:
+            backward = row.part == "grad_input"
+            asked = formulas.Asked(result.source, position, backward, golden, known.precision, known.structure)
+            terms = formulas.terms(asked)
+            if terms is None:
+                return None
+            bound = known.bound._replace(of_squares=terms.of_squares, of_result=terms.of_result)
+            found = measuring.beyond(device, golden, bound, terms.squares)
+            if found is None or not found.regular or not found.worst <= 1:
+                return None
+            excess = found.worst
+    return _with_columns(row, columns)._replace(excess=excess)
 
 
 def only_moves(result: GoldenResult, part: str) -> bool:
@@ -153,13 +274,7 @@ def judge_call(
     rules: Rules | None = None,
     max_seconds: float | None = None,
 ) -> Judgement:
-    """Judge everything that is known of one call at once.
-
-    `inputs_after` are the device's arguments after an in-place or `out=` call.
-
-    >>> judge_call("torch.neg", golden.run(torch.neg, (x,)), outputs=torch.neg(x)).verdict  # doctest: +SKIP
-    'right'
-    """
+    """Judge all that is known of a call; `inputs_after` are the device's arguments after an in-place or `out=` call."""
     if not result.comparable:
         return _judge_random(name, result, outputs)
     total = Judgement(RIGHT, "")
@@ -238,7 +353,7 @@ def _settle(
                 raise Unresolved
             units = columns.units * precision_of(pairs[position][0].dtype).stored / precision.stored
             if units <= 1 or (worst <= 1 and not uncertainty.structure.exact):
-                rows[position] = with_columns(rows[position], columns)
+                rows[position] = _with_columns(rows[position], columns)
             elif position in needs or uncertainty.structure.exact:
                 raise Unresolved
             else:
@@ -248,18 +363,13 @@ def _settle(
 
 
 def _query(
-    row: Row,
-    pair: tuple[Tensor, Tensor],
-    position: int,
-    precision: Precision,
-    uncertainty: Uncertainty,
-    by_formula: bool,
+    row: Row, pair: Sequence[Tensor], position: int, precision: Precision, uncertainty: Uncertainty, by_formula: bool
 ) -> DeviceQuery:
     bound = ulp.bound_without_probes(precision, uncertainty, position)
     found = ulp.bound_by_formula(bound, uncertainty, position, pair[1]) if by_formula else (bound, None)
     if found is None:
         raise Unresolved
-    return DeviceQuery(Sides(*pair), row.atol, row.rtol, *found)
+    return DeviceQuery(pair[0].detach(), pair[1].detach(), row.atol, row.rtol, *found)
 
 
 def _pairs(name: str, part: str, device: Any, golden: Any) -> tuple[list[tuple[Any, Any]], str]:
@@ -289,7 +399,7 @@ def _judge_pair(pair: Pair, rules: Rules) -> Row:
     standard = STANDARDS["seed" if pair.tolerance_set else rules.standard]  # a tolerance that was set decides alone
     columns = measure(pair.sides, atol, rtol, standard.quick)
     pair.units = columns.units
-    return standard.judge(with_columns(row, columns), pair)
+    return standard.judge(_with_columns(row, columns), pair)
 
 
 def _judge_plain(pair: Pair, rules: Rules) -> Row:
@@ -308,7 +418,7 @@ def _judge_plain(pair: Pair, rules: Rules) -> Row:
     atol, rtol, _ = rules.tolerance(pair.op, None)
     dtype = torch.complex128 if isinstance(left, complex) or isinstance(right, complex) else torch.float64
     device, golden = torch.tensor(left, dtype=dtype), torch.tensor(right, dtype=dtype)
-    row = with_columns(pair.row(True, 0, atol, rtol, ""), measure(Sides(device, golden), atol, rtol))
+    row = _with_columns(pair.row(True, 0, atol, rtol, ""), measure(Sides(device, golden), atol, rtol))
     if isinstance(left, int) and isinstance(right, int):
         return decided(row, left == right, f"{left} instead of {right}")
     # The number was read out of a tensor of some dtype: the coarsest among the inputs is the measure.
@@ -316,6 +426,13 @@ def _judge_plain(pair: Pair, rules: Rules) -> Row:
     within = abs(left - right) <= max(2 * coarse.stored * abs(right), coarse.smallest) or left == right
     within = within or (left != left and right != right)
     return decided(row, within, f"{left!r} instead of {right!r}")
+
+
+def _with_columns(row: Row, columns: Columns) -> Row:
+    """The row with what was measured."""
+    measured = columns._asdict()
+    del measured["units"]
+    return row._replace(**measured)
 
 
 def _kind(value: Any) -> str:

@@ -34,9 +34,6 @@ def compiled(
 
     `key` names what else the library depends on; `before_build` is called before the compiler is. Raises OSError or
     SubprocessError if compiling fails.
-
-    >>> compiled(Path("measure.cpp"), ("-O3",))  # doctest: +SKIP
-    PosixPath('.../op_tools-3f2a9c.../measure.so')
     """
     environment = settings.environment()
     compiler = find_compiler(environment)
@@ -81,14 +78,11 @@ class Library:
     """A library that is loaded if it was built before, and built in the background otherwise.
 
     Callers do not wait for the compiler: `get()` returns None until the library is loaded, and always if it cannot be.
-
-    >>> library = Library("clock", lambda: ctypes.CDLL(str(compiled(path))))  # doctest: +SKIP
-    >>> library.get()                                                         # doctest: +SKIP
     """
 
     def __init__(self, name: str, load: Callable[[], Any]) -> None:
         self._load = load
-        self._loaded: Any = None
+        self.loaded: Any = None  # the library, once it is there
         self.failure = ""  # why it could not be built or loaded, where it should have been
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=f"op_tools-{name}", daemon=True)
@@ -97,24 +91,24 @@ class Library:
 
     def get(self) -> Any:
         """The loaded library, or None if it is not ready or cannot be built (`library.get()`)."""
-        if self._loaded is None and not self._thread.ident:
+        if self.loaded is None and not self._thread.ident:
             with self._lock:
                 if not self._thread.ident:
                     self._thread.start()
             self._thread.join(_LOAD_TIMEOUT)
-        return self._loaded
+        return self.loaded
 
     def wait(self) -> Any:
         """The loaded library once the build has ended, or None if it failed (`library.wait() is not None`)."""
         self.get()
         self._thread.join()
-        return self._loaded
+        return self.loaded
 
     def _run(self) -> None:
         try:
-            self._loaded = self._load()
+            self.loaded = self._load()
         except (OSError, AttributeError, subprocess.SubprocessError) as error:
-            self._loaded = None  # the compiler failed, or there is no folder to write to
+            self.loaded = None  # the compiler failed, or there is no folder to write to
             self.failure = f"{type(error).__name__}: {str(error)[:200]}"
 
 
@@ -130,13 +124,7 @@ def wait() -> None:
 def against_torch(source: Path, before_build: Callable[[], None] | None = None) -> Path | None:
     """The shared library of a source file that uses PyTorch's C++ API (`against_torch(Path("backward_clock.cpp"))`)."""
     root = Path(torch.__file__).parent
-    abi = int(torch.compiled_with_cxx11_abi())
-    flags = (
-        "-std=c++20",
-        "-O2",
-        "-fvisibility=hidden",
-        f"-isystem{root / 'include'}",
-        f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
-    )
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    flags = ("-std=c++20", "-O2", "-fvisibility=hidden", f"-isystem{root / 'include'}", abi)
     linked = (f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-lc10", "-ltorch_cpu", *loaded_runtime())
     return compiled(source, flags, linked, str(torch.version.git_version), before_build)

@@ -33,11 +33,7 @@ _MAX_SHARED_BYTES: Final = 48 * 1024  # of shared memory that a kernel may use w
 
 
 class Kernels:
-    """The kernels of one kind on one device; `source` is the module of this package that has them compiled.
-
-    >>> kernels = Kernels(0, "triton_statistics", arguments=4)           # doctest: +SKIP
-    >>> kernels.launch(torch.float32, 16)(kernels.stream(), *numbers)    # doctest: +SKIP
-    """
+    """The kernels of one kind on one device; `source` is the module of this package that has them compiled."""
 
     def __init__(self, index: int, source: str, arguments: int) -> None:
         self.index = index
@@ -196,11 +192,7 @@ def _takes(driver: Any, function: int, arguments: int) -> bool:
 
 
 def copy_to_host(copies: Sequence[tuple[int, int, int]], stream: int) -> bool:
-    """Have the driver copy (place, source, bytes) from the current device on a stream; False if it did not (all of) it.
-
-    >>> copy_to_host([(pinned.data_ptr(), x.data_ptr(), x.nbytes)], stream.cuda_stream)  # doctest: +SKIP
-    True
-    """
+    """Have the driver copy (place, source, bytes) from the current device on a stream; False if any was not copied."""
     try:
         driver = _driver()
         copy = None if driver is None else driver.cuMemcpyDtoHAsync_v2

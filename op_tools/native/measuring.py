@@ -7,6 +7,7 @@ there is no compiler, `judge/measures.py` does the same in PyTorch: slower, with
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -22,40 +23,83 @@ _FLAGS: Final = (
 )
 _LIBRARIES: Final = ("-nodefaultlibs", "-lc", "-lm", "-lgcc")  # no C++ runtime: some machines have only a static one
 _KINDS: Final = {torch.float64: 0, torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_EPS: Final = {dtype: torch.finfo(dtype).eps for dtype in _KINDS}
+_NORMAL: Final = {dtype: torch.finfo(dtype).smallest_normal for dtype in _KINDS}
 _MAX_DIMS: Final = 64
+_MIN_SQUARE_RATIO: Final = 1e-3  # of a result to its reference; a smaller one leaves no digits for the cosine
 
 
-class Columns(ctypes.Structure):
-    """What is measured of one pair; `units` and `ulp` are yet to be divided by the unit of rounding."""
+class Columns(NamedTuple):
+    """What is measured of one pair; `units` is its largest error in units of rounding, None if that is not known."""
+
+    allclose: bool
+    max_abs_diff: float
+    max_relative_diff: float
+    cosine: float
+    max_ulp: float
+    units: float | None = None
+
+
+class Sums(ctypes.Structure):
+    """Sums and maxima over one pair, as the C++ code fills them in; e is the error, g the reference."""
 
     _fields_ = (
         *[(name, ctypes.c_double) for name in ("largest", "relative", "ee", "eg", "gg", "units", "ulp")],
         *[(name, ctypes.c_int32) for name in ("close", "equal", "regular")],
     )
 
+    def columns(self, dtype: torch.dtype) -> Columns | None:
+        """The columns that follow; None where it takes float64 throughout to find them."""
+        cosine = self._cosine() if self.regular else None
+        if cosine is None:
+            return None
+        eps = _EPS[dtype]
+        return Columns(bool(self.close), self.largest, self.relative, cosine, self.ulp / eps, self.units / (eps / 2))
 
-class _Bound(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_double) for name in ("factor", "lowest", "sigmas", "least", "of_squares", "of_result")
-    )
+    def _cosine(self) -> float | None:
+        """Of the reference and itself plus the error, to all digits; None where too few are left."""
+        ee, eg, gg = float(self.ee), float(self.eg), float(self.gg)
+        if gg == 0:
+            return 1.0 if self.equal else None
+        square = gg + 2 * eg + ee
+        if square < _MIN_SQUARE_RATIO * gg:
+            return None
+        apart = (2 * eg + ee) / (math.sqrt(square) + math.sqrt(gg))
+        return 1.0 - max(0.0, ee - apart * apart) / (2 * math.sqrt(square) * math.sqrt(gg))
 
 
-class _Beyond(ctypes.Structure):
+class Bound(NamedTuple):
+    """How far each element may be off: `max(|y| factor, lowest) + sigmas · max(sigma, |y| least)`.
+
+    Sigma, if there are squares, is the root of `of_squares · squares + of_result · y²`.
+    """
+
+    factor: float
+    lowest: float
+    sigmas: float
+    least: float
+    of_squares: float = 0.0
+    of_result: float = 0.0
+
+
+class Beyond(NamedTuple):
+    """What a bound does not explain: the largest error divided by it, how many exceed it, and where the first are.
+
+    Not `regular` where some number is not finite: then the rest means nothing.
+    """
+
+    worst: float
+    exceeding: int
+    places: Tensor
+    regular: bool = True
+
+
+class _Found(ctypes.Structure):
     _fields_ = (
         *[(name, ctypes.c_double) for name in ("worst", "largest")],
         ("count", ctypes.c_int64),
         ("regular", ctypes.c_int32),
     )
-
-
-class Found(NamedTuple):
-    """What a bound leaves over: see `measures.Beyond`."""
-
-    worst: float
-    largest: float
-    exceeding: int
-    places: Tensor
-    regular: bool
 
 
 def available() -> bool:
@@ -68,17 +112,13 @@ def prepare() -> None:
     _built.get()
 
 
-def measure(device: Tensor, golden: Tensor, atol: float, rtol: float) -> Columns | None:
-    """The sums and maxima behind the columns of one pair; None where Python must do it.
-
-    >>> measure(torch.ones(2), torch.ones(2, dtype=torch.float64), 1e-5, 1e-5).equal  # doctest: +SKIP
-    1
-    """
-    library = _built.get()
+def measure(device: Tensor, golden: Tensor, atol: float, rtol: float) -> Sums | None:
+    """The sums and maxima behind the columns of one pair; None where Python must do it."""
+    library = _built.loaded or _built.get()
     if library is None or not _plain(device) or not _plain(golden) or golden.dtype != torch.float64:
         return None
     dims, shape, (of_device, of_golden) = _laid_out(device, golden)
-    columns = Columns()
+    sums = Sums()
     library.op_tools_measure(
         dims,
         shape,
@@ -89,18 +129,15 @@ def measure(device: Tensor, golden: Tensor, atol: float, rtol: float) -> Columns
         of_golden,
         atol,
         rtol,
-        torch.finfo(device.dtype).smallest_normal,
-        ctypes.byref(columns),
+        _NORMAL[device.dtype],
+        ctypes.byref(sums),
     )
-    return columns
+    return sums
 
 
-def beyond(device: Tensor, golden: Tensor, bound: tuple[float, ...], squares: Tensor | None, most: int) -> Found | None:
-    """Elements further off than their bound; None where Python must do it.
-
-    `bound` are the numbers of `measures.Bound`, in their order (`beyond(device, golden, bound, None, 100)`).
-    """
-    library = _built.get()
+def beyond(device: Tensor, golden: Tensor, bound: Bound, squares: Tensor | None = None, most: int = 0) -> Beyond | None:
+    """Elements further off than their bound, the places of `most` of them; None where Python must do it."""
+    library = _built.loaded or _built.get()
     if library is None or not _plain(device) or not _plain(golden) or golden.dtype != torch.float64:
         return None
     if squares is not None and (not _plain(squares) or squares.shape != golden.shape):
@@ -108,7 +145,7 @@ def beyond(device: Tensor, golden: Tensor, bound: tuple[float, ...], squares: Te
     given = (device, golden) if squares is None else (device, golden, squares)
     dims, shape, strides = _laid_out(*given)
     places = torch.empty(most, dtype=torch.int64)
-    found = _Beyond()
+    found = _Found()
     library.op_tools_beyond(
         dims,
         shape,
@@ -120,13 +157,13 @@ def beyond(device: Tensor, golden: Tensor, bound: tuple[float, ...], squares: Te
         None if squares is None else squares.data_ptr(),
         None if squares is None else strides[2],
         0 if squares is None else _KINDS[squares.dtype],
-        ctypes.byref(_Bound(*bound)),
+        (ctypes.c_double * 6)(*bound),
         places.data_ptr(),
         most,
         ctypes.byref(found),
     )
     count = int(found.count)
-    return Found(found.worst, found.largest, count, places[: min(count, most)], bool(found.regular))
+    return Beyond(found.worst, count, places[: min(count, most)], bool(found.regular))
 
 
 def _plain(tensor: Tensor) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -62,42 +62,16 @@ def completed(measures: list[Measure], inf: Any, low: Any, high: Any, mean: Any,
     return np.stack([infinite, nan, low, high, mean, std, norm], axis=1).astype(np.float64)
 
 
-class Batch(Protocol):
-    """Measurements of one device that have not been sent to the host yet."""
-
-    measures: list[Measure]
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Batch:
-        """A new one for tensors like this."""
-
-    def add(self, tensor: Tensor) -> Measure:
-        """Start measuring a tensor (strided, floating or complex, not empty)."""
-
-    @property
-    def full(self) -> bool:
-        """Whether it should be sent."""
-
-    def values(self) -> Tensor:
-        """What the host needs, as one tensor on the device."""
-
-    def land(self, values: Tensor) -> Any:
-        """One row of statistics per measure, in the order of NAMES; `values` are those of `values()`, on the host."""
-
-
-def batch_for(tensor: Tensor) -> tuple[Any, type[Batch]]:
-    """The batch that a tensor belongs to: its key, and its kind."""
-    device = tensor.device
-    if device.type == "cuda" and fused(device.index) is not None:
-        return device, FusedBatch
-    return (device, _WIDE.get(tensor.dtype, torch.float32)), TorchBatch
-
-
 # -- with PyTorch's reductions --------------------------------------------------------------------------
 
 
 class TorchBatch:
-    """Some reductions per tensor, each into its place."""
+    """Measurements of one device that have not been sent to the host yet: some reductions per tensor.
+
+    `of` makes a batch for tensors like one, `add` starts measuring a tensor (strided, floating or complex, not empty),
+    a `full` one should be sent. `values` are what the host needs, as one tensor on the device; `land` takes the same
+    tensor on the host, and returns one row of statistics per measure, in the order of NAMES.
+    """
 
     __slots__ = ("_dtype", "_synchronous", "extremes", "infinite", "means", "measures", "slots", "variances")
 
@@ -131,21 +105,22 @@ class TorchBatch:
         slots = self.slots
         torch.aminmax(data, out=(slots[-1], slots[-2]))
         var, mean = torch.var_mean(data, correction=0)
-        infinite = self._has_infinity(data, slots[-1], slots[-2]) if self._synchronous else data.isinf().any()
+        if self._synchronous:
+            self.infinite.append(self._has_infinity(data, slots[-1].item(), slots[-2].item()))
+        else:
+            self.infinite.append(data.isinf().any())
         del slots[-2:]  # only now: a reduction that the device lacks leaves the batch as it was
         self.variances.append(var)
         self.means.append(mean)
-        self.infinite.append(infinite)
         measure = Measure(data.numel())
         self.measures.append(measure)
         return measure
 
-    def _has_infinity(self, data: Tensor, low: Tensor, high: Tensor) -> bool:
+    def _has_infinity(self, data: Tensor, low: float, high: float) -> bool:
         """A minimum that is NaN hides infinities; elsewhere the extremes tell."""
-        extremes = (low.item(), high.item())
-        if math.isnan(extremes[0]) or math.isnan(extremes[1]):
+        if math.isnan(low) or math.isnan(high):
             return bool(data.isinf().any())
-        return math.isinf(extremes[0]) or math.isinf(extremes[1])
+        return math.isinf(low) or math.isinf(high)
 
     @property
     def full(self) -> bool:
@@ -169,7 +144,7 @@ def is_dense(tensor: Tensor) -> bool:
     if tensor.is_contiguous():
         return not tensor.is_neg() and not tensor.is_conj()
     expected = 1
-    for step, size in sorted([(st, n) for st, n in zip(tensor.stride(), tensor.shape) if n > 1]):
+    for step, size in sorted([(s, n) for s, n in zip(tensor.stride(), tensor.shape) if n > 1]):
         if step != expected:
             return False
         expected *= size
@@ -188,7 +163,7 @@ _KERNEL_DTYPES: Final = frozenset({torch.float16, torch.bfloat16, torch.float32,
 
 
 class FusedBatch:
-    """One kernel per tensor; it leaves rows of partial results, which the host puts together."""
+    """The same with one kernel per tensor; it leaves rows of partial results, which the host puts together."""
 
     __slots__ = ("_address", "_free", "_kernels", "_starts", "_streams", "measures", "rows")
 
@@ -239,6 +214,17 @@ class FusedBatch:
 
     def land(self, values: Tensor) -> Any:
         return completed(self.measures, *put_together(values.numpy(), self._starts))
+
+
+Batch = TorchBatch | FusedBatch
+
+
+def batch_for(tensor: Tensor) -> tuple[Any, type[Batch]]:
+    """The batch that a tensor belongs to: its key, and its kind."""
+    device = tensor.device
+    if device.type == "cuda" and fused(device.index) is not None:
+        return device, FusedBatch
+    return (device, _WIDE.get(tensor.dtype, torch.float32)), TorchBatch
 
 
 def _in_one_piece(tensor: Tensor) -> tuple[Tensor, torch.dtype, int]:

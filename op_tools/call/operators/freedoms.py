@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -127,6 +128,7 @@ def gradient_turned(name: str, number: int, device: Any, golden: Any, grad: Tens
     return grad if phase is None else grad * phase.conj()
 
 
+@functools.cache
 def has_free_vectors(name: str) -> bool:
     """Whether a function returns vectors whose signs are free (`has_free_vectors("torch.linalg.svd")`)."""
     facts = FUNCTIONS.by_name.get(last_name(name))

@@ -6,6 +6,7 @@ says how to add one.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Collection
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -156,6 +157,7 @@ def base_name_of(schema_name: str) -> str:
     return name.removesuffix("_copy")
 
 
+@functools.cache
 def last_name(name: str) -> str:
     """The last part of a dotted name (`last_name("torch.Tensor.add") == "add"`)."""
     return name.rsplit(".", 1)[-1]

@@ -102,6 +102,7 @@ class Comparer:
         self._casts = self.rules.casts if self.rules.casts.texts else None
         self._moves: dict[Hashable, Judgement | None] = {}  # kinds of calls: what is found where they only move values
         self._unchanged_rows: dict[Hashable, tuple[Row, ...]] = {}
+        self._plans: dict[Hashable, verdict.Plan] = {}
 
     def compare(self, job: Job, forward: ForwardRun | None = None, shown: bool = False) -> Judgement:
         """Judge a job; its golden run is kept in it where one was needed, and always where it is shown."""
@@ -122,11 +123,11 @@ class Comparer:
             return found
         job.golden = result = self._golden(job, job.args, job.kwargs, forward)
         if job.phase == BACKWARD:
-            found = self._judge_backward(job, result)
+            found = self._judge_backward(job, result, kind)
         else:
             if forward is not None and facts.has_free_vectors(job.call.op):
                 forward.returned = map_tensors(job.result, lambda t: t.clone())
-            found = self._judge_forward(job, result)
+            found = self._judge_forward(job, result, kind)
         if kind is not None:
             if kind not in self._moves and len(self._moves) < _MAX_KINDS:
                 self._moves[kind] = found if _only_moves(job, result, found) else None
@@ -219,12 +220,18 @@ class Comparer:
 
     # -- judging --------------------------------------------------------------------------------------
 
-    def _judge_forward(self, job: Job, result: GoldenResult) -> Judgement:
+    def _plan(self, kind: Hashable) -> verdict.Plan | None:
+        if kind is None or (kind not in self._plans and len(self._plans) >= _MAX_KINDS):
+            return None
+        return self._plans.setdefault(kind, verdict.Plan())
+
+    def _judge_forward(self, job: Job, result: GoldenResult, kind: Hashable = None) -> Judgement:
         name = job.call.op
         if not result.comparable:
             return verdict.judge_call(name, result, outputs=job.result, rules=self.rules)
         options: dict[str, Any] = {"result": result, "rules": self.rules, "max_seconds": self.max_seconds}
         inputs = self._judge_inputs(job, result, options)
+        options["plan"] = self._plan(kind)
         return inputs + verdict.judge(name, job.result, result.outputs, part="output", **options)
 
     def _judge_inputs(self, job: Job, result: GoldenResult, options: dict[str, Any]) -> Judgement:
@@ -261,7 +268,7 @@ class Comparer:
             info = f"Inconsistent dtypes: {dtype} {reference.dtype}"
         return Row(name, "input", index, True, 0.0, 0.0, atol, rtol, info, cosine=1.0)
 
-    def _judge_backward(self, job: Job, result: GoldenResult) -> Judgement:
+    def _judge_backward(self, job: Job, result: GoldenResult, kind: Hashable = None) -> Judgement:
         name = job.call.op
         if not result.comparable:
             return Judgement(NOT_COMPARABLE, result.reason)
@@ -279,6 +286,7 @@ class Comparer:
             rules=self.rules,
             max_seconds=self.max_seconds,
             indices=indices if len(found) == len(expected) else None,
+            plan=self._plan(kind),
         )
         rows = tuple(itertools.compress(judged.rows, present)) if len(judged.rows) == len(present) else judged.rows
         return Judgement(judged.verdict, judged.reason, rows, judged.probes)
@@ -313,5 +321,4 @@ def _same(ours: Any, theirs: Any) -> bool:
 
 def _wrote(result: GoldenResult) -> bool:
     """Whether the golden run changed its arguments."""
-    source = result.source
-    return bool(source.traits.mutates) or facts.may_mutate(source.name, source.kwargs)
+    return bool(result.source.traits.mutates) or result.source.may_mutate

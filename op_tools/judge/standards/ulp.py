@@ -16,9 +16,10 @@ import torch
 from ...call import facts
 from ...call.description import Tensor
 from ...call.equality import same_values
+from ...native.measuring import Bound
 from ...view.rows import WRONG, Row
 from .. import formulas
-from ..measures import Bound, beyond
+from ..measures import beyond
 from ..noise import PROBES
 from ..pair import Pair, first_place, joined, precision_of_row
 from ..rounding import Precision, precision_of, unit
@@ -72,7 +73,7 @@ def _judge_rounding(row: Row, pair: Pair) -> Row:
     known = pair.uncertainty
     uncertainty = known if known is not None and known.usable else None
     if units is not None and uncertainty is not None and not uncertainty.structure.exact:
-        least = STORED + SIGMAS * uncertainty.least_error(pair.position) / precision.stored
+        least = least_units(precision, uncertainty, pair.position)
         if units <= least:  # what any probes would allow
             return row._replace(excess=units / least)
         worst = _worst_by_formula(pair, uncertainty, precision)
@@ -104,6 +105,11 @@ def _lowest_of_sums(precision: Precision, uncertainty: Uncertainty) -> float:
     return precision.smallest * SIGMAS * math.sqrt(uncertainty.structure.longest_sum)
 
 
+def least_units(precision: Precision, uncertainty: Uncertainty, position: int) -> float:
+    """The same relative to the result, in units of its rounding, for results that are not tiny."""
+    return STORED + SIGMAS * uncertainty.least_error(position) / precision.stored
+
+
 def bound_without_probes(precision: Precision, uncertainty: Uncertainty, position: int) -> Bound:
     """What every correct result may be off, whatever goes on inside the call."""
     return Bound(
@@ -117,20 +123,12 @@ def bound_without_probes(precision: Precision, uncertainty: Uncertainty, positio
 def _worst_by_formula(pair: Pair, uncertainty: Uncertainty, precision: Precision) -> float:
     """Largest error beside its bound, without a probe; more than 1 if that does not explain it."""
     bound = bound_without_probes(precision, uncertainty, pair.position)
-    worst = math.inf
-    for find in (_by_some_roundings, _by_all_products):
-        found = find(pair, uncertainty, bound)
-        worst = math.inf if found is None else found
-        if worst <= 1:
-            return worst
+    for find in (bound_by_formula, _bound_by_all_products):
+        known = find(bound, uncertainty, pair.position, pair.golden)
+        found = None if known is None else beyond(pair.sides, *known)
+        if found is not None and found.worst <= 1:
+            return found.worst
     return _by_elements_in_doubt(pair, uncertainty, bound, precision)
-
-
-def _by_some_roundings(pair: Pair, uncertainty: Uncertainty, bound: Bound) -> float | None:
-    """By the formulas that count less than the probes do."""
-    found = bound_by_formula(bound, uncertainty, pair.position, pair.golden)
-    left = None if found is None else beyond(pair.sides, *found)
-    return None if left is None else left.worst
 
 
 def bound_by_formula(
@@ -144,14 +142,15 @@ def bound_by_formula(
     return bound._replace(of_squares=terms.of_squares, of_result=terms.of_result), terms.squares
 
 
-def _by_all_products(pair: Pair, uncertainty: Uncertainty, bound: Bound) -> float | None:
-    """By all squared terms of sums of products."""
-    squares = uncertainty.squares(pair.position, torch.float32)
-    if squares is None or squares.shape != pair.golden.shape:
+def _bound_by_all_products(
+    bound: Bound, uncertainty: Uncertainty, position: int, golden: Tensor
+) -> tuple[Bound, Tensor | None] | None:
+    """The same by all squared terms of sums of products."""
+    squares = uncertainty.squares(position, torch.float32)
+    if squares is None or squares.shape != golden.shape:
         return None
     of_squares, of_result = uncertainty.weights_of_squares()
-    found = beyond(pair.sides, bound._replace(of_squares=of_squares, of_result=of_result), squares)
-    return None if found is None else found.worst
+    return bound._replace(of_squares=of_squares, of_result=of_result), squares
 
 
 def _by_elements_in_doubt(pair: Pair, uncertainty: Uncertainty, bound: Bound, precision: Precision) -> float:
@@ -190,10 +189,6 @@ def _movement(pair: Pair, uncertainty: Uncertainty, elements: _Elements, stored:
     return _probed(pair.position, uncertainty, elements, stored)
 
 
-def _share(mask: Tensor) -> float:
-    return int(mask.sum()) / mask.numel()
-
-
 def _probed(
     position: int, uncertainty: Uncertainty, elements: _Elements, stored: float, most: int = PROBES
 ) -> _Explained:
@@ -212,12 +207,16 @@ def _narrowed(pair: Pair, uncertainty: Uncertainty, elements: _Elements, stored:
     sigma: Tensor | None = None
     suspects = elements.unexplained(stored)
     whole = not uncertainty.on_lists  # of a list, one tensor is much less than all of them
-    if whole and suspects is not None and _share(suspects) > _MAX_NARROWED_SHARE:
+
+    def too_many(mask: Tensor) -> bool:
+        return whole and int(mask.sum()) / mask.numel() > _MAX_NARROWED_SHARE
+
+    if suspects is not None and too_many(suspects):
         # one probe of the whole call clears most of them
         sigma, suspects = _probed(pair.position, uncertainty, elements, stored, most=1)
     if suspects is None:
         return sigma, None
-    if whole and _share(suspects) > _MAX_NARROWED_SHARE:
+    if too_many(suspects):
         return None
     places = suspects.reshape(-1).nonzero().reshape(-1)
     golden = elements.golden.reshape(-1)[places]

@@ -240,9 +240,12 @@ def test_what_is_measured_on_the_device_is_what_is_measured_on_the_cpu(
     moved = result.to("cuda")
     if transposed:
         moved = moved.transpose(0, -1).contiguous().transpose(0, -1)
-    there = measures.Sides(moved, golden.to("cuda"))
     far = measures.measure_on_device(
-        [measures.DeviceQuery(there, 1e-3, 1e-3, bound, None if squares is None else squares.to("cuda"))]
+        [
+            measures.DeviceQuery(
+                moved, golden.to("cuda"), 1e-3, 1e-3, bound, None if squares is None else squares.to("cuda")
+            )
+        ]
     )
     [(columns, worst)] = far
     here = measures.Sides(result, golden)
@@ -261,8 +264,6 @@ def test_what_is_not_finite_is_not_measured_on_the_device() -> None:
     result = torch.ones(5000, device="cuda")
     result[4999] = math.nan
     bound = measures.Bound(1e-3, 1e-30, 6.0, 0.0)
-    [(columns, worst)] = measures.measure_on_device(
-        [measures.DeviceQuery(measures.Sides(result, golden), 1e-3, 1e-3, bound, None)]
-    )
+    [(columns, worst)] = measures.measure_on_device([measures.DeviceQuery(result, golden, 1e-3, 1e-3, bound, None)])
     assert columns is None
     assert worst == math.inf

@@ -252,7 +252,7 @@ def test_elements_in_doubt_are_probed_without_the_other_tensors(monkeypatch: pyt
     lists = state("adam", [(100, 80), (300,), (90, 90)])
     cancelling("adam", lists, settings)
     lists[0][0], lists[0][2] = lists[0][0] + 1, lists[0][2] + 1
-    uncertainty._structures._known.clear()
+    uncertainty._structures.clear()
     found = judged("adam", lists, settings, in_float32("adam", lists, settings, 5))
     assert found.verdict == verdict.RIGHT
     assert sizes
