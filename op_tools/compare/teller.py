@@ -10,6 +10,7 @@ import dataclasses
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 from .. import settings
