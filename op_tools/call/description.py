@@ -319,23 +319,19 @@ def labelled(described: Described, what: str, style: str = "inputs") -> list[tup
     """
     rows: list[tuple[str, TensorMeta | str]] = []
     args = described.args
-    nested_always = style == "gradients"
     for i, part in enumerate(args):
         if isinstance(part, Group):
             _label_group(part, f"{what} [{i}]", rows)
-        elif nested_always:
+        elif style == "gradients":
             rows.append((f"{what} [0][{i}]", part))
-        elif len(args) == 1:
-            rows.append((what, part))
         else:
-            rows.append((f"{what}[{i}]", part))
-    if described.kwargs is not None:
-        assert described.kwargs.keys is not None
-        for key, part in zip(described.kwargs.keys, described.kwargs.items):
-            if isinstance(part, Group):
-                _label_group(part, f"{what} {key}", rows)
-            else:
-                rows.append((f"{what} {key}", part))
+            rows.append((what if len(args) == 1 else f"{what}[{i}]", part))
+    named = described.kwargs
+    for key, part in zip(named.keys or (), named.items) if named is not None else ():
+        if isinstance(part, Group):
+            _label_group(part, f"{what} {key}", rows)
+        else:
+            rows.append((f"{what} {key}", part))
     return rows
 
 

@@ -185,27 +185,12 @@ class _Backward:
     """What has been heard so far of the backward pass of one call."""
 
     __slots__ = (
-        "call",
-        "grad_inputs",
-        "grad_outputs",
-        "gradients",
-        "heard",
-        "listeners",
-        "nodes",
-        "passed_on",
-        "queued",
-        "sizes",
-        "stand_ins",
-        "starters",
+        *("call", "grad_inputs", "grad_outputs", "gradients", "heard", "listeners"),
+        *("nodes", "passed_on", "queued", "sizes", "stand_ins", "starters"),
     )
 
     def __init__(
-        self,
-        call: Call,
-        listeners: tuple[Hooks, ...],
-        starters: tuple[Hooks, ...],
-        outputs: int,
-        inputs: int,
+        self, call: Call, listeners: tuple[Hooks, ...], starters: tuple[Hooks, ...], outputs: int, inputs: int
     ) -> None:
         self.call, self.listeners, self.starters = call, listeners, starters
         self.gradients = False
