@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .call.description import Finding, OpCall, TensorMeta
+from .call.description import Finding, TensorMeta
 from .settings import SettingsError
 from .tools import all_tools
 from .tools.auto_compare import OpAutoCompare
@@ -37,7 +37,6 @@ __all__ = [
     "apply_feature",
     "FeatureHandle",
     "Finding",
-    "OpCall",
     "SettingsError",
     "TensorMeta",
 ]

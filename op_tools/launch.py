@@ -40,11 +40,11 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m op_tools
     try:
         tools = _chosen_tools(options)
     except (SettingsError, ValueError) as error:
-        console.complain(str(error))
+        console.print_error(str(error))
         return 2
     script = Path(options.script)
     if not script.is_file():
-        console.complain(f"there is no script {options.script}")
+        console.print_error(f"there is no script {options.script}")
         return 2
     if not options.no_ditorch:
         import ditorch  # noqa: F401  (CUDA code runs on the machine's accelerator from here on)
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m op_tools
             started.append(tool.start())
         runpy.run_path(str(script), run_name="__main__")
     except SettingsError as error:
-        console.complain(str(error))
+        console.print_error(str(error))
         return 2
     finally:
         for tool in reversed(started):

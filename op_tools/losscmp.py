@@ -419,7 +419,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _report(options)
     except LosscmpError as error:
-        console.complain(str(error), who="error")
+        console.print_error(str(error), who="error")
         return 2
 
 

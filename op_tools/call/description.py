@@ -86,23 +86,6 @@ class Finding:
     location: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class OpCall:
-    """One recorded operator call, forward or backward, as `tool.records()` returns it.
-
-    >>> OpCall(1, "torch.add", "forward", "train.py:3 f: x + y", (), (), 0).op
-    'torch.add'
-    """
-
-    id: int
-    op: str
-    phase: str
-    location: str
-    inputs: tuple[tuple[str, TensorMeta | str], ...]
-    outputs: tuple[tuple[str, TensorMeta | str], ...]
-    step: int
-
-
 _SHORT: dict[Any, str] = {}
 
 
@@ -116,19 +99,8 @@ def short(thing: Any) -> str:
 
 _LONGEST_VALUE = 120
 _WHOLE = frozenset(
-    {
-        int,
-        float,
-        bool,
-        complex,
-        type(None),
-        torch.dtype,
-        torch.device,
-        torch.layout,
-        torch.memory_format,
-        torch.Size,
-        type(Ellipsis),
-    }
+    [int, float, bool, complex, type(None), type(Ellipsis)]
+    + [torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size]
 )
 _SEQUENCES = frozenset({tuple, list})
 _new_meta = tuple.__new__
@@ -137,18 +109,8 @@ _new_meta = tuple.__new__
 def _tensor_meta(tensor: Tensor, ptrs: list[int]) -> TensorMeta:
     try:
         ptrs.append(tensor.data_ptr())
-        return _new_meta(
-            TensorMeta,
-            (
-                tensor.shape,
-                tensor.stride(),
-                tensor.numel(),
-                tensor.dtype,
-                tensor.device,
-                tensor.requires_grad,
-                tensor.layout,
-            ),
-        )
+        layout = (tensor.shape, tensor.stride(), tensor.numel())
+        return _new_meta(TensorMeta, (*layout, tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout))
     except Exception:  # sparse, nested, fake and functorch tensors lack some of these
         if not ptrs or ptrs[-1] != 0:
             ptrs.append(0)
@@ -357,23 +319,19 @@ def labelled(described: Described, what: str, style: str = "inputs") -> list[tup
     """
     rows: list[tuple[str, TensorMeta | str]] = []
     args = described.args
-    nested_always = style == "gradients"
     for i, part in enumerate(args):
         if isinstance(part, Group):
             _label_group(part, f"{what} [{i}]", rows)
-        elif nested_always:
+        elif style == "gradients":
             rows.append((f"{what} [0][{i}]", part))
-        elif len(args) == 1:
-            rows.append((what, part))
         else:
-            rows.append((f"{what}[{i}]", part))
-    if described.kwargs is not None:
-        assert described.kwargs.keys is not None
-        for key, part in zip(described.kwargs.keys, described.kwargs.items):
-            if isinstance(part, Group):
-                _label_group(part, f"{what} {key}", rows)
-            else:
-                rows.append((f"{what} {key}", part))
+            rows.append((what if len(args) == 1 else f"{what}[{i}]", part))
+    named = described.kwargs
+    for key, part in zip(named.keys or (), named.items) if named is not None else ():
+        if isinstance(part, Group):
+            _label_group(part, f"{what} {key}", rows)
+        else:
+            rows.append((f"{what} {key}", part))
     return rows
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
-from .facts import is_view
+from . import facts as questions
 from .functions import factories, overloads_of
 from .functions import name_of as name_of
 from .operators.registry import FUNCTIONS, FunctionFacts, last_name
@@ -39,6 +40,28 @@ class OpTraits:
     factory: bool = False
     conversion: bool = False
     transfer: bool = False
+
+    # Answers of `call.facts` that depend on the name only; each is worked out once.
+
+    @functools.cached_property
+    def facts(self) -> FunctionFacts:
+        """What is registered for the function (`traits.facts.autocast_low`)."""
+        return FUNCTIONS.by_name.get(last_name(self.name), _NO_FACTS)
+
+    @functools.cached_property
+    def may_write(self) -> bool:
+        """Whether a call without keyword arguments may write to its arguments; `out` and `inplace` come on top."""
+        return questions.may_mutate(self.name, {})
+
+    @functools.cached_property
+    def is_optimizer(self) -> bool:
+        """Whether it is a fused optimizer."""
+        return questions.is_optimizer(self.name)
+
+    @functools.cached_property
+    def differs_on_cpu(self) -> bool:
+        """Whether another function is called on the CPU (`facts.on_cpu`)."""
+        return questions.on_cpu(self.name, self.function) is not self.function
 
 
 def _overloads(function: Callable[..., Any], name: str) -> list[Any]:
@@ -79,7 +102,7 @@ def traits_of(function: Callable[..., Any], name: str | None = None) -> OpTraits
     return OpTraits(
         name,
         function,
-        view=bool(functional) and all(is_view(o) for o in functional),
+        view=bool(functional) and all(questions.is_view(o) for o in functional),
         mutates=bool(overloads) and last.endswith("_") and not last.endswith("__"),
         random=random,
         factory=name in factories(),

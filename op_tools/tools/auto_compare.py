@@ -21,7 +21,7 @@ import torch
 from .. import settings
 from ..call.description import Tensor
 from ..call.devices import quiet
-from ..call.module_path import module_path
+from ..call.site import module_path
 from ..compare import cores
 from ..compare.choose import MODES, Chooser, kind_of, parse_budget
 from ..compare.ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, gradient_kind, make_ladder
@@ -405,7 +405,7 @@ class OpAutoCompare(Tool):
             self.wait()
         return super().findings()
 
-    def polish(self, row: dict[str, Any]) -> None:
+    def decode_row(self, row: dict[str, Any]) -> None:
         row.pop("described", None)
         row["allclose"] = bool(row["allclose"])
 

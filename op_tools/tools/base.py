@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import threading
@@ -11,37 +12,47 @@ from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
 from .. import settings
-from ..call.description import Finding, Tensor
+from ..call.description import Described, Finding, TensorMeta, labelled
 from ..call.traits import OpTraits
 from ..settings import OpFilter, SettingsError
-from ..view import console
-from ..watch.call import Call
-from ..watch.intercept import INTERCEPTOR
-from .records import Records
+from ..view import console, store
+from ..watch.hooks import Hooks
+from ..watch.intercept import INTERCEPTOR, Call
 
 _Self = TypeVar("_Self", bound="Tool")
 _RUNS = itertools.count(1)  # not the id of the tool: a later one may have the same
 _MAX_FINDINGS = 10_000
+_MAX_SITES = 20_000
+_MAX_SHOWN = 200  # rows in a notebook
+_FINDING_COLUMNS = {
+    "tool": "TEXT",
+    "run": "INTEGER",
+    "op": "TEXT",
+    "kind": "TEXT",
+    "message": "TEXT",
+    "call_id": "INTEGER",
+    "location": "TEXT",
+}
 TOOLS: dict[str, type[Tool]] = {}  # all that are defined, by name
 
 
-class Tool(Records):
+class Tool(Hooks):
     """A tool that works on operator calls between `start()` and `stop()`.
 
     A subclass with a `name` of its own is a tool of `op_tools run`; one with a `feature` is one of `apply_feature`.
 
-    >>> with op_tools.OpObserve(ops=["torch.add"]):  # doctest: +SKIP
+    >>> with op_tools.OpObserve(ops=["torch.add"]) as tool:  # doctest: +SKIP
     ...     torch.add(x, y)
+    >>> tool.records()[0]["op"]                              # doctest: +SKIP
+    'torch.add'
     """
 
+    prefix: ClassVar[str] = "OP_TOOL"
+    columns: ClassVar[dict[str, str]] = {}  # of its table in the store
     feature: ClassVar[str] = ""  # its name in `apply_feature`, if it has one
     run_options: ClassVar[dict[str, dict[str, Any]]] = {}  # of `op_tools run`: keyword of the tool, words for argparse
-    transforms: ClassVar[bool] = False  # replaces how the operator runs, instead of watching it
-    wants_backward: bool = False
-    wants_backward_start: bool = False
-    wants_pointers: ClassVar[bool] = True  # looks at the addresses of tensors; with a full console all do
     announces: ClassVar[bool] = False  # says "apply OpXHook on ..." for every call
-    order: ClassVar[int] = 50  # lower ones see the call first and the result last
+    _store: store.Store | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -70,41 +81,14 @@ class Tool(Records):
         self.filter = OpFilter()
         self.view = console.View("off")
         self.calls: Counter[str] = Counter()
-        self.findings_now: list[Finding] = []
+        self._findings_now: list[Finding] = []
         self.condition: Callable[..., Any] | None = None  # set by apply_feature
         self.only: Callable[[OpTraits], bool] | None = None  # set by apply_feature
 
-    # -- what a tool does; subclasses override these --------------------------------------------------
+    # -- what a tool does, besides the hooks; subclasses override these -------------------------------
 
     def prepare(self) -> None:
         """Read and validate settings, at start."""
-
-    def before(self, call: Call) -> None:
-        """The operator is about to run."""
-
-    def after(self, call: Call) -> None:
-        """The operator has run; `call.result` is what it returned."""
-
-    def transform(self, call: Call, run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Any:
-        """Run the operator in another way."""
-        return run(call.args, call.kwargs)
-
-    @property
-    def wants_gradients(self) -> bool:
-        """Whether `after_backward` looks at the gradients; where no tool does, its lists are empty."""
-        return True
-
-    def before_node(self, call: Call, node: int) -> Any:
-        """A backward node of the call is about to run; `after_node` gets what this returns."""
-
-    def after_node(self, call: Call, started: Any) -> None:
-        """A backward node of the call has run; not called where `before_node` returned None."""
-
-    def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
-        """The backward pass of the call is complete."""
-
-    def after_passes(self, graph_is_kept: bool) -> None:
-        """Backward passes have ended and none is under way, whichever calls they were of."""
 
     def finish(self) -> None:
         """Read back, write out, at stop."""
@@ -117,11 +101,6 @@ class Tool(Records):
         return []
 
     # -- beginning and end ----------------------------------------------------------------------------
-
-    @property
-    def hook(self) -> str:
-        """The tool's name in apply and skip lines."""
-        return f"{self.name}Hook"
 
     @property
     def active(self) -> bool:
@@ -139,10 +118,14 @@ class Tool(Records):
                 self.filter = OpFilter.from_environment(self.prefix, self._ops, self._disable)
                 self.prepare()
                 try:
-                    self._open(next(_RUNS))
+                    self._run_key = next(_RUNS)  # the number of this run in its table
+                    self._store = store.current()
+                    self._add_rows = self._store.table(self.table_name, {"run": "INTEGER", **self.columns})
+                    self._add_finding = self._store.table("findings", _FINDING_COLUMNS)
+                    self._sites: dict[tuple[str, str, int, int], int] = {}
                     self._reported.clear()
                     self.calls = Counter()
-                    self.findings_now = []
+                    self._findings_now = []
                     INTERCEPTOR.add(self)
                 except BaseException:
                     self.release()
@@ -192,12 +175,8 @@ class Tool(Records):
     @property
     def gated(self) -> bool:
         """Whether each call must be asked about, besides its operator."""
-        return (
-            self.condition is not None
-            or self._steps is not None
-            or self._ranks is not None
-            or self._max_calls is not None
-        )
+        conditions = (self.condition, self._steps, self._ranks, self._max_calls)
+        return any(condition is not None for condition in conditions)
 
     @property
     def names_skips(self) -> bool:
@@ -236,14 +215,12 @@ class Tool(Records):
         if self.announces or self.only is not None:
             self.view.apply(self.hook, call.op)
 
-    # -- findings and records -------------------------------------------------------------------------
+    # -- findings ---------------------------------------------------------------------------------------
 
     def failed(self, call: Call, error: BaseException, what: str = "the tool failed on this operator") -> None:
         """A failure of the tool's own becomes a finding, once per operator; the training goes on."""
         if self._is_first(call.op, type(error).__name__):
-            self._report(
-                Finding(self.name, call.op, "tool-failure", f"{what}: {_reason(error)}", call.id, call.location)
-            )
+            self.found(call, "tool-failure", f"{what}: {_reason(error)}")
 
     def slowed(self, part: str, why: str) -> None:
         """A fast path is broken for good: report it once per run."""
@@ -263,14 +240,16 @@ class Tool(Records):
             self._report(Finding(self.name, call.op, kind, message, call.id, call.location))
 
     def _report(self, finding: Finding) -> None:
-        if len(self.findings_now) < _MAX_FINDINGS:
-            self.findings_now.append(finding)
-        self._add_finding(finding)
+        if len(self._findings_now) < _MAX_FINDINGS:
+            self._findings_now.append(finding)
+        if self._store is not None:
+            tool, *rest = dataclasses.astuple(finding)
+            self._add_finding((tool, self._run_key, *rest))
         self.view.finding(finding)
 
     def findings(self) -> list[Finding]:
         """What was found since the last start (`tool.findings()`)."""
-        return list(self.findings_now)
+        return list(self._findings_now)
 
     def _say_summary(self) -> None:
         facts = [f"{_counted(sum(self.calls.values()), 'call')} of {_counted(len(self.calls), 'operator')}"]
@@ -278,7 +257,7 @@ class Tool(Records):
             facts.append("most frequent: " + ", ".join(f"{op} ({n})" for op, n in self.calls.most_common(5)))
         facts += self.summary()
         facts += self.filter.unused()
-        shown = [f for f in self.findings_now if f.kind != "skipped"]
+        shown = [f for f in self._findings_now if f.kind != "skipped"]
         facts.append(_counted(len(shown), "finding") if shown else "nothing found")
         facts += [console.finding_line(f) for f in shown[:10]]
         if self._store is not None:
@@ -288,6 +267,90 @@ class Tool(Records):
             elif self._store.dropped:
                 facts.append(f"{self._store.dropped} records over OP_TOOLS_MAX_RECORDS were dropped")
         self.view.say(console.summary_text(f"{self.name} summary", facts, [], []))
+
+    # -- records --------------------------------------------------------------------------------------
+
+    @property
+    def table_name(self) -> str:
+        """The tool's table in the store."""
+        return self.prefix.lower()
+
+    def site(self, call: Call) -> int:
+        """Number of the call's place and signature in the store; its description is stored once."""
+        inputs, outputs = call.inputs, call.outputs
+        quick = (call.op, call.location, inputs.number, outputs.number)
+        found = self._sites.get(quick)
+        if found is None:
+            assert self._store is not None
+            key = (call.op, call.location, inputs.args, inputs.kwargs, outputs.args)
+            found = self._store.site(key, call.op, call.location, lambda: _as_json(inputs=inputs, outputs=outputs))
+            if inputs.number and outputs.number:
+                if len(self._sites) >= _MAX_SITES:
+                    self._sites.clear()
+                self._sites[quick] = found
+        return found
+
+    def record(self, *row: Any) -> None:
+        """Append one row to the tool's table."""
+        self._add_rows((self._run_key, *row))
+
+    def record_all(self, rows: Iterable[tuple[Any, ...]]) -> None:
+        """Append many rows at once (`tool.record_all([(1, "forward"), (1, "backward")])`)."""
+        run = self._run_key
+        self._add_rows(*[(run, *row) for row in rows])
+
+    def records(self) -> list[dict[str, Any]]:
+        """What was recorded since the last start, one dict per row (`tool.records()[0]["op"]`)."""
+        if self._store is None:
+            return []
+        joined = "site" in self.columns
+        what = "r.*, s.op, s.location, s.described" if joined else "r.*"
+        join = "LEFT JOIN sites s ON s.site = r.site" if joined else ""
+        rows = self._store.rows(
+            f"SELECT {what} FROM {self.table_name} r {join} WHERE r.run = ? ORDER BY r.rowid", (self._run_key,)
+        )
+        for row in rows:
+            row.pop("run", None)
+            row.pop("site", None)
+            self.decode_row(row)
+        return rows
+
+    def decode_row(self, row: dict[str, Any]) -> None:
+        """Turn one stored row into what users get."""
+        row.pop("described", None)
+
+    def to_pandas(self) -> Any:
+        """The records as a DataFrame; needs pandas (`tool.to_pandas().groupby("op")`)."""
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError("to_pandas() needs pandas: pip install pandas, or use records()") from None
+        return pandas.DataFrame(self.records())
+
+    def _first_rows(self) -> tuple[list[str], list[list[Any]]]:
+        rows = self.records()[:_MAX_SHOWN]
+        header = [k for k in rows[0] if k != "described"] if rows else []
+        return header, [[row.get(k, "") for k in header] for row in rows]
+
+    def _repr_html_(self) -> str:
+        header, rows = self._first_rows()
+        return console.html_table(header, rows) if rows else f"<p>{self.name}: no records</p>"
+
+    def __rich__(self) -> Any:
+        from rich.table import Table
+
+        header, rows = self._first_rows()
+        shown = Table(*header, title=self.name)
+        for row in rows:
+            shown.add_row(*map(str, row))
+        return shown
+
+
+def _as_json(**described: Described) -> dict[str, Any]:
+    return {
+        name: [[label, p.as_dict() if isinstance(p, TensorMeta) else p] for label, p in labelled(parts, name)]
+        for name, parts in described.items()
+    }
 
 
 def _counted(number: int, what: str) -> str:

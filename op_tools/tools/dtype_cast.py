@@ -12,7 +12,7 @@ from .. import settings
 from ..call.description import Tensor, map_tensors, tensors_in
 from ..call.devices import get_rng_state, quiet, set_rng_state
 from ..view import console
-from ..watch.call import Call
+from ..watch.intercept import Call
 from .base import Tool
 
 _DEFAULT: Final = "torch.float16->torch.float32,torch.bfloat16->torch.float32"

@@ -19,7 +19,7 @@ from ..copies.host_copies import HostCopies
 from ..copies.pinned_results import LIBRARY, PinnedResults
 from ..view import console
 from ..watch import patches
-from ..watch.call import Call
+from ..watch.intercept import Call
 from .base import Tool
 from .on_cpu import NoCpuKernel, OnCpu, RandomStream, cpu_argument
 

@@ -7,7 +7,7 @@ from array import array
 from typing import Any, ClassVar
 
 from ..view import console
-from ..watch.call import Call
+from ..watch.intercept import Call
 from .base import Tool
 
 
@@ -43,7 +43,7 @@ class OpObserve(Tool):
                 self.view.tables.render(site, call.op, lambda: console.call_rows(call.inputs, call.outputs), pointers),
             )
 
-    def polish(self, row: dict[str, Any]) -> None:
+    def decode_row(self, row: dict[str, Any]) -> None:
         row["data_ptrs"] = list(array("Q", row["data_ptrs"]))
         described = json.loads(row.pop("described") or "{}")
         row["inputs"], row["outputs"] = described.get("inputs", []), described.get("outputs", [])

@@ -16,7 +16,7 @@ from ..call.devices import can_pin, event_class, quiet
 from ..call.facts import UNINITIALISED, last_name
 from ..native.statistics import BROKEN, NAMES, Batch, Measure, batch_for, is_dense
 from ..view import console
-from ..watch.call import Call
+from ..watch.intercept import Call
 from .base import Tool
 
 _MAX_FLIGHTS: Final = 2
@@ -293,7 +293,7 @@ class OpOverflowCheck(Tool):
 
     def first(self) -> Any:
         """The finding about the first operator that made a NaN or Inf, or None (`check.first().op`)."""
-        return next((f for f in self.findings_now if f.kind == "overflow"), None)
+        return next((f for f in self._findings_now if f.kind == "overflow"), None)
 
     def summary(self) -> list[str]:
         facts = [f"{self.measured} tensors measured, {self.reused} seen again unchanged"]

@@ -16,7 +16,7 @@ from ..call.description import Tensor, describe, labelled
 from ..call.devices import accelerator_type, event_class
 from ..view import console, store
 from ..watch.backward_clock import LIBRARIES, BackwardClock, Pass
-from ..watch.call import Call
+from ..watch.intercept import Call
 from .base import Tool
 
 _READ_AT: Final = 1_024  # timings are read back when this many wait
@@ -250,7 +250,7 @@ class OpTimeMeasure(Tool):
         samples.add(elapsed)
         site = self.site(call)
         start = (timing.host_start - self._began) / 1e3
-        self._add_row((self._run_key, call.id, site, phase, elapsed, start, timing.thread, call.step))
+        self._add_rows((self._run_key, call.id, site, phase, elapsed, start, timing.thread, call.step))
         if self.view.full:
             self._show(timing, site, elapsed)
 

@@ -124,8 +124,8 @@ def emit(text: str) -> None:
         pass
 
 
-def complain(text: str, who: str = "op_tools") -> None:
-    """One line on stderr about a command that cannot be carried out (`complain("there is no script x.py")`)."""
+def print_error(text: str, who: str = "op_tools") -> None:
+    """One line on stderr about a command that cannot be carried out (`print_error("there is no script x.py")`)."""
     sys.stderr.write(f"{who}: {text}\n")
 
 

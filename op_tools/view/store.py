@@ -61,8 +61,8 @@ class Store:
         self._thread.op_tools_internal = True  # type: ignore[attr-defined]
         self._thread.start()
 
-    def table(self, name: str, columns: Mapping[str, str]) -> Callable[[tuple[Any, ...]], None]:
-        """Declare a table and get the function that appends one row to it (`add = store.table(...)`)."""
+    def table(self, name: str, columns: Mapping[str, str]) -> Callable[..., None]:
+        """Declare a table and get the function that appends rows to it (`store.table(...)((1, "a"), (2, "b"))`)."""
         if name not in self._inserts:
             declared = ", ".join(f"{column} {kind}" for column, kind in columns.items())
             with self._lock:
@@ -70,12 +70,13 @@ class Store:
             self._inserts[name] = f"INSERT OR IGNORE INTO {name} VALUES ({', '.join('?' * len(columns))})"
         waiting = self._waiting
 
-        def add(row: tuple[Any, ...]) -> None:
+        def add(*rows: tuple[Any, ...]) -> None:
             if self._foreign:
                 return
-            waiting.append((name, row))
+            for row in rows:
+                waiting.append((name, row))
             size = len(waiting)
-            if size >= _BATCH_ROWS or (size % 64 == 0 and time.monotonic() > self._due):
+            if size >= _BATCH_ROWS or (size % 64 < len(rows) and time.monotonic() > self._due):
                 self.flush()
 
         return add

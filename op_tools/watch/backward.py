@@ -9,7 +9,7 @@ Hooks hold descriptions, never nodes: a hook that held its node would keep the g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -17,7 +17,10 @@ from ..call import facts
 from ..call.description import Tensor
 from ..call.devices import quiet
 from ..compat import sequence_number
-from .call import Call, ToolProtocol
+from .hooks import Hooks
+
+if TYPE_CHECKING:
+    from .intercept import Call
 
 _sequence_now: Final[Callable[[], int]] = sequence_number or (lambda: 0)
 _MAX_NODES: Final = 2_000
@@ -85,7 +88,7 @@ def edges_of(tensors: list[Tensor]) -> Edges | None:
     return Edges(index, targets, bases, _sequence_now())
 
 
-def attach(call: Call, edges: Edges, outputs: list[Tensor], listeners: tuple[ToolProtocol, ...]) -> None:
+def attach(call: Call, edges: Edges, outputs: list[Tensor], listeners: tuple[Hooks, ...]) -> None:
     """Hook the nodes of a call so that `listeners` hear of its backward pass."""
     sources: dict[Any, list[tuple[int, int]]] = {}
     targets = edges.targets
@@ -182,27 +185,12 @@ class _Backward:
     """What has been heard so far of the backward pass of one call."""
 
     __slots__ = (
-        "call",
-        "grad_inputs",
-        "grad_outputs",
-        "gradients",
-        "heard",
-        "listeners",
-        "nodes",
-        "passed_on",
-        "queued",
-        "sizes",
-        "stand_ins",
-        "starters",
+        *("call", "grad_inputs", "grad_outputs", "gradients", "heard", "listeners"),
+        *("nodes", "passed_on", "queued", "sizes", "stand_ins", "starters"),
     )
 
     def __init__(
-        self,
-        call: Call,
-        listeners: tuple[ToolProtocol, ...],
-        starters: tuple[ToolProtocol, ...],
-        outputs: int,
-        inputs: int,
+        self, call: Call, listeners: tuple[Hooks, ...], starters: tuple[Hooks, ...], outputs: int, inputs: int
     ) -> None:
         self.call, self.listeners, self.starters = call, listeners, starters
         self.gradients = False

@@ -11,21 +11,84 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .. import lifecycle, settings
-from ..call.description import Descriptions, Tensor, tensors_in
+from ..call.description import Described, Descriptions, Tensor, TensorMeta, tensors_in
 from ..call.devices import names_device
-from ..call.location import call_site
+from ..call.site import call_site
 from ..call.traits import OpTraits, traits_of
-from ..compat import no_torch_function
+from ..compat import (
+    DeviceContext,
+    count_function_modes,
+    function_mode_at,
+    no_torch_function,
+    pop_function_mode,
+    push_function_mode,
+)
 from ..view.console import note
-from . import backward, modes, patches
-from .call import Call, ToolProtocol
+from . import backward, patches
+from .hooks import Hooks
 
 _MAX_PLANS: Final = 20_000
 _UNPLANNED: Final = object()
 _NO_NAMES: Final[dict[str, Any]] = {}
+_NO_TENSORS: Final[list[Tensor]] = []
+_NOTHING: Final = Described((), None, ())
 
 ids = itertools.count(1)
-_thread: Final = modes.thread
+_thread: Final = threading.local()  # `in_backward`: inside `Tensor.backward`
+
+
+class Call:
+    """One call while it happens: what tools get to see in `before` and `after`."""
+
+    __slots__ = (
+        *("__weakref__", "args", "function", "id", "inputs", "kwargs", "location", "notes", "op", "outputs"),
+        *("result", "results", "step", "tensors", "traits"),
+    )
+
+    def __init__(
+        self, traits: OpTraits, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.id = 0
+        self.traits = traits
+        self.op = traits.name
+        self.function = function
+        self.args, self.kwargs = args, kwargs
+        self.result: Any = None
+        self.location = ""
+        self.step = 0
+        self.inputs: Described = _NOTHING
+        self.outputs: Described = _NOTHING
+        self.tensors: list[Tensor] = []  # all among the arguments, in order
+        self.results: list[Tensor] = []  # all in the result, in order
+        self.notes: dict[Any, Any] = {}  # what tools remember between before and after
+
+    def release(self) -> None:
+        """Let go of the user's tensors; the description stays."""
+        self.args, self.kwargs, self.result = (), {}, None
+        self.tensors = self.results = _NO_TENSORS
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the call: that of the first tensor that is not on the CPU, or the one it names."""
+        for tensor in self.tensors:
+            if not tensor.is_cpu:
+                return tensor.device
+        if self.tensors and self.result is None:
+            return self.tensors[0].device
+        seen = False
+        for tensor in itertools.chain(tensors_in(self.args), tensors_in(self.kwargs), tensors_in(self.result)):
+            if not tensor.is_cpu:
+                return tensor.device
+            seen = True
+        for part in self.inputs.args:  # of a call that has let go of its tensors
+            if type(part) is TensorMeta and part.device.type != "cpu":
+                return part.device
+        wanted = self.kwargs.get("device")
+        if wanted is not None and names_device(wanted):
+            return torch.device(wanted)
+        if not seen and self.traits.factory and wanted is None:
+            return torch.get_default_device()
+        return torch.device("cpu")
 
 
 class Plan:
@@ -33,7 +96,7 @@ class Plan:
 
     __slots__ = ("gated", "listeners", "observers", "pointers", "skipped", "tools", "traits", "transforms")
 
-    def __init__(self, traits: OpTraits, tools: list[ToolProtocol], skipped: list[ToolProtocol]) -> None:
+    def __init__(self, traits: OpTraits, tools: list[Hooks], skipped: list[Hooks]) -> None:
         self.traits = traits
         self.observers = tuple(t for t in tools if not t.transforms)
         self.transforms = tuple(t for t in tools if t.transforms)
@@ -56,7 +119,7 @@ class Interceptor(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tools: list[ToolProtocol] = []
+        self.tools: list[Hooks] = []
         self.step = 0
         self.include_cpu = False
         self._plans: dict[Any, Any] = _Inert()
@@ -91,7 +154,7 @@ class Interceptor(TorchFunctionMode):
                 return func(*args, **kwargs)
             finally:
                 _thread.in_backward = outer
-        if not self.include_cpu and not on_device(args, kwargs, traits):
+        if not self.include_cpu and not _is_on_device(args, kwargs, traits):
             return func(*args, **kwargs)
         for tool in plan.skipped:
             tool.view.skip(tool.hook, traits.name)
@@ -180,12 +243,12 @@ class Interceptor(TorchFunctionMode):
 
         def one_unit(*args: Any, **kwargs: Any) -> Any:
             # What the function calls inside is not watched on its own.
-            modes.take_off(self)
+            self.take_off()
             try:
                 return function(*args, **kwargs)
             finally:
                 if self.tools:
-                    modes.put_on(self)
+                    self.put_on()
 
         one_unit.op_tools_function = function  # type: ignore[attr-defined]
         return self.watch(plan, one_unit, args, kwargs)
@@ -203,28 +266,54 @@ class Interceptor(TorchFunctionMode):
                 skipped.append(tool)
         return Plan(traits, tools, skipped) if tools or skipped else None
 
+    # -- the stack of function modes of this thread ---------------------------------------------------
+
+    def is_on(self) -> bool:
+        """Whether this thread is watched (`INTERCEPTOR.is_on()`)."""
+        return any(function_mode_at(i) is self for i in range(count_function_modes()))
+
+    def put_on(self) -> None:
+        """Go below the other modes of this thread (`INTERCEPTOR.put_on()`).
+
+        Their `with` blocks pop the top of the stack and must find themselves there, also when a tool starts inside such
+        a block and stops after it. A DeviceContext insists on being the lowest.
+        """
+        above = [pop_function_mode() for _ in range(count_function_modes())]
+        if above and isinstance(above[-1], DeviceContext):
+            push_function_mode(above.pop())
+        push_function_mode(self)
+        for other in reversed(above):
+            push_function_mode(other)
+
+    def take_off(self) -> None:
+        """Leave this thread's stack, wherever on it this mode is (`INTERCEPTOR.take_off()`)."""
+        above = [pop_function_mode() for _ in range(count_function_modes())]
+        for other in reversed(above):
+            if other is not self:
+                push_function_mode(other)
+
     # -- beginning and end ----------------------------------------------------------------------------
 
-    def add(self, tool: ToolProtocol) -> None:
+    def add(self, tool: Hooks) -> None:
         """Make a tool active on this thread and on threads started from it (`INTERCEPTOR.add(tool)`)."""
         with self._lock:
             if not self.tools:
                 self.include_cpu = settings.flag("OP_TOOLS_INCLUDE_CPU")
                 self._capturing = torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else None
                 self._graph_noted = False
-                self._patches = patches.Installed(self)
+                self._patches = patches.Installed(self, _WatchedEngine)
             self.tools = sorted([*self.tools, tool], key=lambda t: t.order)
             self._plans = {}
-            if not modes.is_on(self):
-                modes.put_on(self)
+            if not self.is_on():
+                self.put_on()
 
-    def remove(self, tool: ToolProtocol) -> None:
+    def remove(self, tool: Hooks) -> None:
         """Take a tool out; the last one switches the interceptor off (`INTERCEPTOR.remove(tool)`)."""
         with self._lock:
             self.tools = [t for t in self.tools if t is not tool]
             self._plans = {} if self.tools else _Inert()
             if not self.tools:
-                modes.take_off(self)
+                self.take_off()
                 if self._patches is not None:
                     self._patches.undo()
                     self._patches = None
@@ -254,7 +343,7 @@ class Interceptor(TorchFunctionMode):
         self._plans = _Inert()
         self.tools = []
         self._patches = None
-        modes.take_off(self)
+        self.take_off()
         patches.undo_all_in_child()
 
 
@@ -262,7 +351,7 @@ def _nothing() -> None:
     """Stands for the function of a call where there is none."""
 
 
-def _run(func: Callable[..., Any], call: Call, transforms: tuple[ToolProtocol, ...], index: int) -> Any:
+def _run(func: Callable[..., Any], call: Call, transforms: tuple[Hooks, ...], index: int) -> Any:
     if index == len(transforms):
         return func(*call.args, **call.kwargs)
     tool = transforms[index]
@@ -277,53 +366,75 @@ def _run(func: Callable[..., Any], call: Call, transforms: tuple[ToolProtocol, .
     return tool.transform(call, inner)
 
 
-def on_device(args: tuple[Any, ...], kwargs: dict[str, Any], traits: OpTraits) -> bool:
+def _is_on_device(args: tuple[Any, ...], kwargs: dict[str, Any], traits: OpTraits) -> bool:
     """Whether a call concerns a device: a tensor on it, or a device argument that names it."""
-    for arg in args:
+    for arg in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(arg, Tensor):
             if not arg.is_cpu:
                 return arg.device.type != "meta"
-        elif type(arg) in _CONTAINERS and _container_on_device(arg):
+        elif type(arg) in _CONTAINERS and _has_member_on_device(arg):
             return True
-    for key, arg in kwargs.items():
-        if isinstance(arg, Tensor):
-            if not arg.is_cpu:
-                return arg.device.type != "meta"
-        elif key == "device":
-            if arg is not None and names_device(arg):
-                return True
-        elif type(arg) in _CONTAINERS and _container_on_device(arg):
-            return True
-    if traits.factory and kwargs.get("device") is None:
+    wanted = kwargs.get("device")
+    if wanted is not None and names_device(wanted):
+        return True
+    if traits.factory and wanted is None:
         return names_device(torch.get_default_device())
     if traits.transfer:
-        last = traits.name.rsplit(".", 1)[-1]
-        return last not in ("to", "cpu") or any(names_device(a) for a in args[1:2])
-    return any(_odd_container_on_device(a) for a in args)
+        return not traits.name.endswith((".to", ".cpu")) or any(names_device(a) for a in args[1:2])
+    others = [a for a in args if type(a) not in _SCALARS and type(a) not in _CONTAINERS and not isinstance(a, Tensor)]
+    return any(not t.is_cpu and t.device.type != "meta" for t in tensors_in(others))
 
 
 _CONTAINERS: Final = frozenset({list, tuple, dict})
 _SCALARS: Final = frozenset({int, float, bool, str, type(None), torch.dtype, torch.Size, torch.device, slice})
 
 
-def _container_on_device(value: Any) -> bool:
+def _has_member_on_device(value: Any) -> bool:
     for member in value.values() if type(value) is dict else value:
         if isinstance(member, Tensor):
             if not member.is_cpu and member.device.type != "meta":
                 return True
-        elif type(member) in _CONTAINERS and _container_on_device(member):
+        elif type(member) in _CONTAINERS and _has_member_on_device(member):
             return True
     return False
 
 
-def _odd_container_on_device(value: Any) -> bool:
-    kind = type(value)
-    if kind in _SCALARS or kind in _CONTAINERS or isinstance(value, Tensor):
-        return False
-    return any(not t.is_cpu and t.device.type != "meta" for t in tensors_in(value))
+class _WatchedEngine:
+    """The autograd engine with the interceptor back on: recomputation and hooks run operators too.
+
+    `Tensor.backward` takes the mode off for as long as it runs. The engine hands the modes of the calling
+    thread on to its own threads, so putting the mode back right around the engine reaches those as well.
+    """
+
+    def __init__(self, engine: Any, interceptor: Interceptor) -> None:
+        self._engine, self._interceptor = engine, interceptor
+        self._lock = threading.Lock()
+        self._passes = 0  # under way, in all threads; passes run inside of others
+        self._graph_is_kept = False  # by one of those that ended since none was under way
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        interceptor = self._interceptor
+        must_put_on = getattr(_thread, "in_backward", False) and not interceptor.is_on()
+        with self._lock:
+            self._passes += 1
+        if must_put_on:
+            interceptor.put_on()
+        try:
+            return self._engine.run_backward(*args, **kwargs)
+        finally:
+            if must_put_on:
+                interceptor.take_off()
+            with self._lock:
+                self._passes -= 1
+                ended = self._passes == 0
+                kept = self._graph_is_kept or (bool(args[2]) if len(args) > 2 else True)
+                self._graph_is_kept = kept and not ended
+            if ended:
+                interceptor.passes_ended(kept)
 
 
 INTERCEPTOR: Final = Interceptor()
 lifecycle.after_fork_in_child(INTERCEPTOR.forked)
-
-__all__ = ["INTERCEPTOR", "Call", "Interceptor", "Plan", "on_device"]

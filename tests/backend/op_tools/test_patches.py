@@ -16,7 +16,7 @@ import torch._dynamo
 
 import ditorch
 import op_tools
-from op_tools.watch import modes, patches
+from op_tools.watch import patches
 from op_tools.watch.intercept import INTERCEPTOR
 
 
@@ -158,7 +158,7 @@ def test_a_forked_child_has_nothing_patched_and_may_start_its_own_tool(device: s
         def check() -> None:
             assert threading.Thread.start is start
             assert patches.listed() == []
-            assert not modes.is_on(INTERCEPTOR)
+            assert not INTERCEPTOR.is_on()
             os.environ["OP_TOOLS_INCLUDE_CPU"] = "1"
             with op_tools.OpObserve() as own:
                 thread = threading.Thread(target=lambda: torch.ones(2).mul(2))

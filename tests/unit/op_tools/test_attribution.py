@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from op_tools.call.module_path import module_path
+from op_tools.call.site import module_path
 from op_tools.compare import choose
 from op_tools.compare.choose import Chooser, kind_of, parse_budget
 from op_tools.compare.teller import Blame, Lineage, report

@@ -17,7 +17,7 @@ SOURCE = '''
 """OpCountNumbers: how many numbers operators return."""
 
 from op_tools.tools.base import Tool
-from op_tools.watch.call import Call
+from op_tools.watch.intercept import Call
 
 
 class OpCountNumbers(Tool):

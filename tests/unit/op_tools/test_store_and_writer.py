@@ -8,6 +8,7 @@ import threading
 import time
 from pathlib import Path
 
+from op_tools import OpObserve
 from op_tools.copies.queue import Writer
 from op_tools.view import store
 from op_tools.view.store import Store, write_csv
@@ -23,6 +24,13 @@ def test_rows_are_readable_while_the_store_is_open() -> None:
         assert other.execute("SELECT count(*) FROM ops").fetchone() == (10,)
     assert records.rows("SELECT max(n) AS top FROM ops") == [{"top": 9}]
     records.close()
+
+
+def test_many_rows_are_added_at_once() -> None:
+    tool = OpObserve()
+    with tool:
+        tool.record_all((n, None, n, b"") for n in range(3))
+    assert [row["step"] for row in tool.records()] == [0, 1, 2]
 
 
 def test_an_idle_run_is_written_without_being_asked() -> None:

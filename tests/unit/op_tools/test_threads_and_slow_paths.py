@@ -22,8 +22,7 @@ from op_tools.tools import fallback, time_measure
 from op_tools.tools.base import Tool
 from op_tools.view import store
 from op_tools.watch import backward_clock, patches
-from op_tools.watch.call import Call
-from op_tools.watch.intercept import INTERCEPTOR
+from op_tools.watch.intercept import INTERCEPTOR, Call
 
 
 @pytest.fixture(autouse=True)

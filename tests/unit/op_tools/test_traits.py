@@ -87,3 +87,14 @@ def _root() -> str:
 @pytest.mark.parametrize("name", ["__rand__", "__ror__", "__rxor__", "__radd__", "__rsub__", "__rmul__", "__rpow__"])
 def test_reflected_operators_are_not_random(name: str) -> None:
     assert not traits_of(getattr(torch.Tensor, name)).random
+
+
+def test_facts_of_the_name_are_kept_on_the_traits() -> None:
+    assert traits_of(torch.Tensor.add_).may_write
+    assert not traits_of(torch.add).may_write
+    assert traits_of(torch._fused_adam_).is_optimizer
+    assert not traits_of(torch.add).is_optimizer
+    assert traits_of(torch.Tensor.cuda).differs_on_cpu
+    assert not traits_of(torch.add).differs_on_cpu
+    assert traits_of(torch.linalg.svd).facts.free_vectors
+    assert traits_of(torch.nn.functional.linear).facts.autocast_low

@@ -1,15 +1,18 @@
-"""Where in the user's code a call was made, at the price of a few frame hops and a dict lookup."""
+"""Where a call was made: the line in the user's code, and the path in the model, both read off the stack."""
 
 from __future__ import annotations
 
 import linecache
 import os
 import sys
+import weakref
 from types import CodeType, FrameType
 from typing import Final
 
 import torch
 import typing_extensions
+
+from ..compat import MODULE_CALL
 
 _HERE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH: Final = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -22,7 +25,8 @@ _INTERNAL_FILES: Final = (  # wrappers around functions: decorators, threads, de
 )
 _INTERNAL: Final = (_TORCH, _HERE, _DITORCH, "<frozen", "<ditorch", *_INTERNAL_FILES)
 _REPLAY: Final = os.path.join(_HERE, "replay", "captured.py")
-_MAX_FRAMES: Final = 64
+_MAX_FRAMES: Final = 64  # below a call, until one of the user's
+_MAX_MODULE_FRAMES: Final = 256
 _MAX_KNOWN: Final = 50_000  # code made by exec in a loop must not pile up
 
 _is_user_code: dict[CodeType, bool] = {}
@@ -65,3 +69,37 @@ def _text(code: CodeType, line: int) -> str:
         source = linecache.getline(code.co_filename, line).strip()
         text = _texts[key] = f"{code.co_filename}:{line} {code.co_name}: {source}"
     return text
+
+
+# of each outermost module: the ids of those in it; the id of one that is gone may come again
+_Names = dict[int, "tuple[weakref.ref[torch.nn.Module], str]"]
+_names: weakref.WeakKeyDictionary[torch.nn.Module, _Names] = weakref.WeakKeyDictionary()
+
+
+def module_path(depth: int = 1) -> str:
+    """Path of the innermost module that is being called, from the outermost one (`module_path()`).
+
+    Empty where no module is being called; the class where the outermost module itself makes the call.
+    """
+    frame: FrameType | None = sys._getframe(depth)
+    innermost = outermost = None
+    for _ in range(_MAX_MODULE_FRAMES):
+        if frame is None:
+            break
+        if frame.f_code is MODULE_CALL:
+            outermost = frame.f_locals.get("self")
+            if innermost is None:
+                innermost = outermost
+        frame = frame.f_back
+    if innermost is None or outermost is None:
+        return ""
+    return _name(outermost, innermost) or type(innermost).__name__
+
+
+def _name(root: torch.nn.Module, module: torch.nn.Module) -> str:
+    known = _names.get(root)
+    found = None if known is None else known.get(id(module))
+    if found is None or found[0]() is not module:
+        known = _names[root] = {id(m): (weakref.ref(m), name) for name, m in root.named_modules()}
+        found = known.setdefault(id(module), (weakref.ref(module), f"({type(module).__name__})"))  # made on the fly
+    return found[1]

@@ -1,0 +1,78 @@
+"""What the interceptor asks of a tool, with the answers of a tool that does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..call.description import Tensor
+from ..call.traits import OpTraits
+from ..view.console import View
+
+if TYPE_CHECKING:
+    from .intercept import Call
+
+
+class Hooks:
+    """What happens around each call; `op_tools.tools.base.Tool` has these hooks, and tools override them."""
+
+    name: ClassVar[str] = "Tool"
+    order: ClassVar[int] = 50  # lower ones see the call first and the result last
+    transforms: ClassVar[bool] = False  # replaces how the operator runs, instead of watching it
+    wants_backward: bool = False
+    wants_backward_start: bool = False
+    wants_pointers: ClassVar[bool] = True  # looks at the addresses of tensors; with a full console all do
+    view: View
+
+    @property
+    def hook(self) -> str:
+        """The tool's name in apply and skip lines."""
+        return f"{self.name}Hook"
+
+    @property
+    def gated(self) -> bool:
+        """Whether each call must be asked about, besides its operator."""
+        return False
+
+    @property
+    def names_skips(self) -> bool:
+        """Whether operators that are left alone are named on the console."""
+        return False
+
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether `after_backward` looks at the gradients; where no tool does, its lists are empty."""
+        return True
+
+    def wants(self, traits: OpTraits) -> bool:
+        """Whether the tool works on an operator at all; asked once per function."""
+        return True
+
+    def accepts(self, call: Call) -> bool:
+        """Whether the tool works on this very call; asked only of gated tools."""
+        return True
+
+    def before(self, call: Call) -> None:
+        """The operator is about to run."""
+
+    def transform(self, call: Call, run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Any:
+        """Run the operator in another way."""
+        return run(call.args, call.kwargs)
+
+    def after(self, call: Call) -> None:
+        """The operator has run; `call.result` is what it returned."""
+
+    def before_node(self, call: Call, node: int) -> Any:
+        """A backward node of the call is about to run; `after_node` gets what this returns."""
+
+    def after_node(self, call: Call, started: Any) -> None:
+        """A backward node of the call has run; not called where `before_node` returned None."""
+
+    def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
+        """The backward pass of the call is complete."""
+
+    def after_passes(self, graph_is_kept: bool) -> None:
+        """Backward passes have ended and none is under way, whichever calls they were of."""
+
+    def failed(self, call: Call, error: BaseException, what: str = "the tool failed on this operator") -> None:
+        """The tool raised an error; the training goes on."""
