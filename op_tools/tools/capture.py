@@ -45,7 +45,6 @@ class OpCapture(Tool):
     feature = "op_capture"
     order = 40
     wants_backward = True
-    wants_pointers = False
     columns: ClassVar[dict[str, str]] = {
         "call_id": "INTEGER",
         "site": "INTEGER",
@@ -53,6 +52,7 @@ class OpCapture(Tool):
         "path": "TEXT",
         "bytes": "INTEGER",
     }
+    wants_pointers = False
     writer: Writer
 
     def prepare(self) -> None:

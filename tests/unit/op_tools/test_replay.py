@@ -614,10 +614,13 @@ def test_full_output_has_the_documented_tables(
     assert "op elasped info saved to " in text
 
 
-def test_console_off_says_nothing_but_errors(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OP_TOOLS_CONSOLE", "off")
+
+
+@pytest.mark.usefixtures("silent")
+def test_console_off_says_nothing_but_errors(capsys: pytest.CaptureFixture[str]) -> None:
     some_captures(2)
     Path("tree/torch.Tensor.exp/77/2/t/input.pth").write_bytes(b"broken")
     assert cli.run_from_data(["tree", "--acc_check", "--device", "cpu"]) == 1
