@@ -156,13 +156,9 @@ def run_replay(given: argparse.Namespace) -> int:
             named = ", ".join(str(f) for f in given.folder)
             raise settings.SettingsError(f"{named}: no capture (input.pth) under it")
         return _replay_folders(folders, options, given)
-    except (ValueError, _DeviceError) as error:  # a mistake of the user's, told in one line
+    except ValueError as error:  # a mistake of the user's, told in one line
         print(error, file=sys.stderr)
         return 2
-
-
-class _DeviceError(Exception):
-    """The device that was asked for is not there."""
 
 
 def _check_usage(given: argparse.Namespace, dtype: Any) -> None:
@@ -179,6 +175,7 @@ def _check_usage(given: argparse.Namespace, dtype: Any) -> None:
 
 
 def _replay_folders(folders: Sequence[Path], options: Options, given: argparse.Namespace) -> int:
+    from .judge import verdict
     from .replay.pool import activate, replay_all
     from .replay.report import Report, with_progress
 
@@ -186,7 +183,7 @@ def _replay_folders(folders: Sequence[Path], options: Options, given: argparse.N
     report.framework(activate(options.device))
     _check_device(options.device)
     if options.acc_check:
-        _check_rules()
+        verdict.Rules.from_environment()  # mistakes in the variables that decide are errors now, not in each capture
     try:
         for outcome in with_progress(replay_all(folders, options, given.jobs), len(folders)):
             report.add(outcome)
@@ -210,14 +207,7 @@ def _check_device(name: str | None) -> None:
         torch.empty(1, device=torch.device(name))
     except (RuntimeError, AssertionError, ImportError, AttributeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise _DeviceError(f"--device {name}: not usable on this machine ({first})") from None
-
-
-def _check_rules() -> None:
-    """Mistakes in the variables that decide are errors now, not in each capture."""
-    from .judge import verdict
-
-    verdict.Rules.from_environment()
+        raise settings.SettingsError(f"--device {name}: not usable on this machine ({first})") from None
 
 
 def show_records(file: Path) -> int:

@@ -59,8 +59,8 @@ class Verdict:
     detail: str
 
 
-def read_run(path: Path) -> Curve:
-    """The losses of a run.
+def read_run(path: Path, printed: bool = False) -> Curve:
+    """The losses of a run; `printed`: as it printed them, even if it recorded each step.
 
     >>> read_run(Path("output/enwik8"))  # doctest: +SKIP
     """
@@ -81,13 +81,13 @@ def read_run(path: Path) -> Curve:
     with_loss = [r for r in records if "total_loss" in r and "iteration" in r]
     if not with_loss:
         raise LosscmpError(f"{path}: its records hold no iteration and total_loss")
-    raw = [
+    each_step = [
         (int(r["iteration"]) - len(r["losses"]) + 1 + i, float(x))
         for r in with_loss
         for i, x in enumerate(r.get("losses") or [])
     ]
-    if raw:
-        return replace(_curve(name, raw, every_step=True), dtype=_precision_of(path.parent))
+    if each_step and not printed:
+        return replace(_curve(name, each_step, every_step=True), dtype=_precision_of(path.parent))
     return _curve(name, [(int(r["iteration"]), float(r["total_loss"])) for r in with_loss], every_step=False)
 
 
@@ -124,18 +124,6 @@ def _curve(name: str, pairs: list[tuple[int, float]], every_step: bool) -> Curve
     return Curve(name, steps, np.array([last[s] for s in steps.tolist()]), every_step)
 
 
-def printed(path: Path) -> Curve:
-    """The losses of a run as it printed them, also where it recorded each step."""
-    if path.is_dir():
-        path = path / "metrics.json"
-    text = path.read_text(encoding="utf-8", errors="replace")
-    records = _json_records(text)
-    if records is None:
-        return read_run(path)
-    pairs = [(int(r["iteration"]), float(r["total_loss"])) for r in records if "total_loss" in r]
-    return _curve(read_run(path).name, pairs, every_step=False)
-
-
 def compare(
     a: Curve,
     b: Curve,
@@ -167,7 +155,7 @@ def compare(
     pair = _Pair(common, x, y, min(width, len(common)), sigmas)
     largest = float(np.abs(gap / np.maximum(np.abs(x), 1e-12)).max())
     facts = (pair.paired, largest, len(common))
-    dtype = dtype or (_coarser(a.dtype, b.dtype) if a.dtype and b.dtype else "")
+    dtype = dtype or (max(a.dtype, b.dtype, key=_UNITS.__getitem__) if a.dtype and b.dtype else "")
     level, bound = pair.level(), _ROUNDINGS * _UNITS[dtype] if dtype else math.inf
     coarse = pair.paired and level > max(bound, _resolution(x), _resolution(y))
     rounding = f"differences of {level:.1g} in the first {pair.width} iterations, "
@@ -193,6 +181,14 @@ def compare(
     return Verdict("noise", None, *facts, "different data, the averages agree")
 
 
+_WORDS: Final = {
+    "identical": "is identical to",
+    "rounding": "agrees to rounding with",
+    "noise": "agrees within noise with",
+    "diverges": "DIVERGES from",
+    "scatters": "SCATTERS unlike",
+    "coarse": "DIFFERS BEYOND ROUNDING from",
+}
 APART: Final = frozenset({"diverges", "scatters", "coarse"})
 _UNITS: Final = {"float32": 2.0**-24, "tf32": 2.0**-11, "float16": 2.0**-11, "bfloat16": 2.0**-8, "float8": 2.0**-3}
 _NAMES: Final = {  # the coarsest first
@@ -201,11 +197,8 @@ _NAMES: Final = {  # the coarsest first
     "float16": {"float16", "fp16"},
     "tf32": {"tf32"},
 }
+_MAX_JUMP: Final = 3.0  # scatters; what a single step can count at most
 _ROUNDINGS: Final = 16  # a loss is an average: where each operator rounds once, the losses differ by far less than one
-
-
-def _coarser(left: str, right: str) -> str:
-    return max(left, right, key=lambda name: _UNITS[name])
 
 
 def _resolution(losses: np.ndarray) -> float:
@@ -280,8 +273,8 @@ class _Pair:
 
     def _first(self, series: np.ndarray, scatter: np.ndarray, tolerance: float) -> _Shift | None:
         """The stretch that shows first that a series is not around zero; jumps of single steps count little."""
-        units = np.clip(series / scatter, -_MOST, _MOST)
-        memory = self._memory(units, np.clip(np.diff(series) / scatter[1:], -2 * _MOST, 2 * _MOST))
+        units = np.clip(series / scatter, -_MAX_JUMP, _MAX_JUMP)
+        memory = self._memory(units, np.clip(np.diff(series) / scatter[1:], -2 * _MAX_JUMP, 2 * _MAX_JUMP))
         total = np.concatenate([[0.0], np.cumsum(units)])
         found: list[tuple[int, int, float]] = []
         length = self.width
@@ -323,9 +316,6 @@ class _Pair:
     def _begin(units: np.ndarray) -> int:
         """The step after which the sum of what is above half the mean only grows."""
         return int(np.argmin(np.concatenate([[0.0], np.cumsum(units - units.mean() / 2)])[:-1]))
-
-
-_MOST: Final = 3.0
 
 
 def _running_mean(x: np.ndarray, width: int) -> np.ndarray:
@@ -393,10 +383,7 @@ def draw(curves: Sequence[Curve], image: Path) -> None:
 
 def side_by_side(curves: Sequence[Curve], rows: int = 20) -> list[list[str]]:
     """Iterations that all runs have, at most ``rows`` of them, with the loss of each run."""
-    common = set(curves[0].steps.tolist())
-    for curve in curves[1:]:
-        common &= set(curve.steps.tolist())
-    steps = sorted(common)
+    steps = sorted(set.intersection(*(set(curve.steps.tolist()) for curve in curves)))
     if len(steps) > rows:
         steps = [steps[round(i * (len(steps) - 1) / (rows - 1))] for i in range(rows)]
     found = [dict(zip(c.steps.tolist(), c.losses.tolist())) for c in curves]
@@ -428,8 +415,11 @@ def _report(options: argparse.Namespace) -> int:
         raise LosscmpError("one run alone has nothing to be compared with: give at least two")
     curves = [read_run(path) for path in options.runs]
     if any(not curve.every_step for curve in curves):
-        curves = [printed(path) for path in options.runs]  # a printed loss is a median: compare like with like
-    names = _distinct([curve.name for curve in curves], options.runs)
+        curves = [
+            read_run(path, printed=True) for path in options.runs
+        ]  # a printed loss is a median: compare like with like
+    names = [curve.name for curve in curves]
+    names = [name if names.count(name) == 1 else str(path) for name, path in zip(names, options.runs)]
     curves = [replace(curve, name=name) for name, curve in zip(names, curves)]
     table = side_by_side(curves, options.rows)
     widths = [max(len(row[i]) for row in [["iteration", *names], *table]) for i in range(len(names) + 1)]
@@ -440,16 +430,8 @@ def _report(options: argparse.Namespace) -> int:
     for curve in curves[1:]:
         verdict = compare(curves[0], curve, options.window, options.sigmas, options.tolerance, options.dtype)
         where = f" at iteration {verdict.step}" if verdict.step is not None else ""
-        words = {
-            "identical": "is identical to",
-            "rounding": "agrees to rounding with",
-            "noise": "agrees within noise with",
-            "diverges": "DIVERGES from",
-            "scatters": "SCATTERS unlike",
-            "coarse": "DIFFERS BEYOND ROUNDING from",
-        }
         console.emit(
-            f"{curve.name} {words[verdict.kind]} {curves[0].name}{where}: {verdict.detail} "
+            f"{curve.name} {_WORDS[verdict.kind]} {curves[0].name}{where}: {verdict.detail} "
             f"({verdict.points} iterations, largest difference {verdict.largest:.2%})"
         )
         status |= verdict.kind in APART
@@ -457,10 +439,6 @@ def _report(options: argparse.Namespace) -> int:
         draw(curves, options.plot)
         console.emit(f"drawn in {options.plot}")
     return int(status)
-
-
-def _distinct(names: list[str], paths: Sequence[Path]) -> list[str]:
-    return [name if names.count(name) == 1 else str(path) for name, path in zip(names, paths)]
 
 
 if __name__ == "__main__":

@@ -140,21 +140,15 @@ def split_list(text: str) -> list[str]:
     >>> split_list("torch.add, torch.sub{1,2}")
     ['torch.add', 'torch.sub{1,2}']
     """
-    entries, depth, current = [], 0, ""
-    previous = ""
+    entries, depth, previous = [""], 0, ""
     for char in text:
         if previous != "\\":
-            if char in "([{":
-                depth += 1
-            elif char in ")]}":
-                depth = max(0, depth - 1)
+            depth = max(0, depth + (char in "([{") - (char in ")]}"))
         if char == "," and depth == 0:
-            entries.append(current)
-            current = ""
+            entries.append("")
         else:
-            current += char
+            entries[-1] += char
         previous = char
-    entries.append(current)
     return [e.strip() for e in entries if e.strip()]
 
 
@@ -191,16 +185,12 @@ class OpFilter:
     def matches(self, name: str) -> bool:
         """Whether the tool applies to the operator of this name (`f.matches("torch.Tensor.add")`)."""
         self._seen.add(name)
-        wanted = not self.include
-        for pattern in self.include:
-            if pattern.pattern == name or pattern.fullmatch(name):
-                self._used.add(pattern.pattern)
-                wanted = True
-        for pattern in self.exclude:
-            if pattern.pattern == name or pattern.fullmatch(name):
-                self._used.add(pattern.pattern)
-                return False
-        return wanted
+        included, excluded = (
+            {p.pattern for p in patterns if p.pattern == name or p.fullmatch(name)}
+            for patterns in (self.include, self.exclude)
+        )
+        self._used |= included | excluded
+        return bool(included or not self.include) and not excluded
 
     def unused(self) -> list[str]:
         """One line for each pattern that matched nothing, with the nearest names that were seen."""
@@ -220,12 +210,9 @@ def near_misses(pattern: str, names: Iterable[str]) -> list[str]:
     candidates = sorted(names)
     last = pattern.rsplit(".", 1)[-1].strip("\\$^*+?").lower()
     near = difflib.get_close_matches(pattern, candidates, n=3, cutoff=0.75)
-    for name in candidates:
-        if len(near) >= 3:
-            break
-        if last and name.rsplit(".", 1)[-1].strip("_").lower() == last.strip("_") and name not in near:
-            near.append(name)
-    return near
+    if last:
+        near += [n for n in candidates if n.rsplit(".", 1)[-1].strip("_").lower() == last.strip("_") and n not in near]
+    return near[:3]
 
 
 def _names(ops: Iterable[str] | str) -> list[str]:
@@ -263,9 +250,7 @@ def parse_dtype_map(text: str, source: str) -> dict[torch.dtype, torch.dtype]:
     {torch.float16: torch.float32}
     """
     mapping: dict[torch.dtype, torch.dtype] = {}
-    for entry in text.split(","):
-        if not entry.strip():
-            continue
+    for entry in filter(str.strip, text.split(",")):
         sides = entry.split("->")
         if len(sides) != 2:
             raise SettingsError(

@@ -48,30 +48,25 @@ def _dot(low: torch.dtype, a: torch.Tensor, b: torch.Tensor, *_: Any) -> torch.T
     return _sum(a.float() * b.float(), 0, low)
 
 
-def _addmm(
-    low: torch.dtype,
-    bias: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    beta: float = 1,
-    alpha: float = 1,
-    *_: Any,
-) -> torch.Tensor:
-    product = _matmul(a, b, low) * alpha
-    return product if beta == 0 else product + bias.float() * beta
+def _plus(product: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A product that is added to a bias."""
+
+    def added(
+        low: torch.dtype,
+        bias: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        beta: float = 1,
+        alpha: float = 1,
+        *_: Any,
+    ) -> torch.Tensor:
+        scaled = product(low, a, b) * alpha
+        return scaled if beta == 0 else scaled + bias.float() * beta
+
+    return added
 
 
-def _addmv(
-    low: torch.dtype,
-    bias: torch.Tensor,
-    a: torch.Tensor,
-    v: torch.Tensor,
-    beta: float = 1,
-    alpha: float = 1,
-    *_: Any,
-) -> torch.Tensor:
-    product = _mv(low, a, v) * alpha
-    return product if beta == 0 else product + bias.float() * beta
+_addmm, _addmv = _plus(_mm), _plus(_mv)
 
 
 def _sum_dims(

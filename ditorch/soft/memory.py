@@ -10,24 +10,6 @@ import torch
 
 from . import native
 
-__all__ = [
-    "empty_cache",
-    "max_memory_allocated",
-    "max_memory_reserved",
-    "mem_get_info",
-    "memory_allocated",
-    "memory_reserved",
-    "memory_snapshot",
-    "memory_stats",
-    "memory_summary",
-    "parse_bytes",
-    "reset_accumulated_memory_stats",
-    "reset_max_memory_allocated",
-    "reset_peak_memory_stats",
-    "set_memory_limit",
-    "set_per_process_memory_fraction",
-]
-
 Device = torch.device | str | int | None
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 

@@ -99,6 +99,14 @@ def event_class(device_type: str) -> Any:
     return None
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What autocast computes in here, None where it is off (`autocast_dtype("cuda")`)."""
+    try:
+        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    except (RuntimeError, TypeError):  # a device that autocast does not know
+        return None
+
+
 def get_rng_state(device: torch.device) -> torch.Tensor | None:
     """State of the device's default generator, or None where it has none (`get_rng_state(x.device)`)."""
     try:

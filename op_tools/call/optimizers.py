@@ -33,6 +33,28 @@ def steps_of(name: str) -> Callable[..., list[Update]] | None:
     return None if facts is None else facts.optimizer
 
 
+def _scaled(steps: Callable[..., list[Update]]) -> Callable[..., list[Update]]:
+    """The same steps after what a gradient scaler asks for."""
+
+    def scaled(
+        parameters: list[Tensor],
+        grads: list[Tensor],
+        *state: Any,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        **options: Any,
+    ) -> list[Update]:
+        if found_inf is not None and float(found_inf) == 1:
+            return []
+        if grad_scale is not None:
+            for grad in grads:
+                grad.copy_(grad / float(grad_scale))  # stored, too
+        return steps(parameters, grads, *state, **options)
+
+    return scaled
+
+
+@_scaled
 def _adam(
     parameters: list[Tensor],
     grads: list[Tensor],
@@ -48,20 +70,16 @@ def _adam(
     eps: float,
     amsgrad: bool,
     maximize: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
     decoupled: bool = False,
     number: Number = float,
 ) -> list[Update]:
-    if _skipped(found_inf):
-        return []
     updates = []
     lr = float(lr)
     of_average, of_square = number(beta1), number(beta2)
     in_lr, in_divisor = number(beta1), number(beta2)
     for i, parameter in enumerate(parameters):
         value, step = parameter, float(state_steps[i])
-        grad = _gradient(grads[i], grad_scale, maximize, value, 0.0 if decoupled else weight_decay)
+        grad = _gradient(grads[i], maximize, value, 0.0 if decoupled else weight_decay)
         if weight_decay and decoupled:
             value = value - value * (lr * weight_decay)
         average = averages[i] * of_average + grad * (1 - of_average)
@@ -80,6 +98,7 @@ def _adamw(*args: Any, **kwargs: Any) -> list[Update]:
     return _adam(*args, **kwargs, decoupled=True)
 
 
+@_scaled
 def _sgd(
     parameters: list[Tensor],
     grads: list[Tensor],
@@ -92,16 +111,12 @@ def _sgd(
     nesterov: bool,
     maximize: bool,
     is_first_step: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
     number: Number = float,
 ) -> list[Update]:
-    if _skipped(found_inf):
-        return []
     updates = []
     momentum, dampening = number(momentum), number(dampening)
     for i, parameter in enumerate(parameters):
-        grad = _gradient(grads[i], grad_scale, maximize, parameter, weight_decay)
+        grad = _gradient(grads[i], maximize, parameter, weight_decay)
         if momentum:
             buffer = grad if is_first_step else buffers[i] * momentum + grad * (1 - dampening)
             buffers[i].copy_(buffer)
@@ -110,6 +125,7 @@ def _sgd(
     return updates
 
 
+@_scaled
 def _adagrad(
     parameters: list[Tensor],
     grads: list[Tensor],
@@ -121,15 +137,11 @@ def _adagrad(
     weight_decay: float,
     eps: float,
     maximize: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
     number: Number = float,
 ) -> list[Update]:
-    if _skipped(found_inf):
-        return []
     updates = []
     for i, parameter in enumerate(parameters):
-        grad = _gradient(grads[i], grad_scale, maximize, parameter, weight_decay)
+        grad = _gradient(grads[i], maximize, parameter, weight_decay)
         total = sums[i] + grad * grad
         sums[i].copy_(total)
         rate = float(lr) / (1 + (float(state_steps[i]) - 1) * number(lr_decay))
@@ -137,13 +149,7 @@ def _adagrad(
     return updates
 
 
-def _skipped(found_inf: Tensor | None) -> bool:
-    return found_inf is not None and float(found_inf) == 1
-
-
-def _gradient(grad: Tensor, scale: Tensor | None, maximize: bool, parameter: Tensor, weight_decay: float) -> Tensor:
-    if scale is not None:
-        grad.copy_(grad / float(scale))  # stored, too
+def _gradient(grad: Tensor, maximize: bool, parameter: Tensor, weight_decay: float) -> Tensor:
     grad = -grad if maximize else grad
     return grad + parameter * weight_decay if weight_decay else grad
 

@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch._decomp import decomposition_table as decomposition_table
 from torch._ops import OpOverloadPacket as OpOverloadPacket
-from torch._utils import _rebuild_tensor_v2, _rebuild_tensor_v3
 from torch.storage import _dtype_to_storage_type_map
 from torch.utils._device import DeviceContext as DeviceContext
 from torch.utils._device import _device_constructors
@@ -104,8 +103,6 @@ def without_saved_tensor_hooks() -> Iterator[None]:
 
 conj_view: Final = torch._conj
 neg_view: Final = torch._neg_view
-rebuild_tensor_v2: Final = _rebuild_tensor_v2  # in files, under PyTorch's name: readable as long as torch.load knows it
-rebuild_tensor_v3: Final = _rebuild_tensor_v3
 storage_class_names: Final = _dtype_to_storage_type_map
 aten_operator_names: Final = torch._C._dispatch_get_all_op_names  # "aten::add.Tensor", and those of other libraries
 autograd_nodes: Final = torch._C._functions  # the classes of the nodes that PyTorch defines in C++

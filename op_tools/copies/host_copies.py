@@ -52,7 +52,7 @@ class HostCopies:
     def get(self, tensor: Tensor) -> Tensor | None:
         """The copy of a tensor, or its part of another one's; None where there is none of its present version."""
         kept = self._kept.get(id(tensor))
-        if kept is not None and kept() is tensor and kept.version == _version(tensor):
+        if kept is not None and kept() is tensor and kept.version == version_of(tensor):
             return kept.copy
         return self._part(tensor) if self._keep else None
 
@@ -194,7 +194,8 @@ def _is_whole(tensor: Tensor, copy: Tensor) -> bool:
     return copy.layout == torch.strided and copy.stride() == tensor.stride() and is_dense(tensor)
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to; inference tensors do not count (`version_of(x)`)."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -207,26 +208,33 @@ def wait_for_copies(device: torch.device) -> None:
 def _to_host(tensor: Tensor) -> Tensor:
     """A CPU copy of the same layout; on devices with pinned memory it is complete after a sync."""
     data = tensor.detach()
-    conjugated, negated = data.is_conj(), data.is_neg()
     if data.layout != torch.strided:
         return data.cpu()
-    if data.is_contiguous() and not conjugated and not negated:
-        pin = can_pin(data.device.type)
+    pin = can_pin(data.device.type)
+    if data.is_contiguous() and not data.is_conj() and not data.is_neg():
         copy = torch.empty(data.shape, dtype=data.dtype, pin_memory=pin)
         if copy.stride() == data.stride():
             return copy.copy_(data, non_blocking=pin)
-    first, last = span_of(data)
-    size = data.element_size()
-    flat = torch.empty(0, dtype=torch.uint8, device=data.device)
-    flat.set_(data.untyped_storage(), first * size, ((last - first) * size,), (1,))
-    pin = can_pin(data.device.type)
+    flat = _bytes_of(data)
     host = torch.empty(flat.shape, dtype=torch.uint8, pin_memory=pin)
-    host.copy_(flat, non_blocking=pin)
-    copy = torch.empty(0, dtype=data.dtype)
-    copy.set_(host.untyped_storage(), 0, data.shape, data.stride())
-    if conjugated:
-        copy = conj_view(copy)
-    return neg_view(copy) if negated else copy
+    return _laid_out(host.copy_(flat, non_blocking=pin), data)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The memory between a tensor's first element and its last, gaps included."""
+    first, last = span_of(tensor)
+    size = tensor.element_size()
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return flat.set_(tensor.untyped_storage(), first * size, ((last - first) * size,), (1,))
+
+
+def _laid_out(flat: Tensor, like: Tensor) -> Tensor:
+    """What a copy of the bytes of a tensor is as a tensor."""
+    made = torch.empty(0, dtype=like.dtype, device=flat.device)
+    made.set_(flat.untyped_storage(), 0, like.shape, like.stride())
+    if like.is_conj():
+        made = conj_view(made)
+    return neg_view(made) if like.is_neg() else made
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -235,23 +243,11 @@ def _to_device(tensor: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         return tensor.to(device), tensor
     if not can_pin(device.type) or tensor.nbytes <= _MIN_PINNED_BYTES or tensor.is_pinned():
         moved = tensor.to(device, non_blocking=device.type in READS_AT_ONCE)
-        return (moved if moved.stride() == tensor.stride() else _bytes_to_device(tensor, device)), tensor
+        # a result with gaps or overlaps in its memory keeps them
+        return (moved if moved.stride() == tensor.stride() else _laid_out(_bytes_of(tensor).to(device), tensor)), tensor
     pinned = torch.empty_like(tensor, pin_memory=True)
     if pinned.stride() != tensor.stride():
-        return _bytes_to_device(tensor, device), tensor
+        return _laid_out(_bytes_of(tensor).to(device), tensor), tensor
     # The pinned copy is the one to keep: the memory of the result is free at once for the next one, and warm.
     pinned.copy_(tensor)
     return pinned.to(device, non_blocking=True), pinned
-
-
-def _bytes_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A result with gaps or overlaps in its memory keeps them."""
-    first, last = span_of(tensor)
-    size = tensor.element_size()
-    flat = torch.empty(0, dtype=torch.uint8)
-    flat.set_(tensor.untyped_storage(), first * size, ((last - first) * size,), (1,))
-    moved = torch.empty(0, dtype=tensor.dtype, device=device)
-    moved.set_(flat.to(device).untyped_storage(), 0, tensor.shape, tensor.stride())
-    if tensor.is_conj():
-        moved = conj_view(moved)
-    return neg_view(moved) if tensor.is_neg() else moved

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-import io
 import os
-import pickle
 import struct
 import sys
 import zlib
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -17,7 +14,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ..call.description import Tensor, children, tensors_in
-from ..compat import rebuild_tensor_v2, rebuild_tensor_v3, storage_class_names
+from ..compat import storage_class_names
 from ..copies.operands import Opaque, Ref
 
 FORMAT: Final = 1
@@ -106,23 +103,9 @@ def decode(value: Any) -> Any:
     tag = value.get(_TAG)
     if tag is None:
         return {k: decode(v) for k, v in value.items()}
-    if tag in ("dtype", "constant"):
-        return _CONSTANTS[value["value"]]
-    if tag == "size":
-        return torch.Size(value["value"])
-    if tag == "device":
-        return torch.device(value["value"])
-    if tag == "ellipsis":
-        return Ellipsis
-    if tag == "slice":
-        return slice(*(decode(v) for v in value["value"]))
-    if tag == "range":
-        return range(*value["value"])
-    if tag == "group":
-        return _decode_group(value)
-    if tag == "opaque":
-        return _Unknown(str(value.get("type")), str(value.get("text")))
-    raise ArchiveError(f"unknown kind of value {tag!r}; it was written by a newer version")
+    if tag not in _DECODERS:
+        raise ArchiveError(f"unknown kind of value {tag!r}; it was written by a newer version")
+    return _DECODERS[tag](value)
 
 
 def _decode_group(value: Mapping[str, Any]) -> Any:
@@ -137,6 +120,19 @@ def _decode_group(value: Mapping[str, Any]) -> Any:
     return tuple(members)
 
 
+_DECODERS: Final[dict[str, Callable[[Mapping[str, Any]], Any]]] = {
+    "dtype": lambda v: _CONSTANTS[v["value"]],
+    "constant": lambda v: _CONSTANTS[v["value"]],
+    "size": lambda v: torch.Size(v["value"]),
+    "device": lambda v: torch.device(v["value"]),
+    "ellipsis": lambda v: Ellipsis,
+    "slice": lambda v: slice(*decode(v["value"])),
+    "range": lambda v: range(*v["value"]),
+    "group": _decode_group,
+    "opaque": lambda v: _Unknown(str(v.get("type")), str(v.get("text"))),
+}
+
+
 def unknown_in(value: Any) -> list[str]:
     """Types of arguments whose values were not captured (`unknown_in(args) == []`)."""
     if isinstance(value, _Unknown):
@@ -147,64 +143,14 @@ def unknown_in(value: Any) -> list[str]:
     return [kind for member in (parts[1] if parts else []) for kind in unknown_in(member)]
 
 
-class _Storage:
-    """Stands for a storage in a pickle: a reference to a record of the archive."""
-
-    __slots__ = ("dtype", "identity")
-
-    def __init__(self, index: int, nbytes: int, dtype: torch.dtype) -> None:
-        kind, size = storage_kinds().get(dtype), dtype.itemsize
-        self.dtype: torch.dtype | None
-        self.identity: tuple[Any, ...]
-        if kind is not None and nbytes % size == 0:
-            self.dtype = dtype
-            self.identity = ("storage", getattr(torch, kind), str(index), "cpu", nbytes // size)
-        else:
-            self.dtype = None
-            self.identity = ("storage", torch.UntypedStorage, str(index), "cpu", nbytes)
-
-
 @functools.cache
 def storage_kinds() -> dict[torch.dtype, str]:
     """The storage class that a file names for each dtype (`storage_kinds()[torch.float32] == "FloatStorage"`)."""
     return {d: n for d, n in storage_class_names().items() if hasattr(torch, n)}
 
 
-class _Pickler(pickle.Pickler):
-    """Pickles tensors as `torch.load` expects them, without leaving the C pickler for anything else."""
-
-    def __init__(self, stream: io.BytesIO) -> None:
-        super().__init__(stream, protocol=2)
-        self.storages: list[torch.UntypedStorage] = []
-        self._known: dict[int, _Storage] = {}
-        self._names: OrderedDict[str, Any] = OrderedDict()
-
-    def persistent_id(self, value: Any) -> Any:
-        return value.identity if type(value) is _Storage else None
-
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return NotImplemented
-        storage = value.untyped_storage()
-        known = self._known.get(storage._cdata)
-        if known is None:
-            known = self._known[storage._cdata] = _Storage(len(self.storages), storage.nbytes(), value.dtype)
-            self.storages.append(storage)
-        facts: dict[str, bool] = {}
-        if value.is_conj():
-            facts["conj"] = True
-        if value.is_neg():
-            facts["neg"] = True
-        geometry = (value.storage_offset(), tuple(value.shape), value.stride())
-        extra = (facts,) if facts else ()
-        if known.dtype == value.dtype:
-            return rebuild_tensor_v2, (known, *geometry, value.requires_grad, self._names, *extra)
-        # a storage seen through a second dtype, or a dtype without a storage class of its own
-        return rebuild_tensor_v3, (known, *geometry, False, self._names, value.dtype, *extra)
-
-
 class NotPlain(Exception):
-    """A value that `fragment` cannot write; `save` can."""
+    """Not of the plain form: `torch.save` writes it; `torch.load` reads it, or says what is wrong with it."""
 
 
 def fragment(value: Any, sizes: Sequence[int] = ()) -> bytes:
@@ -239,6 +185,14 @@ def _put(value: Any, sizes: Sequence[int], dtypes: dict[int, torch.dtype], out: 
             out(b"\x8a" + bytes([len(number)]) + number)
     elif kind is float:
         out(b"G" + struct.pack(">d", value))
+    elif kind is complex:
+        out(
+            b"c__builtin__\ncomplex\nG"
+            + struct.pack(">d", value.real)
+            + b"G"
+            + struct.pack(">d", value.imag)
+            + b"\x86R"
+        )
     elif kind is tuple or kind is list:
         out(b"(" if kind is tuple else b"](")
         for member in value:
@@ -258,17 +212,24 @@ def _put(value: Any, sizes: Sequence[int], dtypes: dict[int, torch.dtype], out: 
 
 def _put_tensor(ref: Ref, sizes: Sequence[int], dtypes: dict[int, torch.dtype], out: Callable[[bytes], None]) -> None:
     nbytes, dtype = sizes[ref.storage], ref.dtype
-    kind = storage_kinds().get(dtype)
-    seen_as = dtypes.setdefault(ref.storage, dtype)
-    if kind is None or seen_as != dtype or nbytes % dtype.itemsize or ref.conjugated or ref.negated:
-        raise NotPlain
-    out(b"ctorch._utils\n_rebuild_tensor_v2\n((X\x07\0\0\0storagectorch\n" + kind.encode() + b"\n")
-    for part in (str(ref.storage), "cpu", nbytes // dtype.itemsize):
+    kind, size = storage_kinds().get(dtypes.setdefault(ref.storage, dtype)), dtypes[ref.storage].itemsize
+    typed = kind is not None and nbytes % size == 0
+    name, count = (f"torch\n{kind}", nbytes // size) if typed else ("torch.storage\nUntypedStorage", nbytes)
+    # a storage seen through a second dtype, or a dtype without a storage class of its own, needs the third form
+    plain = typed and dtypes[ref.storage] == dtype
+    out(b"ctorch._utils\n_rebuild_tensor_v%d\n((X\x07\0\0\0storagec%s\n" % (2 if plain else 3, name.encode()))
+    for part in (str(ref.storage), "cpu", count):
         _put(part, (), dtypes, out)
     out(b"tQ")
-    for fact in (ref.offset, ref.shape, ref.stride, ref.requires_grad):
+    for fact in (ref.offset, ref.shape, ref.stride, ref.requires_grad and plain):
         _put(fact, (), dtypes, out)
-    out(b"ccollections\nOrderedDict\n)RtR")
+    out(b"ccollections\nOrderedDict\n)R")
+    if not plain:
+        out(b"ctorch\n%s\n" % str(dtype).removeprefix("torch.").encode())
+    if ref.conjugated or ref.negated:
+        flags = {"conj": ref.conjugated, "neg": ref.negated}
+        _put({name: flag for name, flag in flags.items() if flag}, (), dtypes, out)
+    out(b"tR")
 
 
 def save_fragments(path: str, fragments: Iterable[bytes], storages: Iterable[Any]) -> None:
@@ -276,40 +237,42 @@ def save_fragments(path: str, fragments: Iterable[bytes], storages: Iterable[Any
 
     >>> save_fragments("one.pth", [fragment("x"), fragment(1)], [])  # doctest: +SKIP
     """
-    pickled = b"".join([_FRAME, *fragments, b"u."])
+    partial = _partial(path)
+    _write_records(partial, b"".join([_FRAME, *fragments, b"u."]), storages)
+    os.replace(partial, path)
+
+
+def _partial(path: str) -> str:
+    """Where a file is written, until it is whole."""
+    folder, slash, name = path.rpartition("/")
+    return f"{folder}{slash}.{name}.partial"
+
+
+def _write_records(path: str, pickled: bytes, storages: Iterable[Any]) -> None:
     records: list[tuple[str, Any]] = [("data.pkl", pickled), ("byteorder", _BYTE_ORDER)]
     records += [(f"data/{i}", storage) for i, storage in enumerate(storages)]
-    records.append(("version", b"3\n"))
-    folder, _, name = path.rpartition("/")
-    partial = f"{folder}/.{name}.partial" if folder else f".{name}.partial"
-    write_archive(partial, records)
-    os.replace(partial, path)
+    write_archive(path, [*records, ("version", b"3\n")])
 
 
 def save(path: Path, payload: Mapping[str, Any]) -> None:
     """Write one `.pth` file; a reader sees all of it or nothing (`save(folder / "input.pth", {...})`).
 
     The file is what `torch.save` would write. `torch.save` holds the GIL so long that it slows the
-    training down; this spends its time in the C pickler and in system calls.
+    training down; this spends its time in system calls.
     """
-    partial = str(path.with_name(f".{path.name}.partial"))
+    partial = _partial(str(path))
     content = {"format": FORMAT, **payload}
-    if any(t.layout != torch.strided or t.is_quantized for t in tensors_in(content)):
+    try:
+        if any(t.layout != torch.strided or t.is_quantized for t in tensors_in(content)):
+            raise NotPlain
+        pickled, storages = _pickled(content)
+        _write_records(partial, pickled, [_buffer_of(s) for s in storages])
+    except (NotPlain, RecursionError):
         torch.save(content, partial)
-    else:
-        try:
-            pickled, storages = _plain(content)
-        except (NotPlain, RecursionError):
-            pickled, storages = _pickled(content)
-        records: list[tuple[str, Any]] = [("data.pkl", pickled), ("byteorder", _BYTE_ORDER)]
-        records += [(f"data/{i}", _buffer_of(s)) for i, s in enumerate(storages)]
-        records += [("version", b"3\n")]
-        write_archive(partial, records)
     os.replace(partial, path)
 
 
-def _plain(content: Any) -> tuple[Any, list[torch.UntypedStorage]]:
-    """The pickle in the form that `plain_archive` reads."""
+def _pickled(content: Any) -> tuple[bytes, list[torch.UntypedStorage]]:
     numbers: dict[int, int] = {}
     storages: list[torch.UntypedStorage] = []
 
@@ -329,13 +292,6 @@ def _plain(content: Any) -> tuple[Any, list[torch.UntypedStorage]]:
     return b"\x80\x02" + fragment(referring, [s.nbytes() for s in storages]) + b".", storages
 
 
-def _pickled(content: Any) -> tuple[Any, list[torch.UntypedStorage]]:
-    stream = io.BytesIO()
-    pickler = _Pickler(stream)
-    pickler.dump(content)
-    return stream.getbuffer(), pickler.storages
-
-
 def _buffer_of(storage: torch.UntypedStorage) -> Any:
     if storage.nbytes() == 0:
         return b""
@@ -346,11 +302,11 @@ def _buffer_of(storage: torch.UntypedStorage) -> Any:
 _FRAME: Final = b"\x80\x02}(" + fragment("format") + fragment(FORMAT)
 _BYTE_ORDER: Final = sys.byteorder.encode()
 _SMALL: Final = 1 << 16
-_LOCAL: Final = struct.Struct("<4sHHHHHIIIHH")
-_CENTRAL: Final = struct.Struct("<4sHHHHHHIIIHHHHHII")
+LOCAL: Final = struct.Struct("<4sHHHHHIIIHH")
+CENTRAL: Final = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _END64: Final = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR64: Final = struct.Struct("<4sIQI")
-_END: Final = struct.Struct("<4sHHHHIIH")
+END: Final = struct.Struct("<4sHHHHIIH")
 _EXTRA64: Final = struct.Struct("<HHQQQ")
 _MASK: Final = 0xFFFFFFFF
 
@@ -372,15 +328,15 @@ def write_archive(path: str, records: Sequence[tuple[str, Any]]) -> None:
             checksum = zlib.crc32(data) if size < _SMALL else 0  # `torch.load` does not check it
             # the size fields hold 32 bits; larger records have theirs in an extra field of the directory
             shown, start = min(size, _MASK), position
-            padding = -(start + _LOCAL.size + len(label) + 4) % 64
-            head = _LOCAL.pack(b"PK\3\4", 0, 0, 0, 0, 0, checksum, shown, shown, len(label), padding + 4)
+            padding = -(start + LOCAL.size + len(label) + 4) % 64
+            head = LOCAL.pack(b"PK\3\4", 0, 0, 0, 0, 0, checksum, shown, shown, len(label), padding + 4)
             head += label + _PADDING[padding]
             waiting += (head, data)
             position += len(head) + size
             wide = _EXTRA64.pack(1, 24, size, size, start) if size >= _MASK or start >= _MASK else b""
             small = (_MASK, _MASK, _MASK) if wide else (size, size, start)
             directory += (
-                _CENTRAL.pack(
+                CENTRAL.pack(
                     b"PK\1\2", 0, 0, 0, 0, 0, 0, checksum, *small[:2], len(label), len(wide), 0, 0, 0, 0, small[2]
                 ),
                 label,
@@ -392,7 +348,7 @@ def write_archive(path: str, records: Sequence[tuple[str, Any]]) -> None:
         if position + length >= _MASK:
             tail += _END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, count, count, length, position)
             tail += _LOCATOR64.pack(b"PK\6\7", 0, position + length, 1)
-        tail += _END.pack(b"PK\5\6", 0, 0, count, count, min(length, _MASK), min(position, _MASK), 0)
+        tail += END.pack(b"PK\5\6", 0, 0, count, count, min(length, _MASK), min(position, _MASK), 0)
         _write_all(descriptor, [*waiting, tail])
     finally:
         os.close(descriptor)
@@ -415,8 +371,7 @@ def _write_all(descriptor: int, buffers: list[Any]) -> None:
 
 def save_text(path: str, text: str) -> None:
     """Write a small file, whole or not at all (`save_text("input.json", "{}")`)."""
-    folder, _, name = path.rpartition("/")
-    partial = f"{folder}/.{name}.partial" if folder else f".{name}.partial"
+    partial = _partial(path)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
     try:
         _write_all(descriptor, [text.encode("utf-8", "surrogatepass")])

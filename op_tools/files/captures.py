@@ -36,16 +36,12 @@ def find(folder: Path) -> list[Path]:
         for place, _, files in os.walk(folder)
         if any(f"{part}.pth" in files for part in PARTS) and (Path(place) == folder or not is_answer(Path(place)))
     }
-    return sorted(found, key=_in_order)
+    return sorted(found, key=lambda path: [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in path.parts])
 
 
 def is_answer(folder: Path) -> bool:
     """Whether a folder holds the CPU's side of a comparison (`is_answer(folder)`)."""
     return folder.name == "cpu" and (folder.parent / "device").is_dir()
-
-
-def _in_order(path: Path) -> list[Any]:
-    return [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in path.parts]
 
 
 # --- reading ----------------------------------------------------------------------------------------------
@@ -106,7 +102,7 @@ def _too_large(payload: Any, size: int) -> str:
         return f"holds more than {_MOST_VALUES:,} values: no operator takes that many"
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.layout == torch.strided}
     if sum(storages.values()) > size:
-        return f"claims {_gib(sum(storages.values()))} of tensors in a file of {size:,} bytes"
+        return f"claims {sum(storages.values()) / 2**30:,.1f} GiB of tensors in a file of {size:,} bytes"
     return ""
 
 
@@ -138,10 +134,6 @@ def _kinds_lost(payload: Any) -> list[str]:
     if payload.get("__op_tools__") == "group" and not kind.startswith(("torch.return_types.", "collections.")):
         found.append(kind)
     return found
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / 2**30:,.1f} GiB"
 
 
 def one_line(error: BaseException) -> str:

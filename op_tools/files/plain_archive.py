@@ -17,13 +17,10 @@ from typing import Any, Final
 import torch
 
 from ..call.description import Tensor
-from .archive import storage_kinds
+from .archive import CENTRAL, END, LOCAL, NotPlain, storage_kinds
 
 _MOST_PICKLED: Final = 1 << 22  # bytes of everything except tensor data
 _FOLDER: Final = b"archive/"
-_LOCAL: Final = struct.Struct("<4s5H3I2H")
-_CENTRAL: Final = struct.Struct("<4s6H3I5H2I")
-_END: Final = struct.Struct("<4s4H2IH")
 _FLOAT: Final = struct.Struct(">d")
 
 _NUMBERS: Final = rb"((?:J.{4})*)"
@@ -36,10 +33,6 @@ _TENSOR: Final = re.compile(
     + rb"t([\x88\x89])ccollections\nOrderedDict\n\)RtR",
     re.DOTALL,
 )
-
-
-class _NotPlain(Exception):
-    """Not of the plain form: `torch.load` reads it, or says what is wrong with it."""
 
 
 def load(path: Path) -> Any:
@@ -56,17 +49,7 @@ def load(path: Path) -> Any:
         if last - first > _MOST_PICKLED or facts != [sys.byteorder.encode(), b"3\n"]:
             return None
         return _Reader(bytes(content[first:last]), content, records).value()
-    except (
-        _NotPlain,
-        KeyError,
-        IndexError,
-        ValueError,
-        TypeError,
-        struct.error,
-        RecursionError,
-        RuntimeError,
-        OSError,
-    ):
+    except (NotPlain, LookupError, ValueError, TypeError, struct.error, RuntimeError, OSError):
         return None
 
 
@@ -80,7 +63,7 @@ def _content(path: Path) -> tuple[memoryview, int]:
         while done < size:
             count = os.readv(descriptor, [content[done:]])
             if count == 0:
-                raise _NotPlain
+                raise NotPlain
             done += count
     finally:
         os.close(descriptor)
@@ -89,30 +72,30 @@ def _content(path: Path) -> tuple[memoryview, int]:
 
 def _records(content: memoryview, size: int) -> dict[bytes, tuple[int, int]]:
     """The byte range of each record; they must lie one after the other, as the directory says."""
-    start = size - _END.size
-    mark, disk, first_disk, here, count, length, directory, comment = _END.unpack_from(content, start)
+    start = size - END.size
+    mark, disk, first_disk, here, count, length, directory, comment = END.unpack_from(content, start)
     if mark != b"PK\5\6" or disk or first_disk or here != count or comment or directory + length != start:
-        raise _NotPlain
+        raise NotPlain
     found: dict[bytes, tuple[int, int]] = {}
     place, free = directory, 0
     for _ in range(count):
-        entry = _CENTRAL.unpack_from(content, place)
+        entry = CENTRAL.unpack_from(content, place)
         mark, _, _, flags, method, _, _, _, packed, nbytes, of_name, extra, remark, *more, local = entry
-        name = bytes(content[place + _CENTRAL.size : place + _CENTRAL.size + of_name])
-        place += _CENTRAL.size + of_name
+        name = bytes(content[place + CENTRAL.size : place + CENTRAL.size + of_name])
+        place += CENTRAL.size + of_name
         if mark != b"PK\1\2" or flags or method or packed != nbytes or extra or remark or any(more) or local < free:
-            raise _NotPlain
-        mark, *_, of_local_name, padding = _LOCAL.unpack_from(content, local)
-        first = local + _LOCAL.size
+            raise NotPlain
+        mark, *_, of_local_name, padding = LOCAL.unpack_from(content, local)
+        first = local + LOCAL.size
         if mark != b"PK\3\4" or bytes(content[first : first + of_local_name]) != name or not name.startswith(_FOLDER):
-            raise _NotPlain
+            raise NotPlain
         first += of_local_name + padding
         free = first + nbytes
         if free > directory or name[len(_FOLDER) :] in found:
-            raise _NotPlain
+            raise NotPlain
         found[name[len(_FOLDER) :]] = (first, free)
     if place != start:
-        raise _NotPlain
+        raise NotPlain
     return found
 
 
@@ -126,10 +109,10 @@ class _Reader:
 
     def value(self) -> Any:
         if self._data[:2] != b"\x80\x02":
-            raise _NotPlain
+            raise NotPlain
         value = self._next()
         if self._data[self._place :] != b".":
-            raise _NotPlain
+            raise NotPlain
         return value
 
     def _next(self) -> Any:
@@ -138,7 +121,7 @@ class _Reader:
         if kind == 0x58:  # X: text
             end = place + 5 + int.from_bytes(data[place + 1 : place + 5], "little")
             if end > len(data):
-                raise _NotPlain
+                raise NotPlain
             self._place = end
             return data[place + 5 : end].decode("utf-8", "surrogatepass")
         if kind == 0x4A:  # J: a whole number
@@ -158,7 +141,7 @@ class _Reader:
                 return self._members(0x65)
             members = self._members(0x75)
             if len(members) % 2:
-                raise _NotPlain
+                raise NotPlain
             return dict(zip(members[::2], members[1::2]))
         if kind == 0x47:  # G
             self._place = place + 9
@@ -167,7 +150,7 @@ class _Reader:
             end = place + 2 + data[place + 1]
             self._place = end
             return int.from_bytes(data[place + 2 : end], "little", signed=True)
-        raise _NotPlain
+        raise NotPlain
 
     def _members(self, end: int) -> list[Any]:
         found, data = [], self._data
@@ -179,18 +162,18 @@ class _Reader:
     def _tensor(self) -> Tensor:
         match = _TENSOR.match(self._data, self._place)
         if match is None:
-            raise _NotPlain
+            raise NotPlain
         self._place = match.end()
         kind, digits, record, count, offset, shape, stride, wants_gradient = match.groups()
         if digits[0] != len(record):
-            raise _NotPlain
+            raise NotPlain
         dtype, length, storage = self._storage(kind, record, _number(count))
         first, sizes, strides = _number(offset), _numbers(shape), _numbers(stride)
         if len(sizes) != len(strides) or min((first, *sizes, *strides)) < 0:
-            raise _NotPlain
+            raise NotPlain
         reach = first + sum([(n - 1) * s for n, s in zip(sizes, strides)]) if 0 not in sizes else -1
         if reach >= length:
-            raise _NotPlain
+            raise NotPlain
         tensor = torch.empty(0, dtype=dtype)
         tensor.set_(storage, first, sizes, strides)
         return tensor.requires_grad_() if wants_gradient == b"\x88" else tensor
@@ -201,13 +184,13 @@ class _Reader:
         if known is None:
             first, last = self._records[b"data/" + record]
             if last - first != count * dtype.itemsize:
-                raise _NotPlain
+                raise NotPlain
             flat = torch.empty(0, dtype=torch.uint8)
             if count:
                 flat = torch.frombuffer(self._content, dtype=torch.uint8, count=last - first, offset=first)
             known = self._storages[record] = (dtype, count, flat.untyped_storage())
         if known[0] != dtype or known[1] != count:
-            raise _NotPlain
+            raise NotPlain
         return known
 
 

@@ -24,9 +24,7 @@ from ..files.header import read_header
 
 _FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _COMPLEX: Final = (torch.complex32, torch.complex64, torch.complex128)
-
-
-# --- functions --------------------------------------------------------------------------------------------
+_COLLECTIVE_NAMES: Final = frozenset(f"torch.distributed.{name}" for name in COLLECTIVES)
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -41,12 +39,6 @@ def function_of(name: str) -> Callable[..., Any]:
         return functions.function_of(name)
     except LookupError as error:
         raise ArchiveError(f"{error}: it cannot be replayed") from None
-
-
-_COLLECTIVE_NAMES: Final = frozenset(f"torch.distributed.{name}" for name in COLLECTIVES)
-
-
-# --- a call -----------------------------------------------------------------------------------------------
 
 
 class CapturedOp:
@@ -110,7 +102,9 @@ class CapturedOp:
         if key not in payload:
             raise ArchiveError(f"{path}: is not the {part} of a capture (no {key!r} in it)")
         value = payload[key]
-        if part != "output" and not _is_gradients(value):
+        if part != "output" and not (
+            isinstance(value, (tuple, list)) and all(g is None or isinstance(g, Tensor) for g in value)
+        ):
             raise ArchiveError(f"{path}: {key!r} is not a row of tensors")
         self._parts[part] = value
         return value
@@ -219,7 +213,7 @@ class CapturedOp:
                 self.grad_outputs = [torch.ones_like(t) if t.requires_grad else None for t in outputs]
             else:
                 placed = Copier(self.device, whole=True).copy(captured)
-                self.grad_outputs = [None if g is None else _fitting(g, t) for g, t in zip(placed, outputs)]
+                self.grad_outputs = [None if g is None else g.to(t) for g, t in zip(placed, outputs)]
 
     def sent_gradients(self) -> list[Tensor | None]:
         """The incoming gradients of `run_backward`, in main memory (`op.sent_gradients()`)."""
@@ -289,15 +283,6 @@ def _writes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool
         return False
     plain = facts.last_name(name).endswith("_") or kwargs.get("out") is not None
     return plain or any(v is True for v in (*args, *kwargs.values()))
-
-
-def _is_gradients(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and all(g is None or isinstance(g, Tensor) for g in value)
-
-
-def _fitting(grad: Tensor, output: Tensor) -> Tensor:
-    same = grad.dtype == output.dtype and grad.device == output.device
-    return grad if same else grad.to(device=output.device, dtype=output.dtype)
 
 
 def _casts_to(dtype: torch.dtype) -> dict[torch.dtype, torch.dtype]:

@@ -216,32 +216,24 @@ class Check:
             self._describe()
 
     def _conclude(self) -> None:
-        if not self.options.acc_check:
-            self._conclude_run()
-            return
-        captured_output = self.op.captured("output") if self.options.forward else None
-        self._judge(captured_output, self._captured_gradients())
+        if not self.options.forward and not self.outcome.went_backward:
+            self.outcome.status, self.outcome.reason = NOT_COMPARABLE, "it has no backward pass"
+        elif not self.options.acc_check:
+            self.outcome.status = RAN
+        else:
+            self._judge(self.op.captured("output") if self.options.forward else None, self._captured_gradients())
 
     def _captured_gradients(self) -> Any:
         return self.op.captured("grad_inputs") if self.options.backward and self.options.acc_check else None
-
-    def _conclude_run(self) -> None:
-        self.outcome.status = RAN
-        if not self.options.forward and not self.outcome.went_backward:
-            self.outcome.status, self.outcome.reason = NOT_COMPARABLE, _NO_BACKWARD
 
     # -- judgement ------------------------------------------------------------------------------------
 
     def _judge(self, captured_output: Any, captured_grads: Any) -> None:
         op, outcome = self.op, self.outcome
-        if not self.options.forward and not outcome.went_backward:
-            outcome.status, outcome.reason = NOT_COMPARABLE, _NO_BACKWARD
-            return
         same = self._like_capture(captured_output, captured_grads)
         reference = self._golden()
-        judged = self._judged(
-            reference, self.runs.outputs, self.runs.grads, self.runs.inputs_after if op.writes else None
-        )
+        inputs_after = self.runs.inputs_after if op.writes else None
+        judged = self._judged(reference, self.runs.outputs, self.runs.grads, inputs_after)
         if self.options.forward and not op.writes:
             judged += self._untouched_inputs(reference)
         outcome.rows = judged.rows
@@ -298,9 +290,7 @@ class Check:
             max_bytes=_memory_for_one(8 * sum(t.numel() for t in tensors_in((args, kwargs)))),
             rounded_to=None if low is None else golden.autocast_rounds_to(op.name, low, op.result),
             autocast=low,
-            outputs=map_tensors(self.runs.outputs, lambda t: t.detach().cpu())
-            if facts.has_free_vectors(op.name)
-            else None,
+            outputs=map_tensors(self.runs.outputs, on_host) if facts.has_free_vectors(op.name) else None,
         )
 
     def _judged(self, reference: golden.GoldenResult, outputs: Any, grads: Any, inputs: Any) -> verdict.Judgement:
@@ -334,9 +324,8 @@ class Check:
         """The results differ: note whether the captured ones are right."""
         if not reference.comparable or self.options.dtype is not None or (output is None and grads is None):
             return
-        usable = (
-            grads if self.runs.grads is not None and grads is not None and len(grads) == len(self.runs.grads) else None
-        )
+        ours = self.runs.grads
+        usable = grads if ours is not None and grads is not None and len(grads) == len(ours) else None
         judged = self._judged(reference, None if unknown_in((output,)) else output, usable, None)
         self.outcome.notes.append(f"the captured result is {judged.verdict} by the CPU")
 
@@ -366,9 +355,6 @@ class Check:
         if backward is not None:
             found = describe(tuple(g for g in reference.grad_inputs or () if g is not None))
             self.outcome.shown_backward = Shown((*backward.parts, ("grad_inputs(cpu)", found)), cast)
-
-
-_NO_BACKWARD: Final = "it has no backward pass"
 
 
 @functools.cache

@@ -68,18 +68,18 @@ class Outcome:
     op: str
     status: str
     reason: str = ""
-    location: str = ""
-    device: str = ""
-    rows: tuple[Row, ...] = ()
-    forward_ms: list[float] = dataclasses.field(default_factory=list)
-    backward_ms: list[float] = dataclasses.field(default_factory=list)
-    went_backward: bool = False
     like_capture: str = ""  # how the result compares with the captured one
     repeatable: bool = True
     notes: list[str] = dataclasses.field(default_factory=list)
+    location: str = ""
+    device: str = ""
+    went_backward: bool = False
+    forward_ms: list[float] = dataclasses.field(default_factory=list)
+    backward_ms: list[float] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+    rows: tuple[Row, ...] = ()
     shown_forward: Shown | None = None
     shown_backward: Shown | None = None
-    seconds: float = 0.0
 
     @property
     def passed(self) -> bool:
@@ -88,22 +88,8 @@ class Outcome:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able values (`json.dumps(outcome.as_dict())`)."""
-        return {
-            "folder": str(self.folder),
-            "op": self.op,
-            "status": self.status,
-            "reason": self.reason,
-            "like_capture": self.like_capture,
-            "repeatable": self.repeatable,
-            "notes": self.notes,
-            "location": self.location,
-            "device": self.device,
-            "went_backward": self.went_backward,
-            "forward_ms": self.forward_ms,
-            "backward_ms": self.backward_ms,
-            "seconds": self.seconds,
-            "rows": [row.as_dict() for row in self.rows],
-        }
+        facts = {name: value for name, value in vars(self).items() if not name.startswith("shown")}
+        return {**facts, "folder": str(self.folder), "rows": [row.as_dict() for row in self.rows]}
 
 
 def op_from(folder: Path) -> str:

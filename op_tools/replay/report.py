@@ -94,7 +94,7 @@ class Report:
     def finish(self, total: int) -> None:
         """Show the table of times, the failures and a one-line result."""
         if self._full and self._times:
-            console.emit(console.table(_TIME_COLUMNS, self._times))
+            console.emit(console.table(console.TIME_COLUMNS, self._times))
         if self.options.time:
             self._write_times()
         if self._on:
@@ -108,7 +108,7 @@ class Report:
             for run in range(max(len(outcome.forward_ms), len(outcome.backward_ms))):
                 number += 1
                 times.append(_times_row(outcome, number, run))
-        store.write_csv(path, _TIME_COLUMNS, times)
+        store.write_csv(path, console.TIME_COLUMNS, times)
         if self._on:
             console.emit(f"op elasped info saved to {path}")
 
@@ -120,7 +120,10 @@ class Report:
             by_op: dict[str, list[Outcome]] = {}
             for outcome in self.outcomes:
                 by_op.setdefault(outcome.op or "(unknown)", []).append(outcome)
-            body = [[op, str(len(some)), *_shares(some, list(found))] for op, some in sorted(by_op.items())]
+            body = [
+                [op, str(len(some)), *(str(counts(some).get(status, "")) for status in found)]
+                for op, some in sorted(by_op.items())
+            ]
             lines.append(console.table(["name", "captures", *found], body))
         failed = [o for o in self.outcomes if not o.passed]
         lines += [_failure(o) for o in failed[:_MOST_FAILURES]]
@@ -166,7 +169,6 @@ class Report:
         store.write_csv(path, _CSV_COLUMNS, [_csv_row(o) for o in self.outcomes])
 
 
-_TIME_COLUMNS: Final = ["name", "forward_id", "forward_elasped", "backward_elasped", "unit"]
 _CSV_COLUMNS: Final = [
     *("folder", "name", "status", "reason", "like_capture", "repeatable", "notes", "device", "location"),
     *("forward_elasped", "backward_elasped", "unit", *rows.REPLAY_CSV),
@@ -184,11 +186,6 @@ def _csv_row(outcome: Outcome) -> list[Any]:
 def _times_row(outcome: Outcome, forward_id: int, number: int) -> list[str]:
     times = [f"{t[number]:.8f}" if number < len(t) else "" for t in (outcome.forward_ms, outcome.backward_ms)]
     return [outcome.op, str(forward_id), *times, "ms"]
-
-
-def _shares(outcomes: Sequence[Outcome], statuses: Sequence[str]) -> list[str]:
-    found = counts(outcomes)
-    return [str(found.get(status, "")) for status in statuses]
 
 
 def _failure(outcome: Outcome) -> str:
@@ -228,8 +225,7 @@ def _run_line() -> str:
 
 
 def _place(outcome: Outcome) -> str:
-    captured = f"    captured at {outcome.location}" if outcome.location else ""
-    return _run_line() + captured
+    return _run_line() + (f"    captured at {outcome.location}" if outcome.location else "")
 
 
 def _finite(value: Any) -> Any:
@@ -248,13 +244,7 @@ def with_progress(outcomes: Iterator[Outcome], total: int) -> Iterator[Outcome]:
     if total < 2 or not sys.stderr.isatty():
         yield from outcomes
         return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    # text for a terminal is printed above the bar; text for a file is left alone
-    both = sys.stdout.isatty()
-    with Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=both) as progress:
+    with console.progress_bar(redirect_stdout=sys.stdout.isatty()) as progress:  # text for a file is left alone
         task = progress.add_task("replaying", total=total)
         for outcome in outcomes:
             progress.update(task, advance=1, description=outcome.op or "replaying")

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -16,7 +16,7 @@ import torch
 
 from .. import settings
 from ..call.description import Described, Descriptions, Tensor, TensorMeta, describe, labelled
-from ..call.devices import accelerator_type, get_rng_state, module_of, quiet
+from ..call.devices import accelerator_type, autocast_dtype, get_rng_state, module_of, quiet
 from ..copies.invocation import Invocation, Region, Site
 from ..copies.operands import MOST_BORROWED, Fetcher, Layouts, Operands, mark_after, measure
 from ..copies.queue import Writer
@@ -45,7 +45,6 @@ class OpCapture(Tool):
     feature = "op_capture"
     order = 40
     wants_backward = True
-    wants_pointers = False
     columns: ClassVar[dict[str, str]] = {
         "call_id": "INTEGER",
         "site": "INTEGER",
@@ -53,17 +52,8 @@ class OpCapture(Tool):
         "path": "TEXT",
         "bytes": "INTEGER",
     }
-
-    def __init__(
-        self,
-        ops: Iterable[str] | str | None = None,
-        disable: Iterable[str] | str | None = None,
-        steps: Container[int] | None = None,
-        ranks: Container[int] | None = None,
-        max_calls: int | None = None,
-    ) -> None:
-        super().__init__(ops, disable, steps, ranks, max_calls)
-        self.writer: Writer | None = None
+    wants_pointers = False
+    writer: Writer
 
     def prepare(self) -> None:
         self.folder = settings.results_dir() / "op_capture_results"
@@ -87,7 +77,6 @@ class OpCapture(Tool):
     # -- on threads of the training --------------------------------------------------------------------
 
     def before(self, call: Call) -> None:
-        assert self.writer is not None
         if self._broken >= _GIVE_UP_AFTER:
             with self._counting:
                 self._dropped += 1
@@ -101,7 +90,7 @@ class OpCapture(Tool):
         rng = None
         if call.traits.random is not False:
             rng = {"cpu": torch.get_rng_state(), "device": get_rng_state(device), "type": str(device)}
-        region = Region(device.type, torch.is_grad_enabled(), _autocast_dtype(device.type), None, rng)
+        region = Region(device.type, torch.is_grad_enabled(), autocast_dtype(device.type), None, rng)
         with quiet():
             staged = self._inputs.stage(call.inputs.number, call.tensors, (call.args, call.kwargs), event=False)
         call.notes[self] = (staged, region, claimed)
@@ -110,7 +99,6 @@ class OpCapture(Tool):
         noted = call.notes.pop(self, None)
         if noted is None:
             return
-        assert self.writer is not None
         inputs, region, claimed = noted
         nbytes = _bytes_in(call.outputs, call.results)
         if not self.writer.reserve(nbytes):
@@ -133,7 +121,7 @@ class OpCapture(Tool):
             self._settle()
 
     def _settle(self) -> None:
-        if self.only is not None and self.writer is not None:  # a feature on one operator shows at once
+        if self.only is not None:  # a feature on one operator shows at once
             self.writer.drain()
         self._show_done()
 
@@ -141,7 +129,6 @@ class OpCapture(Tool):
         folder = call.notes.get(self)
         if folder is None:
             return
-        assert self.writer is not None
         found: list[list[Tensor]] = [[], []]
         to_inputs = self._gradients.of(tuple(grad_inputs), {}, found[0], False)
         from_outputs = self._gradients.of(tuple(grad_outputs), {}, found[1], False)
@@ -194,7 +181,7 @@ class OpCapture(Tool):
                 with self._counting:
                     self.bytes_written += one.nbytes
                     self.files_written += 1
-            readable = {"torch": torch.__version__, **_plain_facts(facts)}
+            readable = {"torch": torch.__version__, **{key: fact for key, fact in facts.items() if key != "rng"}}
             written.describe(
                 "metadata.json" if "input" in parts else "grad_metadata.json",
                 f'{json.dumps(readable, default=str)[:-1]}, "tensors": {{{", ".join(described)}}}}}',
@@ -220,43 +207,38 @@ class OpCapture(Tool):
 
     def _show_done(self) -> None:
         while self._shown and self._shown[0].done:
-            shown_call = self._shown.popleft()
-            call, paths, gradients = shown_call.call, shown_call.paths, shown_call.gradients
-            if not paths:
-                continue
-            lines = [f"{path} saved" for path in paths]
-            stamp = f"forward_id:{call.id}/{paths[0].parent.name}"
-            if gradients is None:
-                pointers = call.inputs.data_ptrs + call.outputs.data_ptrs
-                lines.insert(0, f"apply {self.hook} on {call.op}")
-                lines.append(f"{call.op}    {stamp}    {call.location}")
-                shown = self.view.tables.render(
-                    self.site(call),
-                    call.op,
-                    functools.partial(console.call_rows, call.inputs, call.outputs),
-                    pointers,
-                    console.CAPTURE_COLUMNS,
-                )
-            else:
-                outputs, inputs = gradients
-                lines.append(f"{call.op} {stamp}")
-                shown = self.view.tables.render(
-                    (call.op, outputs.args, inputs.args),
-                    call.op,
-                    functools.partial(_gradient_rows, outputs, inputs),
-                    outputs.data_ptrs + inputs.data_ptrs,
-                    console.CAPTURE_COLUMNS,
-                )
-            self.view.block(*lines, shown, "\n\n\n")
+            shown = self._shown.popleft()
+            if shown.paths:
+                self._show(shown.call, shown.paths, shown.gradients)
+
+    def _show(self, call: Call, paths: list[Path], gradients: tuple[Described, Described] | None) -> None:
+        lines = [f"{path} saved" for path in paths]
+        stamp = f"forward_id:{call.id}/{paths[0].parent.name}"
+        key: Any
+        if gradients is None:
+            first, second, key = call.inputs, call.outputs, self.site(call)
+            lines.insert(0, f"apply {self.hook} on {call.op}")
+            lines.append(f"{call.op}    {stamp}    {call.location}")
+        else:
+            first, second = gradients
+            key = (call.op, first.args, second.args)
+            lines.append(f"{call.op} {stamp}")
+        names = ("inputs", "outputs") if gradients is None else ("grad_output", "grad_inputs")
+        shown = self.view.tables.render(
+            key,
+            call.op,
+            lambda: labelled(first, names[0]) + labelled(second, names[1]),
+            first.data_ptrs + second.data_ptrs,
+            console.CAPTURE_COLUMNS,
+        )
+        self.view.block(*lines, shown, "\n\n\n")
 
     def finish(self) -> None:
-        assert self.writer is not None
         self.writer.close()
         self._show_done()
         self._fetchers.clear()
 
     def summary(self) -> list[str]:
-        assert self.writer is not None
         facts = [f"{self.files_written} files, {self.bytes_written / 1e6:.1f} MB in {self.folder}"]
         if self.writer.waited:
             facts.append("the run waited for the disk: the queue was full (OP_CAPTURE_QUEUE_MB, OP_CAPTURE_WHEN_FULL)")
@@ -268,10 +250,6 @@ class OpCapture(Tool):
     def records(self) -> list[dict[str, Any]]:
         """The files of the last run, in the order of the calls (`capture.records()[0]["path"]`)."""
         return sorted(super().records(), key=lambda row: row["call_id"])
-
-
-def _gradient_rows(outputs: Described, inputs: Described) -> console.LabelledRows:
-    return labelled(outputs, "grad_output") + labelled(inputs, "grad_inputs")
 
 
 class _Shown:
@@ -312,17 +290,8 @@ def _default_queue() -> int:
     return 512 * _MEBI
 
 
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    try:
-        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-    except (RuntimeError, TypeError):  # a device that autocast does not know
-        return None
-
-
 def _bytes_in(described: Described, tensors: list[Tensor]) -> int:
-    if described.number:
-        return sum([t.nbytes for t in tensors])
-    return measure(tensors)
+    return sum([t.nbytes for t in tensors]) if described.number else measure(tensors)
 
 
 class _Files:
@@ -379,17 +348,7 @@ def _buffer(flat: Tensor) -> Any:
     return memoryview(array) if flat.numel() else b""
 
 
-def _plain_facts(facts: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in facts.items() if key != "rng"}
-
-
 def _described(part: str, value: Any) -> dict[str, Any]:
-    described: Described
-    if part == "input":
-        described = describe(*value)
-    elif part == "output":
-        described = describe((value,))
-    else:
-        described = describe(value)
+    described = describe(*value) if part == "input" else describe((value,) if part == "output" else value)
     rows = labelled(described, {"input": "inputs", "output": "outputs"}.get(part, part))
     return {label: p.as_dict() if isinstance(p, TensorMeta) else p for label, p in rows}

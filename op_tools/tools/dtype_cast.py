@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any, ClassVar, Final
@@ -10,7 +11,8 @@ import torch
 
 from .. import settings
 from ..call.description import Tensor, map_tensors, tensors_in
-from ..call.devices import get_rng_state, quiet, set_rng_state
+from ..call.devices import autocast_dtype, get_rng_state, quiet, set_rng_state
+from ..copies.host_copies import version_of
 from ..view import console
 from ..watch.intercept import Call
 from .base import Tool
@@ -54,9 +56,9 @@ class OpDtypeCast(Tool):
         if self.only is None and op in self._by_op:
             return self._by_op[op]
         variable, text = self._casts.text(op)
+        text = text or _DEFAULT
         known = self._by_op.get(op)
-        if known is None or known[0] != (text or _DEFAULT):
-            text = text or _DEFAULT
+        if known is None or known[0] != text:
             known = self._by_op[op] = (text, settings.parse_dtype_map(text, variable))
         return known
 
@@ -72,7 +74,7 @@ class OpDtypeCast(Tool):
         originals: dict[int, Tensor] = {}
         actions: list[tuple[str, str]] = []
 
-        def change(tensor: Tensor) -> Tensor:
+        def change(index: int, tensor: Tensor) -> Tensor:
             target = mapping.get(tensor.dtype)
             if target is None:
                 return tensor
@@ -82,19 +84,14 @@ class OpDtypeCast(Tool):
             actions.append((f"input[{index}]", f"{tensor.dtype} -> {target}"))
             return cast[id(tensor)]
 
-        args, index = [], 0
-        for arg in call.args:
-            args.append(map_tensors(arg, change))
-            index += 1
-        kwargs = {}
-        for key, value in call.kwargs.items():
-            kwargs[key] = map_tensors(value, change)
-            index += 1
-        versions = {key: _version(tensor) for key, tensor in cast.items()}
-        with _without_autocast(call):
+        args = [map_tensors(arg, functools.partial(change, index)) for index, arg in enumerate(call.args)]
+        named = enumerate(call.kwargs.items(), len(args))
+        kwargs = {key: map_tensors(value, functools.partial(change, index)) for index, (key, value) in named}
+        versions = {key: version_of(tensor) for key, tensor in cast.items()}
+        with torch.autocast(call.device.type, enabled=False):
             result = run(tuple(args), kwargs)
         for number, tensor in cast.items():
-            if _version(tensor) != versions[number]:  # an in-place operator wrote to the cast copy
+            if version_of(tensor) != versions[number]:  # an in-place operator wrote to the cast copy
                 originals[number].copy_(tensor)
         result = self._give_back(result, cast, originals, expected, actions)
         call.notes[self] = (actions, config)
@@ -156,14 +153,10 @@ class OpDtypeCast(Tool):
             self.view.block(console.table(console.CAST_COLUMNS, rows))
 
 
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
-
-
 def _probe(call: Call) -> tuple[torch.dtype | None, ...]:
     """Run the operator as it is on private copies and see what comes out; the run's state is untouched."""
     device = call.device
-    autocast = _autocast_of(device.type)
+    low = autocast_dtype(device.type)
     try:
         with quiet():
             cpu_state = torch.get_rng_state()
@@ -174,7 +167,7 @@ def _probe(call: Call) -> tuple[torch.dtype | None, ...]:
                 return copies.setdefault(id(tensor), tensor.detach().clone())
 
             try:
-                with autocast:
+                with torch.autocast(device.type, dtype=low, enabled=low is not None):
                     result = call.function(
                         *map_tensors(call.args, private),
                         **{k: map_tensors(v, private) for k, v in call.kwargs.items()},
@@ -195,12 +188,3 @@ def _promoted(call: Call) -> tuple[torch.dtype | None, ...]:
         if tensor.dtype in _FLOATING:
             dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
     return (dtype,) * 64
-
-
-def _autocast_of(device_type: str) -> torch.autocast:
-    enabled = torch.is_autocast_enabled(device_type)
-    return torch.autocast(device_type, enabled=enabled, dtype=torch.get_autocast_dtype(device_type))
-
-
-def _without_autocast(call: Call) -> torch.autocast:
-    return torch.autocast(call.device.type, enabled=False)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 import torch
 
 from ..call.description import Tensor, TensorMeta, labelled, map_tensors, tensors_in
-from ..call.devices import accelerator_type
+from ..call.devices import accelerator_type, autocast_dtype
 from ..copies.host_copies import HostCopies
 from ..copies.pinned_results import LIBRARY, PinnedResults
 from ..view import console
@@ -189,10 +189,9 @@ def _run_whole(call: Call, host: HostCopies) -> Any:
     args = map_tensors(call.args, fetch)
     kwargs = {k: cpu_argument(k, map_tensors(v, fetch)) for k, v in call.kwargs.items()}
     before = {key: copy._version for key, copy in copies.items()}
-    with (
-        RandomStream(call.traits.random is not False, device, call.kwargs.get("generator")),
-        _same_autocast(device.type),
-    ):
+    low = autocast_dtype(device.type)
+    stream = RandomStream(call.traits.random is not False, device, call.kwargs.get("generator"))
+    with stream, torch.autocast("cpu", dtype=low, enabled=low is not None):
         result = call.function(*args, **kwargs)
     originals = {id(t): t for t in tensors_in((call.args, call.kwargs))}
     written = {key: copy for key, copy in copies.items() if copy._version != before[key]}  # running statistics, say
@@ -202,12 +201,6 @@ def _run_whole(call: Call, host: HostCopies) -> Any:
         host.drop_storage(originals[key])
         originals[key].copy_(copy)
     return map_tensors(result, lambda t: _ToDevice.apply(t, device, host))  # type: ignore[no-untyped-call]
-
-
-def _same_autocast(device_type: str) -> torch.autocast:
-    enabled = torch.is_autocast_enabled(device_type)
-    dtype = torch.get_autocast_dtype(device_type) if enabled else torch.bfloat16
-    return torch.autocast("cpu", dtype=dtype, enabled=enabled)
 
 
 def _as_cpu(rows: list[tuple[str, TensorMeta | str]]) -> list[tuple[str, TensorMeta | str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import sys
 import threading
@@ -116,7 +118,7 @@ def _resolve(ops: Any) -> list[tuple[str, Callable[..., Any]]]:
             if callable(member)
             and not name.startswith("_")
             and not isinstance(member, type)
-            and _home(member).startswith(ops.__name__.split(".")[0])
+            and (getattr(member, "__module__", None) or "torch").startswith(ops.__name__.split(".")[0])
         ]
         if not members:
             raise SettingsError(f"module {ops.__name__} has no public functions to apply a feature to")
@@ -126,10 +128,6 @@ def _resolve(ops: Any) -> list[tuple[str, Callable[..., Any]]]:
     if callable(ops):
         return [(name_of(ops), ops)]
     raise SettingsError(f"cannot apply a feature to {ops!r}: give a name, a function, a module or a list of these")
-
-
-def _home(function: Any) -> str:
-    return getattr(function, "__module__", None) or "torch"
 
 
 def _by_name(name: str) -> Any:
@@ -159,10 +157,8 @@ def _passes_through_mode(name: str, function: Callable[..., Any]) -> bool:
         return False
     if name.startswith("torch.distributed."):
         return True  # the interceptor enters collectives by itself
-    return function in get_testing_overrides() or not hasattr(function, "__code__") or _asks_modes(function)
-
-
-def _asks_modes(function: Any) -> bool:
+    if function in get_testing_overrides() or not hasattr(function, "__code__"):
+        return True
     return any("torch_function" in used for used in function.__code__.co_names)
 
 
@@ -190,26 +186,18 @@ class _Wrapped:
         def watched(*args: Any, **kwargs: Any) -> Any:
             return INTERCEPTOR.watch_function(watched, traits, function, args, kwargs)
 
-        for attribute in ("__name__", "__qualname__", "__doc__", "__module__"):
-            if hasattr(function, attribute):
-                setattr(watched, attribute, getattr(function, attribute))
-        watched.__wrapped__ = function  # type: ignore[attr-defined]
+        functools.update_wrapper(watched, function, updated=())
         self._function, self._watched = function, watched
         for owner in _owners(name):
-            self._replace(owner, function, watched)
+            for attribute, value in list(vars(owner).items()):
+                if value is function:
+                    with contextlib.suppress(AttributeError, TypeError):
+                        setattr(owner, attribute, watched)
+                        self._places.append((owner, attribute))
         if not self._places:
             raise SettingsError(f"{name} cannot be watched: it is not an attribute of any module")
         self._what = f"{name}, for apply_feature"  # the interceptor may patch the same function
         patches.record(self._what, "no mode sees this function", self._undo, original=function)
-
-    def _replace(self, owner: Any, function: Any, watched: Any) -> None:
-        for attribute, value in list(vars(owner).items()):
-            if value is function:
-                try:
-                    setattr(owner, attribute, watched)
-                except (AttributeError, TypeError):
-                    continue
-                self._places.append((owner, attribute))
 
     def release(self) -> None:
         with _guard:
@@ -230,13 +218,9 @@ _guard = threading.RLock()
 
 def _owners(name: str) -> Iterable[Any]:
     """The place a name points to, then every module that may have imported the function by name."""
-    path = name.rsplit(".", 1)[0]
-    try:
-        owner = _by_name(path) if "." in name else None
-    except SettingsError:
-        owner = None
-    if isinstance(owner, type):
-        yield owner
+    with contextlib.suppress(SettingsError):
+        if isinstance(owner := _by_name(name.rpartition(".")[0]), type):
+            yield owner
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and getattr(module, "__name__", "") != __name__:
             yield module

@@ -61,10 +61,6 @@ class NoCpuKernel(Exception):
 class OnCpu(DispatchMode):
     """Every kernel that is called under this mode runs on the CPU."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # a wrapper around every dispatch, and the import of Dynamo, for nothing
-
     def __init__(self, copies: HostCopies) -> None:
         super().__init__()
         self._copies = copies

@@ -77,8 +77,7 @@ class OpOverflowCheck(Tool):
     }
 
     def prepare(self) -> None:
-        self._known: dict[int, _Measured] = {}
-        known = self._known
+        known = self._known = dict[int, _Measured]()
 
         def forget(seen: _Measured) -> None:
             if known.get(seen.key) is seen:
@@ -92,11 +91,7 @@ class OpOverflowCheck(Tool):
         self._guard = threading.RLock()
         self._rows: dict[int, Any] = {}  # statistics by number, for a full console
         self._any_bad = False
-        self._made = 0
-        self._passed_on = 0
-        self._first: Any = None
-        self.measured = 0
-        self.reused = 0
+        self._made = self._passed_on = self.measured = self.reused = 0
 
     # -- on the device --------------------------------------------------------------------------------
 
@@ -175,8 +170,7 @@ class OpOverflowCheck(Tool):
 
     def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
         with self._guard:
-            arriving, leaving = self._all(grad_outputs), self._all(grad_inputs)
-            self._enter(_Entry(call, "backward", arriving, leaving))
+            self._enter(_Entry(call, "backward", self._all(grad_outputs), self._all(grad_inputs)))
 
     def _enter(self, entry: _Entry) -> None:
         self._entries.append(entry)
@@ -221,7 +215,9 @@ class OpOverflowCheck(Tool):
             numbers, statistics = array("q", [m.number for m in measures]).tobytes(), rows.tobytes()
             self._any_bad = self._any_bad or bool(rows[:, :2].any())
             if self.view.full:
-                self._remember(measures, rows)
+                if len(self._rows) > 100_000:
+                    self._rows.clear()
+                self._rows.update(zip([m.number for m in measures], rows))
         log = array("q")
         for entry in flight.entries:
             call, arriving, leaving = entry.call, entry.arriving, entry.leaving
@@ -236,12 +232,6 @@ class OpOverflowCheck(Tool):
         if log or statistics:
             self.record(numbers, statistics, log.tobytes())
 
-    def _remember(self, measures: list[Measure], rows: Any) -> None:
-        if len(self._rows) > 100_000:
-            self._rows.clear()
-        for measure, row in zip(measures, rows):
-            self._rows[measure.number] = row
-
     def _judge(self, entry: _Entry) -> None:
         call = entry.call
         roles = _ROLES[entry.phase]
@@ -255,8 +245,7 @@ class OpOverflowCheck(Tool):
             self._made += 1
             kinds = sorted({kind for m in entry.leaving[1::2] for kind in m.bad})
             text = f"made {' and '.join(kinds)} in its {roles[1]} from finite {roles[0]} ({entry.phase})"
-            if self._first is None:
-                self._first = text
+            if self._made == 1:
                 text = f"first of the run: {text}"
             if self._made <= _MAX_REPORTED:
                 self.found(call, "overflow", text)
@@ -265,14 +254,13 @@ class OpOverflowCheck(Tool):
 
     def _table(self, entry: _Entry, roles: tuple[str, str]) -> str:
         header = ["name", "shape", "dtype", "inf", "nan", "min", "max", "mean", "std", "norm"]
-        call = entry.call
-        rows = []
-        sides = (entry.arriving, entry.leaving)
+        call, rows = entry.call, []
         described = (call.inputs, call.outputs) if entry.phase == "forward" else (None, None)
-        for role, measures, parts in zip(roles, sides, described):
-            labels = _tensor_labels(parts, role) if parts is not None else None
+        for role, measures, parts in zip(roles, (entry.arriving, entry.leaving), described):
+            named = labelled(parts, role) if parts is not None else []
+            labels = [(label, part) for label, part in named if isinstance(part, TensorMeta)]
             for index, measure in _pairs(measures):
-                label, meta = labels[index] if labels and index < len(labels) else (f"{role}[{index}]", None)
+                label, meta = labels[index] if index < len(labels) else (f"{role}[{index}]", None)
                 row = dict(zip(NAMES, self._rows.get(measure.number, _UNKNOWN)))
                 shape = str(tuple(meta.shape)) if meta is not None else ""
                 dtype = str(meta.dtype).removeprefix("torch.") if meta is not None else ""
@@ -307,10 +295,7 @@ class OpOverflowCheck(Tool):
         """One row per measured tensor of a call (`check.records()[0]["max"]`)."""
         if self._store is None:
             return []
-        sites = {
-            row["site"]: (row["op"], row["location"])
-            for row in self._store.rows("SELECT site, op, location FROM sites", ())
-        }
+        sites = {site: found for site, *found in self._store.tuples("SELECT site, op, location FROM sites", ())}
         found: list[dict[str, Any]] = []
         known: dict[int, dict[str, Any]] = {}
         for flight in super().records():
@@ -332,10 +317,6 @@ class OpOverflowCheck(Tool):
 
 
 _UNKNOWN: Final = (0.0, 0.0, *[float("nan")] * 5)
-
-
-def _tensor_labels(described: Described, role: str) -> list[tuple[str, TensorMeta]]:
-    return [(label, part) for label, part in labelled(described, role) if isinstance(part, TensorMeta)]
 
 
 def _asked_for_infinity(inputs: Described) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
 import os
 import threading
@@ -9,6 +11,7 @@ import time
 from array import array
 from collections import deque
 from pathlib import Path
+from threading import get_ident
 from typing import Any, ClassVar, Final, NamedTuple
 
 from .. import settings
@@ -154,7 +157,7 @@ class OpTimeMeasure(Tool):
             if end > number:
                 clock.note(number, end, call)
         self.announce(call)
-        self._wait_for(_Timing(call, "forward", (first, last), host_start, device_type, _thread(), None))
+        self._wait_for(_Timing(call, "forward", (first, last), host_start, device_type, _thread(get_ident()), None))
 
     def before_node(self, call: Call, node: int) -> Any:
         device_type = call.notes.get(self)
@@ -174,8 +177,10 @@ class OpTimeMeasure(Tool):
             return
         described = None
         if self.view.full:
-            described = (describe(tuple(grad_outputs)), describe(_given(grad_inputs)))
-        self._wait_for(_Timing(call, "backward", spans[1:], spans[0], call.notes[self], _thread(), described))
+            described = (describe(tuple(grad_outputs)), describe(tuple(g for g in grad_inputs if g is not None)))
+        self._wait_for(
+            _Timing(call, "backward", spans[1:], spans[0], call.notes[self], _thread(get_ident()), described)
+        )
 
     def after_passes(self, graph_is_kept: bool) -> None:
         clock = self._clock
@@ -219,26 +224,19 @@ class OpTimeMeasure(Tool):
                 if min(times) >= 0:
                     self._keep(timing, sum(times))
                 continue
-            last = spans[-1]
-            if type(last) is int:
+            if type(spans[-1]) is int:
                 waiting.popleft()
                 self._keep(timing, (sum(spans[1::2]) - sum(spans[::2])) / 1e6)
                 continue
-            if len(spans) == 2:
+            for last in spans[1::2]:
                 if wait:
                     last.synchronize()
                 elif not last.query():
                     return
-                waiting.popleft()
-                elapsed = spans[0].elapsed_time(last)
-            else:
-                if not wait and not all(mark.query() for mark in spans[1::2]):
-                    return
-                waiting.popleft()
-                elapsed = 0.0
-                for first, last in zip(spans[::2], spans[1::2]):
-                    last.synchronize()
-                    elapsed += first.elapsed_time(last)
+            waiting.popleft()
+            elapsed = 0.0
+            for first, last in zip(spans[::2], spans[1::2]):
+                elapsed += first.elapsed_time(last)
             self._free.setdefault(timing.device_type, []).extend(spans)
             self._keep(timing, elapsed)
 
@@ -295,16 +293,10 @@ class OpTimeMeasure(Tool):
         timings = self._timings()
         rows = _pairs(timings)
         if self.view.full and rows:
-            header = ["name", "forward_id", "forward_elasped", "backward_elasped", "unit"]
-            self.view.block(console.table(header, [[str(c) for c in row] for row in rows]))
+            self.view.block(console.table(console.TIME_COLUMNS, [[str(c) for c in row] for row in rows]))
         label = f"pid{settings.process_label()}_{store.time_label()}"
-        folder = self._folder
-        self.csv_path = _unused(folder / f"op_elasped_info_{label}.csv")
-        store.write_csv(
-            self.csv_path,
-            ["name", "forward_id", "forward_elasped", "backward_elasped", "unit"],
-            rows,
-        )
+        self.csv_path = _unused(self._folder / f"op_elasped_info_{label}.csv")
+        store.write_csv(self.csv_path, console.TIME_COLUMNS, rows)
         self.trace_path = self.csv_path.with_name(self.csv_path.name.replace("info", "trace")).with_suffix(".json")
         _write_trace(self.trace_path, timings)
         self.view.say(f"op elasped info saved to {self.csv_path}")
@@ -361,24 +353,14 @@ class OpTimeMeasure(Tool):
 def _pairs(timings: list[tuple[Any, ...]]) -> list[list[Any]]:
     rows: dict[int, list[Any]] = {}
     for call_id, op, phase, elapsed, *_ in timings:
-        pair = rows.get(call_id)
-        if pair is None:
-            pair = rows[call_id] = [op, call_id, "", "", "ms"]
+        pair = rows.setdefault(call_id, [op, call_id, "", "", "ms"])
         pair[2 if phase == "forward" else 3] = f"{elapsed:.8f}"
     return list(rows.values())
 
 
 def _write_trace(path: Path, timings: list[tuple[Any, ...]]) -> None:
     """A Chrome trace of the calls: launch times of the host, lengths of the device."""
-    texts: dict[str, str] = {}
-    pid = os.getpid()
-
-    def text(value: str) -> str:
-        found = texts.get(value)
-        if found is None:
-            found = texts[value] = json.dumps(value)
-        return found
-
+    pid, text = os.getpid(), functools.cache(json.dumps)
     events = [
         f'{{"name": {text(op)}, "cat": "{phase}", "ph": "X", "ts": {start!r}, "dur": {elapsed * 1e3!r}, "pid": {pid}, '
         f'"tid": {thread}, "args": {{"forward_id": {call_id}, "step": {step}, "location": {text(location)}}}}}'
@@ -388,28 +370,12 @@ def _write_trace(path: Path, timings: list[tuple[Any, ...]]) -> None:
     path.write_text(f'{{"traceEvents": [{", ".join(events)}], "displayTimeUnit": "ms"}}')
 
 
-_native_ids: dict[int, int] = {}
-
-
-def _thread() -> int:
-    """The thread's number in the system: asked once per thread, since asking is a system call."""
-    ident = threading.get_ident()
-    number = _native_ids.get(ident)
-    if number is None:
-        if len(_native_ids) > 10_000:
-            _native_ids.clear()
-        number = _native_ids[ident] = threading.get_native_id()
-    return number
-
-
-def _given(grads: list[Tensor | None]) -> tuple[Tensor, ...]:
-    return tuple(g for g in grads if g is not None)
+@functools.lru_cache(10_000)
+def _thread(ident: int) -> int:
+    """The number in the system of this very thread: asked once per thread, since asking is a system call."""
+    return threading.get_native_id()
 
 
 def _unused(path: Path) -> Path:
-    number = 1
-    candidate = path
-    while candidate.exists():
-        candidate = path.with_name(f"{path.stem}_{number}{path.suffix}")
-        number += 1
-    return candidate
+    candidates = (path.with_name(f"{path.stem}_{number}{path.suffix}") for number in itertools.count(1))
+    return path if not path.exists() else next(other for other in candidates if not other.exists())

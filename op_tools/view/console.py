@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from .. import settings
 from ..call.description import Described, Finding, TensorMeta, labelled, short
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
 # The column orders of the documented tables.
 CAPTURE_COLUMNS: Final = ["name", "device", "dtype", "numel", "shape", "stride", "requires_grad", "layout", "data_ptr"]
 DEFAULT_COLUMNS: Final = ["name", "shape", "stride", "numel", "dtype", "device", "requires_grad", "layout", "data_ptr"]
+TIME_COLUMNS: Final = ["name", "forward_id", "forward_elasped", "backward_elasped", "unit"]
 CAST_COLUMNS: Final = ["name", "target", "action", "config"]
 _MAX_TEMPLATES: Final = 20_000
 
@@ -183,15 +187,20 @@ def summary_text(title: str, facts: Sequence[str], rows: Sequence[Sequence[str]]
     return "\n".join(lines)
 
 
-def wait_with_progress(what: str, total: int, left: Callable[[], int]) -> None:
-    """A progress bar on stderr until nothing is left (`wait_with_progress("comparing", 100, count)`)."""
-    import time
-
+def progress_bar(redirect_stdout: bool = True) -> Progress:
+    """A bar on stderr; text that is printed meanwhile appears above it (`with progress_bar() as bar: ...`)."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    return Progress(*columns, console=Console(stderr=True), transient=True, redirect_stdout=redirect_stdout)
+
+
+def wait_with_progress(what: str, total: int, left: Callable[[], int]) -> None:
+    """A progress bar on stderr until nothing is left (`wait_with_progress("comparing", 100, count)`)."""
+    import time
+
+    with progress_bar() as progress:
         task = progress.add_task(what, total=total)
         while (remaining := left()) > 0:
             progress.update(task, completed=total - remaining)

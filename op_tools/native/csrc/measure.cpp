@@ -21,29 +21,18 @@ constexpr uint64_t EXPONENT = 0x7FF0000000000000ull;
 
 enum Kind : int32_t { F64 = 0, F32 = 1, BF16 = 2, F16 = 3 };
 
-INLINE double bits_to_double(uint64_t bits) {
-  double value;
-  memcpy(&value, &bits, 8);
-  return value;
+template <typename To, typename From>
+INLINE To same_bits(From from) {
+  static_assert(sizeof(To) == sizeof(From), "of one size");
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
 }
 
-INLINE uint64_t double_to_bits(double value) {
-  uint64_t bits;
-  memcpy(&bits, &value, 8);
-  return bits;
-}
-
-INLINE float bits_to_float(uint32_t bits) {
-  float value;
-  memcpy(&value, &bits, 4);
-  return value;
-}
-
-INLINE uint32_t float_to_bits(float value) {
-  uint32_t bits;
-  memcpy(&bits, &value, 4);
-  return bits;
-}
+INLINE double bits_to_double(uint64_t bits) { return same_bits<double>(bits); }
+INLINE uint64_t double_to_bits(double value) { return same_bits<uint64_t>(value); }
+INLINE float bits_to_float(uint32_t bits) { return same_bits<float>(bits); }
+INLINE uint32_t float_to_bits(float value) { return same_bits<uint32_t>(value); }
 
 INLINE double from_half(uint16_t half) {
   const uint32_t sign = (half & 0x8000u) << 16;

@@ -18,10 +18,8 @@ from .samples import Sample, gradients_of, operators, samples_of, seed
 class Recorder(Tool):
     """Keeps the gradients of each call."""
 
-    name = "Recorder"
-    prefix = "OP_RECORDER"
-    wants_backward = True
-    wants_backward_start = True
+    name, prefix = "Recorder", "OP_RECORDER"
+    wants_backward = wants_backward_start = True
     columns: ClassVar[dict[str, str]] = {"call_id": "INTEGER"}
 
     def prepare(self) -> None:

@@ -103,21 +103,20 @@ def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip().strip("|").split("|")] if line.startswith("|") else []
 
 
+def snippets(tool: str, code: str, name: str, end: str) -> list[str]:
+    """The two documented ways to use a tool."""
+    return [
+        f"with op_tools.{tool}():\n    {code}()\n",
+        f"{name} = op_tools.{tool}()\n{name}.start()\n{code}()\n{name}.{end}()\n",
+    ]
+
+
 # -- OpCapture ----------------------------------------------------------------------------------------
 
-CAPTURE_1 = """
-capture = op_tools.OpCapture()
-capture.start()
-code_snippet_to_capture()
-capture.stop()
-"""
-CAPTURE_2 = """
-with op_tools.OpCapture():
-    code_snippet_to_capture()
-"""
+CAPTURE = snippets("OpCapture", "code_snippet_to_capture", "capture", "stop")
 
 
-@pytest.mark.parametrize("snippet", [CAPTURE_1, CAPTURE_2], ids=["start_stop", "with"])
+@pytest.mark.parametrize("snippet", CAPTURE, ids=["with", "start_stop"])
 def test_capture(tmp_path: Path, snippet: str) -> None:
     out = run(snippet, tmp_path)
     block = re.search(
@@ -146,7 +145,7 @@ def test_capture(tmp_path: Path, snippet: str) -> None:
 
 
 def test_capture_only_sort(tmp_path: Path) -> None:
-    out = run(CAPTURE_2, tmp_path, OP_CAPTURE_LIST="torch.Tensor.sort")
+    out = run(CAPTURE[0], tmp_path, OP_CAPTURE_LIST="torch.Tensor.sort")
     assert "skip OpCaptureHook on torch.Tensor.mul\nskip OpCaptureHook on torch.Tensor.div\n" in out
     assert "skip OpCaptureHook on torch.Tensor.__getitem__" in out
     assert os.listdir(tmp_path / "op_tools_results/op_capture_results") == ["torch.Tensor.sort"]
@@ -162,7 +161,7 @@ def test_capture_only_sort(tmp_path: Path) -> None:
 
 
 def test_capture_all_but_some(tmp_path: Path) -> None:
-    out = run(CAPTURE_2, tmp_path, OP_CAPTURE_DISABLE_LIST="torch.Tensor.add,torch.Tensor.sub")
+    out = run(CAPTURE[0], tmp_path, OP_CAPTURE_DISABLE_LIST="torch.Tensor.add,torch.Tensor.sub")
     assert "apply OpCaptureHook on torch.Tensor.mul" in out
     assert "skip OpCaptureHook on torch.Tensor.add" in out
     assert "skip OpCaptureHook on torch.Tensor.sub" in out
@@ -171,19 +170,12 @@ def test_capture_all_but_some(tmp_path: Path) -> None:
 
 # -- OpAutoCompare ------------------------------------------------------------------------------------
 
-COMPARE_1 = """
-with op_tools.OpAutoCompare():
-    code_snippet_to_autocompare()
-"""
-COMPARE_2 = """
-autocompare = op_tools.OpAutoCompare()
-autocompare.start()
-code_snippet_to_autocompare()
-autocompare.stop()
-"""
 
-
-@pytest.mark.parametrize("snippet", [COMPARE_1, COMPARE_2], ids=["with", "start_stop"])
+@pytest.mark.parametrize(
+    "snippet",
+    snippets("OpAutoCompare", "code_snippet_to_autocompare", "autocompare", "stop"),
+    ids=["with", "start_stop"],
+)
 def test_autocompare(tmp_path: Path, snippet: str) -> None:
     out = run(
         snippet,
@@ -230,19 +222,12 @@ def test_autocompare(tmp_path: Path, snippet: str) -> None:
 
 # -- OpTimeMeasure ------------------------------------------------------------------------------------
 
-TIME_1 = """
-with op_tools.OpTimeMeasure():
-    code_snippet_to_time_measure()
-"""
-TIME_2 = """
-timemeasure = op_tools.OpTimeMeasure()
-timemeasure.start()
-code_snippet_to_time_measure()
-timemeasure.end()
-"""
 
-
-@pytest.mark.parametrize("snippet", [TIME_1, TIME_2], ids=["with", "start_end"])
+@pytest.mark.parametrize(
+    "snippet",
+    snippets("OpTimeMeasure", "code_snippet_to_time_measure", "timemeasure", "end"),
+    ids=["with", "start_end"],
+)
 def test_time_measure(tmp_path: Path, snippet: str) -> None:
     out = run(snippet, tmp_path)
     shown = tables(out)
@@ -271,19 +256,10 @@ def test_time_measure(tmp_path: Path, snippet: str) -> None:
 
 # -- OpFallback ---------------------------------------------------------------------------------------
 
-FALLBACK_1 = """
-with op_tools.OpFallback():
-    code_snippet_op_to_be_fallbacked()
-"""
-FALLBACK_2 = """
-fallback = op_tools.OpFallback()
-fallback.start()
-code_snippet_op_to_be_fallbacked()
-fallback.end()
-"""
+FALLBACK = snippets("OpFallback", "code_snippet_op_to_be_fallbacked", "fallback", "end")
 
 
-@pytest.mark.parametrize("snippet", [FALLBACK_1, FALLBACK_2], ids=["with", "start_end"])
+@pytest.mark.parametrize("snippet", FALLBACK, ids=["with", "start_end"])
 def test_fallback(tmp_path: Path, snippet: str) -> None:
     out = run(snippet, tmp_path)
     assert re.search(r"torch\.rsqrt    forward_id: \d+\n\S+snippet\.py:\d+ code_snippet: c = torch", out)
@@ -300,14 +276,14 @@ def test_fallback(tmp_path: Path, snippet: str) -> None:
 
 
 def test_fallback_only_linear(tmp_path: Path) -> None:
-    out = run(FALLBACK_1, tmp_path, OP_FALLBACK_LIST="torch.nn.functional.linear")
+    out = run(FALLBACK[0], tmp_path, OP_FALLBACK_LIST="torch.nn.functional.linear")
     assert "skip OpFallbackHook on torch.Tensor.add\n" in out
     assert "torch.nn.functional.linear    forward_id: " in out
     assert "torch.rsqrt    forward_id: " not in out
 
 
 def test_fallback_all_but_linear(tmp_path: Path) -> None:
-    out = run(FALLBACK_1, tmp_path, OP_FALLBACK_DISABLE_LIST="torch.nn.functional.linear")
+    out = run(FALLBACK[0], tmp_path, OP_FALLBACK_DISABLE_LIST="torch.nn.functional.linear")
     assert "skip OpFallbackHook on torch.nn.functional.linear\n" in out
     assert "torch.rsqrt    forward_id: " in out
 
@@ -424,7 +400,7 @@ def test_apply_feature(tmp_path: Path) -> None:
 
 
 def test_offline_commands(tmp_path: Path) -> None:
-    run(CAPTURE_2, tmp_path)
+    run(CAPTURE[0], tmp_path)
     folder = tmp_path / "op_tools_results/op_capture_results/torch.nn.functional.linear"
     done = command(["op_tools/run_op_from_data.py", f"{folder}/", "--acc_check", "--run_times", "1"], tmp_path)
     assert done.returncode == 0, done.stderr

@@ -85,10 +85,19 @@ def test_a_tool_that_starts_later_changes_nothing_for_others(device: str, monkey
     assert {r["action"] for r in cast.records()} == {"torch.float16 -> torch.float32", "torch.float32 -> torch.float16"}
 
 
-def test_a_wrong_value_of_a_flag_is_an_error_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OP_TOOLS_NATIVE", "maybe")
-    with pytest.raises(op_tools.SettingsError, match="OP_TOOLS_NATIVE='maybe' is neither yes nor no"):
-        op_tools.OpObserve().start()
+@pytest.mark.parametrize(
+    ("variable", "value", "error"),
+    [
+        ("OP_TOOLS_NATIVE", "maybe", "OP_TOOLS_NATIVE='maybe' is neither yes nor no"),
+        ("LINEAR_AUTOCOMPARE_ERROR_TOLERANCE_FLOAT16", "1e-3", "LINEAR_AUTOCOMPARE_ERROR_TOLERANCE_FLOAT16"),
+    ],
+)
+def test_a_wrong_value_is_an_error_at_start(
+    variable: str, value: str, error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(op_tools.SettingsError, match=error):
+        op_tools.OpAutoCompare().start()
 
 
 def test_a_misspelt_variable_is_reported_at_the_first_start(

@@ -496,12 +496,6 @@ def test_an_attention_block_is_compared_without_failure(device: str) -> None:
     assert any("grad" in r["name"] for r in compared.records())
 
 
-def test_malformed_tolerance_is_an_error_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LINEAR_AUTOCOMPARE_ERROR_TOLERANCE_FLOAT16", "1e-3")
-    with pytest.raises(op_tools.SettingsError, match="LINEAR_AUTOCOMPARE_ERROR_TOLERANCE_FLOAT16"):
-        op_tools.OpAutoCompare().start()
-
-
 # -- settings and summary -----------------------------------------------------------------------------
 
 

@@ -61,6 +61,17 @@ def test_numbers_and_tensors_beyond_the_plain_form_are_written_all_the_same() ->
         assert captures.read(path)["args"][0].__class__ is odd.__class__
 
 
+def test_tensors_without_a_storage_class_of_their_dtype_are_written_all_the_same() -> None:
+    z = torch.arange(6).to(torch.complex64)
+    tensors = (z, torch.view_as_real(z)[1:], z.conj().imag, torch.ones(3).to(torch.float8_e5m2))
+    archive.save(Path("x.pth"), {"args": tensors})
+    found = captures.read(Path("x.pth"))["args"]
+    for old, new in zip(tensors, found):
+        assert (new.dtype, new.stride(), new.is_neg()) == (old.dtype, old.stride(), old.is_neg())
+        assert torch.equal(new.to(torch.complex64), old.to(torch.complex64))
+    assert found[0].untyped_storage()._cdata == found[1].untyped_storage()._cdata
+
+
 def test_tensors_share_memory_as_they_did_and_can_be_written_to() -> None:
     x = torch.arange(6.0)
     archive.save(Path("x.pth"), {"args": (x[:4], x[2:], torch.ones(2), torch.empty(0))})

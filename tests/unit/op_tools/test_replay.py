@@ -8,7 +8,6 @@ import os
 import pickle
 import signal
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from op_tools import cli
 from op_tools.call.description import tensors_in
 from op_tools.call.traits import traits_of
 from op_tools.copies.invocation import Invocation, Region, Site
+from op_tools.copies.operands import Ref
 from op_tools.files import archive
 from op_tools.files.archive import ArchiveError
 from op_tools.files.captures import find, read
@@ -378,29 +378,11 @@ def test_values_survive_another_dtype_and_layout(x: torch.Tensor, dtype: torch.d
 # -- broken, foreign and malicious files --------------------------------------------------------------
 
 
-class Claims:
-    """Pickled as a tensor whose shape its storage cannot hold."""
-
-
-class Liar(archive._Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, Claims):
-            return super().reducer_override(value)
-        storage = torch.zeros(4).untyped_storage()
-        self.storages.append(storage)
-        reference = archive._Storage(len(self.storages) - 1, storage.nbytes(), torch.float32)
-        return torch._utils._rebuild_tensor_v2, (reference, 0, (1 << 31,), (1,), False, OrderedDict())
-
-
 def write_lie(path: Path) -> None:
-    import io
-
-    stream = io.BytesIO()
-    pickler = Liar(stream)
-    pickler.dump({"format": 1, "name": "torch.exp", "args": (Claims(),), "kwargs": {}})
-    records: list[Any] = [("data.pkl", stream.getbuffer()), ("byteorder", b"little")]
-    records += [(f"data/{i}", bytes(s.nbytes())) for i, s in enumerate(pickler.storages)]
-    archive.write_archive(str(path), [*records, ("version", b"3\n")])
+    claims = Ref(0, torch.float32, (1 << 31,), (1,), 0, False, False, False)  # a shape that its storage cannot hold
+    content = {"name": "torch.exp", "args": (claims,), "kwargs": {}}
+    fragments = [archive.fragment(value, [16]) for pair in content.items() for value in pair]
+    archive.save_fragments(str(path), fragments, [bytes(16)])
 
 
 def write_compressed(path: Path) -> None:
@@ -632,10 +614,13 @@ def test_full_output_has_the_documented_tables(
     assert "op elasped info saved to " in text
 
 
-def test_console_off_says_nothing_but_errors(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OP_TOOLS_CONSOLE", "off")
+
+
+@pytest.mark.usefixtures("silent")
+def test_console_off_says_nothing_but_errors(capsys: pytest.CaptureFixture[str]) -> None:
     some_captures(2)
     Path("tree/torch.Tensor.exp/77/2/t/input.pth").write_bytes(b"broken")
     assert cli.run_from_data(["tree", "--acc_check", "--device", "cpu"]) == 1
