@@ -20,13 +20,13 @@ import dataclasses
 import importlib
 import pkgutil
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Final
 
-from ..call.description import Tensor, tensors_in
+from ..call.description import Tensor
 from ..call.functions import function_of
 from ..copies.invocation import BACKWARD, FORWARD, Invocation
-from ..copies.operands import MOST_BORROWED, Fetcher, Operands
+from ..copies.operands import Fetcher, Operands
 from ..judge.golden import GoldenResult
 from ..judge.verdict import Judgement, Rules
 
@@ -76,48 +76,6 @@ class Job:
     moves_only: bool = False  # values are moved, nothing is computed
     error: BaseException | None = None
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
-
-    @property
-    def result(self) -> Any:
-        """What the device returned in a forward."""
-        return self.values[2]
-
-    def fetch(self) -> None:
-        """Bring arguments and values to the host; the arguments stay there for a backward to come."""
-        call, values, fetcher = self.call, self.snapshot, self.fetcher
-        before = self.before
-        assert before is not None
-        assert values is not None
-        assert fetcher is not None
-        together = before.nbytes + values.nbytes <= MOST_BORROWED
-        if together and self.phase == FORWARD:  # the later event includes the earlier one
-            flats = fetcher.borrow((*before.storages, *values.storages), values.event or before.event)
-            count = len(before.storages)
-            own = [f if s.is_cpu else f.clone() for s, f in zip(before.storages, flats)]
-            self.values = values.tensors(flats[count:])
-        else:
-            own = fetcher.fetch(before)
-            borrowed = fetcher.borrow(values.storages, values.event) if together else fetcher.fetch(values)
-            self.values = values.tensors(borrowed)
-        if self.phase == FORWARD:
-            call.before = before._replace(storages=tuple(own), event=None)  # no device memory is held for a backward
-        self.args, self.kwargs = before.tensors(own)
-
-    def keep_values(self) -> None:
-        """Copy what was borrowed: it is shown and saved after the fetcher has gone on."""
-        assert self.snapshot is not None
-        assert self.fetcher is not None
-        self.values = self.snapshot.tensors(self.fetcher.fetch(self.snapshot))
-
-    def release(self) -> None:
-        """Let go of all tensors."""
-        self.before = self.snapshot = self.golden = self.fetcher = self.grads = None
-        self.values, self.args, self.kwargs = (), (), {}
-
-
-def compared_arguments(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """What is compared of the arguments after a call: positional ones, and tensors given by keyword."""
-    return [*args, *tensors_in(kwargs)]
 
 
 def gradient_kind(sent: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> Hashable:
@@ -238,7 +196,6 @@ __all__ = [
     "Judge",
     "Places",
     "Setup",
-    "compared_arguments",
     "gradient_kind",
     "make_ladder",
 ]

@@ -18,6 +18,7 @@ from ..call.description import TensorMeta, describe, labelled
 from ..files.saved import save_comparison
 from ..judge.verdict import NOT_COMPARABLE, WRONG, Judgement, Row
 from ..view import console, rows, store
+from ..view.rows import label_of
 from .ladder import FORWARD, ComparedCall, Job
 
 _MAX_SAVED: Final = 200  # wrong calls that are saved to disk
@@ -31,8 +32,8 @@ class Reporter(Protocol):
 
     view: console.View
 
-    def record(self, *row: Any) -> None:
-        """Store one row."""
+    def record_all(self, rows: Iterable[tuple[Any, ...]]) -> None:
+        """Store some rows."""
 
     def found(self, call: Any, kind: str, message: str, once: bool = False) -> None:
         """Report something about a call."""
@@ -94,7 +95,7 @@ class Teller:
             except Exception as error:
                 self._tool.failed(job.live, error)
             finally:
-                job.release()
+                _release(job)
                 job.done.set()
         self._background(self._tell_ready)
 
@@ -125,8 +126,10 @@ class Teller:
             return
         self.verdicts[judgement.verdict] += 1
         self.compared[call.op] += 1
-        for row in judgement.rows:
-            self._tool.record(call.id, call.record_site, job.phase, *row.stored(), call.site.module, call.site.step)
+        which, where = (call.id, call.record_site, job.phase), (call.site.module, call.site.step)
+        self._tool.record_all(
+            [(*which, label_of(*row[:3]), *row[rows.FIRST : rows.END], *where) for row in judgement.rows]
+        )
         if job.golden is not None and self._tool.view.full:
             self._show(job, judgement)
         if judgement.verdict == WRONG:
@@ -158,7 +161,7 @@ class Teller:
         folder = self.folder / call.op / settings.process_label() / "autocompare" / str(call.id) / stamp
         device: dict[str, Any] = {"input": (result.source.args, result.source.kwargs)}
         if job.phase == FORWARD:
-            device["output"] = job.result
+            device["output"] = job.values[2]
             reference: dict[str, Any] = {"input": result.inputs_after, "output": result.outputs}
         else:
             device["grad_outputs"], device["grad_inputs"] = map(tuple, job.values)
@@ -216,6 +219,12 @@ class Teller:
             *[f"{r.label}: {r.reason}" for r in judgement.rows if r.verdict == WRONG],
             "",
         )
+
+
+def _release(job: Job) -> None:
+    """Let go of all its tensors."""
+    job.before = job.snapshot = job.golden = job.fetcher = job.grads = None
+    job.values, job.args, job.kwargs = (), (), {}
 
 
 # --- blame --------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from ..call.description import Tensor
 from ..call.devices import can_pin, module_of
 from ..compat import conj_view, neg_view
 from ..native.statistics import is_dense
-from .operands import span_of
+from .materialise import span_of
 from .pinned_results import PinnedResults
 
 _MIN_PINNED_BYTES: Final = 1 << 14  # smaller ones are not worth a pinned buffer

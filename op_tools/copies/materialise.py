@@ -9,7 +9,6 @@ import torch
 
 from ..call.description import Tensor, map_tensors, tensors_in
 from ..compat import conj_view, neg_view
-from .operands import span_of
 
 Cast = Mapping[torch.dtype, torch.dtype]
 
@@ -30,6 +29,15 @@ class Enter(torch.autograd.Function):
 
 
 _enter: Final[Any] = Enter.apply
+
+
+def span_of(tensor: Tensor) -> tuple[int, int]:
+    """First and last (exclusive) element of its storage that a tensor touches (`span_of(x[2:])`)."""
+    first = int(tensor.storage_offset())
+    if tensor.numel() == 0:
+        return first, first
+    extent = sum((int(size) - 1) * int(step) for size, step in zip(tensor.shape, tensor.stride()))
+    return first, first + extent + 1
 
 
 class Copier:

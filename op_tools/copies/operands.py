@@ -15,6 +15,7 @@ from ..call.description import Tensor, children, map_tensors, rebuild_container,
 from ..call.devices import can_pin, event_class, module_of
 from ..compat import conj_view, neg_view
 from ..native.kernels import copy_to_host
+from .materialise import span_of
 
 _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)})
 # A small view of a large storage is cut out of it; a view of most of a storage keeps its offset.
@@ -105,15 +106,6 @@ class Layouts:
             layout = self._known[tuple(key)] = _lay_out(value, tensors, [])
         copies = tuple([_copy_storage(tensors[at], start, end) for at, start, end in layout.parts])
         return Operands(layout.tree, copies, mark_after(copies) if event else None, layout.nbytes, (), layout)
-
-
-def span_of(tensor: Tensor) -> tuple[int, int]:
-    """First and last (exclusive) element of its storage that a tensor touches (`span_of(x[2:])`)."""
-    first = int(tensor.storage_offset())
-    if tensor.numel() == 0:
-        return first, first
-    extent = sum((int(size) - 1) * int(step) for size, step in zip(tensor.shape, tensor.stride()))
-    return first, first + extent + 1
 
 
 class _Group:

@@ -255,7 +255,7 @@ class OpAutoCompare(Tool):
 
     def _has_arguments(self, compared: ComparedCall) -> bool:
         """Whether there is a snapshot of the arguments, or one can still be had."""
-        for judge in self._live:
+        for judge in self._live if compared.before is None else ():
             found = judge.arguments(compared)
             if isinstance(found, str):
                 self._teller.skip(compared.live, found)
@@ -328,8 +328,10 @@ class OpAutoCompare(Tool):
                 return found
             if found is not None:
                 job.judgement = found
+                kind = (job.call.op, job.call.numbers[0])
                 for other in self._learning:
-                    other.learn(job)
+                    if kind not in other.never_settles:
+                        other.learn(job)
                 return found
         return None
 

@@ -6,6 +6,7 @@ A new column is one line here and one where it is measured.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Final, NamedTuple, get_type_hints
@@ -31,6 +32,12 @@ def _as(form: str) -> Callable[[float | None], str]:
 
 def _name(op: str, part: str, index: int | None) -> str:
     return f"{op} {part}" if index is None else f"{op} {part}[{index}]"
+
+
+@functools.lru_cache(maxsize=100_000)
+def label_of(op: str, part: str, index: int | None) -> str:
+    """A tensor, as the console and the records name it (`label_of("torch.mul", "grad_input", 0)`)."""
+    return _name(op, "grad" if part == "grad_input" else part, index)
 
 
 def _cosine(value: float | None) -> str:
@@ -70,12 +77,12 @@ class Row(NamedTuple):
     @property
     def label(self) -> str:
         """The tensor, as the console and the records name it (`torch.mul grad[0]`)."""
-        return _name(self.op, "grad" if self.part == "grad_input" else self.part, self.index)
+        return label_of(self.op, self.part, self.index)
 
     @property
     def values(self) -> tuple[Any, ...]:
         """The values of `COLUMNS`."""
-        return tuple(self)[_FIRST:_END]
+        return tuple(self)[FIRST:END]
 
     def stored(self) -> tuple[Any, ...]:
         """The values for `SQL`; sqlite stores NaN as NULL."""
@@ -104,8 +111,8 @@ COLUMNS: Final[dict[str, Column]] = {
     for name, hint in get_type_hints(Row, include_extras=True).items()
     if hasattr(hint, "__metadata__")
 }
-_FIRST: Final = Row._fields.index(next(iter(COLUMNS)))
-_END: Final = _FIRST + len(COLUMNS)
+FIRST: Final = Row._fields.index(next(iter(COLUMNS)))
+END: Final = FIRST + len(COLUMNS)
 _CONSOLE: Final = [column for column in COLUMNS.values() if column.console]
 
 SQL: Final = {"name": "TEXT", **{name: column.sql for name, column in COLUMNS.items()}}

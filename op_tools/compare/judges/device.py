@@ -29,8 +29,8 @@ from ...judge import golden, uncertainty, verdict
 from ...judge.golden import DOUBLE, GoldenResult, Run, Source
 from ...judge.verdict import RIGHT, Judgement
 from ...native import device_measures
-from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup, compared_arguments
-from .host import gradient_indices
+from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup
+from .host import compared_arguments, gradient_indices
 
 _MAX_KINDS: Final = 20_000
 _SHARE: Final = 8  # of the free memory of a device that is used to keep calls for their backward

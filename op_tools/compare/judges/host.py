@@ -12,16 +12,19 @@ import threading
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
+import torch
+
 from ...call import facts
 from ...call.description import Tensor, map_tensors, tensors_in
 from ...call.devices import quiet
 from ...call.equality import equal, same_leaves, same_values
+from ...copies.operands import MOST_BORROWED
 from ...copies.queue import MemoryBudget, Reservation
 from ...judge import golden, verdict
 from ...judge.golden import GoldenResult
 from ...judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
 from .. import cores, pieces
-from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup, compared_arguments
+from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup
 
 _MAX_KINDS: Final = 20_000
 _MAX_WAIT: Final = 60.0  # seconds
@@ -73,13 +76,13 @@ class Host(Judge):
 
     def settle(self, job: Job) -> Judgement:
         with quiet():
-            job.fetch()
+            _fetch(job)
         call = job.call
         assert isinstance(call, ComparedCall)
         found = self.comparer.compare(job, call.notes.get(self), self.setup.shown)
         if found.verdict == WRONG or self.setup.shown:
             with quiet():
-                job.keep_values()
+                _keep_values(job)
         return found
 
 
@@ -126,7 +129,7 @@ class Comparer:
             found = self._judge_backward(job, result, kind)
         else:
             if forward is not None and facts.has_free_vectors(job.call.op):
-                forward.returned = map_tensors(job.result, lambda t: t.clone())
+                forward.returned = map_tensors(job.values[2], lambda t: t.clone())
             found = self._judge_forward(job, result, kind)
         if kind is not None:
             if kind not in self._moves and len(self._moves) < _MAX_KINDS:
@@ -228,11 +231,11 @@ class Comparer:
     def _judge_forward(self, job: Job, result: GoldenResult, kind: Hashable = None) -> Judgement:
         name = job.call.op
         if not result.comparable:
-            return verdict.judge_call(name, result, outputs=job.result, rules=self.rules)
+            return verdict.judge_call(name, result, outputs=job.values[2], rules=self.rules)
         options: dict[str, Any] = {"result": result, "rules": self.rules, "max_seconds": self.max_seconds}
         inputs = self._judge_inputs(job, result, options)
         options["plan"] = self._plan(kind)
-        return inputs + verdict.judge(name, job.result, result.outputs, part="output", **options)
+        return inputs + verdict.judge(name, job.values[2], result.outputs, part="output", **options)
 
     def _judge_inputs(self, job: Job, result: GoldenResult, options: dict[str, Any]) -> Judgement:
         """Arguments after the call: for unchanged ones, equal bits are enough."""
@@ -292,6 +295,40 @@ class Comparer:
         return Judgement(judged.verdict, judged.reason, rows, judged.probes)
 
 
+def _fetch(job: Job) -> None:
+    """Bring arguments and values to the host; the arguments stay there for a backward to come."""
+    call, values, fetcher = job.call, job.snapshot, job.fetcher
+    before = job.before
+    assert before is not None
+    assert values is not None
+    assert fetcher is not None
+    together = before.nbytes + values.nbytes <= MOST_BORROWED
+    if together and job.phase == FORWARD:  # the later event includes the earlier one
+        flats = fetcher.borrow((*before.storages, *values.storages), values.event or before.event)
+        count = len(before.storages)
+        own = [f if s.is_cpu else f.clone() for s, f in zip(before.storages, flats)]
+        job.values = values.tensors(flats[count:])
+    else:
+        own = fetcher.fetch(before)
+        borrowed = fetcher.borrow(values.storages, values.event) if together else fetcher.fetch(values)
+        job.values = values.tensors(borrowed)
+    if job.phase == FORWARD:
+        call.before = before._replace(storages=tuple(own), event=None)  # no device memory is held for a backward
+    job.args, job.kwargs = before.tensors(own)
+
+
+def _keep_values(job: Job) -> None:
+    """Copy what was borrowed: it is shown and saved after the fetcher has gone on."""
+    assert job.snapshot is not None
+    assert job.fetcher is not None
+    job.values = job.snapshot.tensors(job.fetcher.fetch(job.snapshot))
+
+
+def compared_arguments(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """What is compared of the arguments after a call: positional ones, and tensors given by keyword."""
+    return [*args, *tensors_in(kwargs)]
+
+
 def gradient_indices(found: Sequence[Any], expected: Sequence[Any]) -> tuple[list[int | None], list[bool]]:
     """Indices of the rows of gradients, and which there are: arguments without gradients have none."""
     present = [g is not None or e is not None for g, e in zip(found, expected)]
@@ -311,7 +348,13 @@ def _only_moves(job: Job, result: GoldenResult, judgement: Judgement) -> bool:
 
 def _unchanged(after: Iterable[Any], before: Iterable[Any]) -> bool:
     ours, earlier = list(tensors_in(after)), list(tensors_in(before))
-    return len(ours) == len(earlier) and all(map(same_values, ours, earlier))
+    return len(ours) == len(earlier) and all(map(_has_kept_its_values, ours, earlier))
+
+
+def _has_kept_its_values(after: Tensor, before: Tensor) -> bool:
+    if after.layout == before.layout == torch.strided and after.dtype == before.dtype != torch.complex32:
+        return torch.equal(after, before) or same_values(after, before)
+    return same_values(after, before)
 
 
 def _same(ours: Any, theirs: Any) -> bool:

@@ -80,8 +80,8 @@ class Tool:
         self.rows: list[tuple[Any, ...]] = []
         self.told: list[str] = []
 
-    def record(self, *row: Any) -> None:
-        self.rows.append(row)
+    def record_all(self, rows: Any) -> None:
+        self.rows += rows
 
     def found(self, call: Any, kind: str, message: str, once: bool = False) -> None:
         self.told.append(message)
