@@ -352,7 +352,7 @@ def _unchanged(after: Iterable[Any], before: Iterable[Any]) -> bool:
 
 
 def _has_kept_its_values(after: Tensor, before: Tensor) -> bool:
-    if after.layout == before.layout == torch.strided and after.dtype == before.dtype != torch.complex32:
+    if after.layout == before.layout == torch.strided and after.dtype == before.dtype and not after.is_complex():
         return torch.equal(after, before) or same_values(after, before)
     return same_values(after, before)
 
