@@ -125,6 +125,9 @@ class OpAutoCompare(Tool):
         self._layouts = Layouts()
         self._gradient_kinds: dict[Any, int] = {}
         self._workers = threading.local()
+        self._fetchers: list[
+            Fetcher
+        ] = []  # a forked child drops what threads hold; freeing pinned memory there aborts it
         measuring.prepare()
         self.csv_path: Path | None = None
 
@@ -316,6 +319,7 @@ class OpAutoCompare(Tool):
         workers = self._workers
         if not hasattr(workers, "fetcher"):
             workers.fetcher, workers.limit = Fetcher(), 0
+            self._fetchers.append(workers.fetcher)
         # jobs are judged side by side on the cores that are there; a large one gets those of others that wait
         limit = max(self._cores, min(self._threads, self._threads * job.nbytes // self._queue.most_bytes))
         if workers.limit != limit:
@@ -350,6 +354,7 @@ class OpAutoCompare(Tool):
             self._teller.wait()
             for judge in self._ladder:
                 judge.release()
+            self._fetchers.clear()
             assert self._store is not None
             self.csv_path = self._teller.write_table(self._store, self.table_name, self._run_key, self.only is None)
 

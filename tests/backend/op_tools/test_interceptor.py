@@ -13,6 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 import typing_extensions
 from torch import add as plain_add
+from torch.cuda import comm
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -138,7 +139,7 @@ def test_wrappers_around_functions_are_not_the_users_lines(device: str) -> None:
     x = torch.randn(2, device=device)
     with op_tools.OpObserve() as seen:
         wrapped(x)
-        torch.cuda.comm.broadcast(x, [0])  # redirected by ditorch, where that is needed
+        comm.broadcast(x, [0])  # redirected by ditorch, where that is needed
     locations = [row["location"].partition(" ")[0] for row in seen.records()]
     assert locations
     assert {location.rpartition(":")[0] for location in locations} == {__file__}

@@ -253,7 +253,7 @@ def test_a_forked_child_does_not_keep_the_processes_of_its_parent(
         kept = bool(compare_pool._pools) or not all(helper._connection.closed for helper in pool._processes)
         os._exit(int(kept))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert not pool._helpers[0]._connection.closed, "the parent goes on"
+    assert not pool._processes[0]._connection.closed, "the parent goes on"
 
 
 SCRIPT = """
