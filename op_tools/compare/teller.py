@@ -78,15 +78,27 @@ class Teller:
         self._tell_ready(at_once)
 
     def _tell_ready(self, at_once: bool = True) -> None:
+        try:
+            if self._tell_in_turn(at_once):
+                return
+            self._background(self._tell_ready)
+        except BaseException:  # Ctrl-C in the run's thread: others go on with the rest
+            with self._change:
+                self._telling = False
+                self._change.notify_all()
+            raise
+
+    def _tell_in_turn(self, at_once: bool) -> bool:
+        """Tell what is ready; False where the rest is for another thread."""
         while True:
             with self._change:
                 job = self._ready.get(self.told)
                 if job is None:
                     self._telling = False
                     self._change.notify_all()
-                    return
+                    return True
                 if not at_once and (job.golden is not None or job.error is not None):
-                    break  # there may be files to write: not on the run's thread
+                    return False  # there may be files to write: not on the run's thread
                 del self._ready[self.told]
                 self.told += 1
             try:
@@ -97,7 +109,6 @@ class Teller:
             finally:
                 _release(job)
                 job.done.set()
-        self._background(self._tell_ready)
 
     def wait(self) -> None:
         """Wait until nothing is being told."""

@@ -180,6 +180,8 @@ class Plan:
         flat = isinstance(left, (list, tuple)) and isinstance(right, (list, tuple))
         if not known or not flat or not len(left) == len(right) == len(known) or self.gave_up:
             return None
+        if not all(v is None or isinstance(v, Tensor) for v in (*left, *right)):
+            return None
         indices = indices or _indices(left)
         rows = []
         for n, row_plan in enumerate(known):

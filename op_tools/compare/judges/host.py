@@ -201,7 +201,7 @@ class Comparer:
         call = job.call
         if not all(call.numbers) or job.piece or (self._casts and self._casts.of(call.op) is not None):
             return None
-        key = (call.op, *call.numbers, call.region.autocast)
+        key = (call.op, call.function, *call.numbers, call.region.autocast)
         if job.phase == FORWARD:
             return key
         grads = (*job.values[0], *job.values[1])

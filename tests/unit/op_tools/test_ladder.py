@@ -156,3 +156,24 @@ def test_the_thread_of_the_run_leaves_files_to_others(tmp_path: Path, monkeypatc
     other.start()
     other.join(10)
     assert writers == [other.ident]
+
+
+def test_an_interrupt_while_it_tells_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OP_TOOLS_RESULTS_DIR", str(tmp_path))
+    tool = Tool()
+    teller = Teller(tool, lambda work: work())
+    first, second = job(teller), job(teller)
+
+    def interrupted(rows: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tool, "record_all", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            teller.tell(first)
+    waiting = threading.Thread(target=teller.wait)
+    waiting.start()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    teller.tell(second)
+    assert [row[0] for row in tool.rows] == [1]

@@ -141,3 +141,17 @@ def test_other_standards_and_tolerances_have_no_plan(rules: verdict.Rules) -> No
         for full, planned in kind.judge(seed):
             assert planned == full
     assert all(not plan._rows for plan in kind.plans.values())
+
+
+def test_nested_results_take_the_full_way() -> None:
+    x = torch.rand(5)
+
+    def two(a: torch.Tensor) -> Any:
+        return a.sin(), [a.cos()]
+
+    plan = Plan()
+    result = golden.run(two, (x,), name="two")
+    for _ in range(3):
+        assert verdict.judge("two", two(x), result.outputs, result=result, plan=plan).verdict == RIGHT
+    wrong = (x.sin(), [x.cos() + 0.1])
+    assert verdict.judge("two", wrong, result.outputs, result=result, plan=plan).verdict == WRONG
