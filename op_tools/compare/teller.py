@@ -116,6 +116,16 @@ class Teller:
             while self._telling:
                 self._change.wait(1.0)
 
+    def summary(self, notes: Sequence[str]) -> list[str]:
+        """What was compared, these notes where they say something, and who is to blame."""
+        text = f"{sum(self.verdicts.values())} comparisons, {self.verdicts[WRONG]} wrong"
+        if self.not_comparable:
+            text += "; not comparable: " + ", ".join(f"{op} {n}" for op, n in self.not_comparable.most_common(5))
+        lines = [text, *[note for note in notes if note]]
+        if self.abandoned:
+            lines.append("interrupted: comparisons that were still queued were dropped")
+        return lines + report(self.blames, self.lineage, self.compared)
+
     # -- one job ------------------------------------------------------------------------------------------
 
     def skip(self, call: Any, reason: str) -> None:

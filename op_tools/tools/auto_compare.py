@@ -26,12 +26,11 @@ from ..compare import cores
 from ..compare.choose import MODES, Chooser, kind_of, parse_budget
 from ..compare.ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, gradient_kind, make_ladder
 from ..compare.teller import Blame, Teller
-from ..compare.teller import report as blame_report
 from ..copies.invocation import Region, Site
 from ..copies.operands import Fetcher, Layouts, Operands, stage
 from ..copies.queue import Writer
 from ..judge import golden
-from ..judge.verdict import WRONG, Judgement, Rules
+from ..judge.verdict import Judgement, Rules
 from ..native import measuring
 from ..view import console, rows
 from ..watch.intercept import Call
@@ -237,7 +236,7 @@ class OpAutoCompare(Tool):
         grads = (grad_outputs, grad_inputs)
         job = Job(compared, BACKWARD, event=event, live=call, grads=grads, grad_kind=gradient_kind(*grads))
         if not self._settle_live(job) and self._has_arguments(compared):
-            job.snapshot = self._copy_gradients(job)
+            job.snapshot = _copy_gradients(job, self._layouts, self._gradient_kinds)
             job.grads = None
             if self._sampled:
                 self._chooser.begin(compared.kind)
@@ -266,20 +265,6 @@ class OpAutoCompare(Tool):
             if found is not None:
                 compared.before = found
         return compared.before is not None or any(judge in compared.notes for judge in self._background)
-
-    def _copy_gradients(self, job: Job) -> Operands:
-        assert job.grads is not None
-        sent, found = job.grads
-        grads = [*sent, *found]
-        number = 0
-        if all(g is None or g.layout == torch.strided for g in grads):
-            kinds = self._gradient_kinds
-            number = kinds.get(job.grad_kind, 0)
-            if not number and len(kinds) < _MAX_GRADIENT_KINDS:
-                number = kinds[job.grad_kind] = -1 - len(kinds)  # descriptions have positive numbers
-        if not number:
-            return stage((sent, found))
-        return self._layouts.stage(number, [g for g in grads if g is not None], (sent, found))
 
     def _submit(self, job: Job, compared: ComparedCall) -> None:
         job.before = compared.before
@@ -366,22 +351,8 @@ class OpAutoCompare(Tool):
         self.wait()
 
     def summary(self) -> list[str]:
-        teller = self._teller
-        text = f"{sum(teller.verdicts.values())} comparisons, {teller.verdicts[WRONG]} wrong"
-        if teller.not_comparable:
-            names = ", ".join(f"{op} {n}" for op, n in teller.not_comparable.most_common(5))
-            text += f"; not comparable: {names}"
-        facts = [text]
-        for judge in self._ladder:
-            facts += judge.summary()
-        left_out = self._chooser.describe()
-        if left_out:
-            facts.append(left_out)
-        if teller.abandoned:
-            facts.append("interrupted: comparisons that were still queued were dropped")
-        facts += blame_report(teller.blames, teller.lineage, teller.compared)
-        facts.append(f"comparisons in {self.csv_path}")
-        return facts
+        notes = [line for judge in self._ladder for line in judge.summary()]
+        return [*self._teller.summary([*notes, self._chooser.describe()]), f"comparisons in {self.csv_path}"]
 
     @property
     def blames(self) -> Sequence[Blame]:
@@ -415,6 +386,20 @@ class OpAutoCompare(Tool):
     def decode_row(self, row: dict[str, Any]) -> None:
         row.pop("described", None)
         row["allclose"] = bool(row["allclose"])
+
+
+def _copy_gradients(job: Job, layouts: Layouts, kinds: dict[Any, int]) -> Operands:
+    assert job.grads is not None
+    sent, found = job.grads
+    grads = [*sent, *found]
+    number = 0
+    if all(g is None or g.layout == torch.strided for g in grads):
+        number = kinds.get(job.grad_kind, 0)
+        if not number and len(kinds) < _MAX_GRADIENT_KINDS:
+            number = kinds[job.grad_kind] = -1 - len(kinds)  # descriptions have positive numbers
+    if not number:
+        return stage((sent, found))
+    return layouts.stage(number, [g for g in grads if g is not None], (sent, found))
 
 
 def _precheck(given: str | None) -> str:
