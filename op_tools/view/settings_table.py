@@ -12,6 +12,7 @@ from typing import Any
 from ditorch_common.settings import DITORCH, Registry
 
 from ..settings import SETTINGS
+from .console import emit
 
 
 def registries() -> list[Registry]:
@@ -48,7 +49,7 @@ def show(as_json: bool = False, everything: bool = False) -> int:
     mistakes = [line for registry in registries() for line in registry.misspelt(os.environ)]
     found = rows(everything)
     if as_json:
-        print(json.dumps({"settings": found, "misspelt": mistakes}, indent=2))
+        emit(json.dumps({"settings": found, "misspelt": mistakes}, indent=2))
         return 0
     from rich.console import Console
     from rich.markup import escape
