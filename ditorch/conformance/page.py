@@ -35,7 +35,9 @@ def page(summary: Summary) -> str:
 
 
 def read(path: Path) -> Summary:
-    """A run, from its page: what it says of passes is their status alone; ValueError where it is not such a page.
+    """A run, from its page, without the details; of passes it holds no more than their status.
+
+    ValueError where it is not such a page.
 
     Example: ``read(Path("docs/conformance/soft.html")).by_case``
     """
@@ -51,14 +53,12 @@ def read(path: Path) -> Summary:
         for what, name, cells in data["rows"]:
             for dtype, checks in cells.items():
                 for check, mark in checks.items():
-                    case = Case(what, name, dtype, check)
-                    message, details, expectation, reason, note, samples, seconds = data["texts"].get(
-                        str(case), _PASSED
-                    )
-                    status = STATUSES[STATUSES.index(data["statuses"][mark % 10])]  # ValueError where there is no such
-                    result = Result(case, status, message, samples, 0, seconds, note, tuple(filter(None, [details])))
+                    key = str(Case(what, name, dtype, check))
+                    message, _, *expectation, note, samples, seconds = data["texts"].get(key, _PASSED)
+                    fields = {"message": message, "note": note, "samples": samples, "seconds": seconds}
+                    result = Result.from_dict({"case": key, "status": data["statuses"][mark % 10], **fields})
                     summary.results.append(result)
-                    summary.expectations[case] = (expectation, reason)
+                    summary.expectations[result.case] = (expectation[0], expectation[1])
     except (ValueError, KeyError, IndexError, AttributeError, TypeError) as error:
         raise ValueError(f"{path} is not a page of ditorch conformance: {error!r}") from None
     summary.results.sort(key=lambda result: result.case)
