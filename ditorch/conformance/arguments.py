@@ -11,6 +11,11 @@ from ditorch.conformance.cases import WHAT
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The grammar of ``ditorch conformance`` (`add_arguments(commands.add_parser("conformance"))`)."""
     parser.set_defaults(device=None)
+    parser.epilog = (
+        "Every run leaves in its folder a page, summaries, and BACKEND_summary_of_pytorch_test_case_testing.csv.tar: "
+        "every test case with its result, the reason and the versions, in one CSV to hand on. "
+        "tar xf unpacks it, pandas.read_csv reads it as it is."
+    )
     parser.add_argument("--device", dest="devices", metavar="D", help="backend, or devices: soft, cuda, cuda:0,cuda:1")
     parser.add_argument("--ops", metavar="PATTERN", help="only these names (wildcards, several joined by commas)")
     parser.add_argument("--dtypes", help="only these dtypes, as in float32,bfloat16")
@@ -34,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pytorch-src", type=Path, metavar="DIR", help="run the test files of a PyTorch checkout instead"
     )
     parser.add_argument("--files", metavar="PATTERN", help="with --pytorch-src: only these, as in test_ops.py,nn/*")
-    actions = parser.add_subparsers(dest="action", metavar="diff|report")
+    actions = parser.add_subparsers(dest="action", metavar="diff|report|pack")
     report = actions.add_parser("report", help="write the page and the other files again, from results that are there")
     report.add_argument("folder", type=Path, help="folder of a run")
     # Not the option's own default: a sub-parser's defaults overwrite what was given before its name.
@@ -43,3 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     difference.add_argument("before", type=Path, help="folder or summary.json")
     difference.add_argument("after", type=Path, help="folder or summary.json")
     difference.add_argument("--json", action="store_true")
+    packing = actions.add_parser("pack", help="write BACKEND_summary_of_pytorch_test_case_testing.csv.tar from a page")
+    packing.add_argument("source", type=Path, help="page of a run, or the folder that holds it as index.html")
+    packing.add_argument("--out", type=Path, default=argparse.SUPPRESS, metavar="DIR", help="default: beside the page")

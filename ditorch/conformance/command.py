@@ -21,7 +21,7 @@ import torch
 
 import ditorch
 from ditorch.backend import Backend
-from ditorch.conformance import diff, ledger, native, store
+from ditorch.conformance import diff, ledger, native, pack, page, store
 from ditorch.conformance.cases import WHAT, Case, Result, Unit
 from ditorch.conformance.console import View
 from ditorch.conformance.engines import Engine, LocalEngine
@@ -48,13 +48,15 @@ def main(options: argparse.Namespace, view: View | None = None) -> int:
         return show_difference(options, view)
     if options.action == "report":
         return report(options, view)
+    if options.action == "pack":
+        return pack_page(options, view)
     if options.resume and options.fresh:
         raise ValueError("--resume and --fresh exclude each other")
     request = options.devices or DITORCH.read("DITORCH_DEVICE") or None
     backend, devices = chosen_devices(request)
     folder = options.out or Path("conformance_results") / backend.name
     if options.pytorch_src is not None:
-        return run_native(options, view, backend, folder)
+        return run_native(options, view, backend, devices, folder)
     if options.case:
         return run_case(options, view, backend, devices[0])
     return run(options, view, backend, devices, folder)
@@ -279,7 +281,7 @@ def run_case(options: argparse.Namespace, view: View, backend: Backend, device: 
     return 1 if any(result.failed for result in results) else 0
 
 
-def run_native(options: argparse.Namespace, view: View, backend: Backend, folder: Path) -> int:
+def run_native(options: argparse.Namespace, view: View, backend: Backend, devices: list[str], folder: Path) -> int:
     """Run the test files of a PyTorch checkout; exit status 1 where a test failed or never ran."""
     files = native.find_files(options.pytorch_src.expanduser().resolve(), options.files)
     run = native.NativeRun(
@@ -289,6 +291,7 @@ def run_native(options: argparse.Namespace, view: View, backend: Backend, folder
         _jobs(options, backend),
         _timeout(options, NATIVE_TIMEOUT),
     )
+    about = describe(backend, devices, options, run.jobs)
     found: list[native.TestResult] = []
     interrupted = False
     try:
@@ -299,7 +302,8 @@ def run_native(options: argparse.Namespace, view: View, backend: Backend, folder
     except KeyboardInterrupt:
         interrupted = True
     summaries = native.write_csv(folder, found)
-    view.native(summaries, folder)
+    about |= {"device_name": run.device_name, "complete": not interrupted, "samples": None}
+    view.native(summaries, pack.write(run.folder, about, pack.native_rows(found, about)), folder)
     if interrupted:
         return INTERRUPTED
     return 1 if any(summary.failed or summary.never_run for summary in summaries) else 0
@@ -314,6 +318,15 @@ def report(options: argparse.Namespace, view: View) -> int:
     summary.write(options.folder)
     view.summary(summary, options.folder)
     return 1 if summary.new_failures or summary.new_passes else 0
+
+
+def pack_page(options: argparse.Namespace, view: View) -> int:
+    """Pack the summary of a run again, from its page: no case is run, no device is needed."""
+    source = options.source / "index.html" if options.source.is_dir() else options.source
+    summary = page.read(source)
+    path = pack.write(options.out or source.parent, summary.about, pack.case_rows(summary))
+    view.say(f"{path}: {len(summary.results):,} cases, {summary.by_case} right")
+    return 0
 
 
 def _said_before(folder: Path) -> dict[str, Any]:

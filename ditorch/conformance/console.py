@@ -20,6 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from ditorch.conformance import pack
 from ditorch.conformance.cases import Result
 from ditorch.conformance.diff import Difference
 from ditorch.conformance.native import FileSummary
@@ -70,6 +71,7 @@ class View:
         self._listed("failures that the ledger does not know", summary.new_failures)
         self._listed("unexpected passes: the ledger says that they fail", summary.new_passes)
         self.say(f"{folder / 'index.html'} is the page; summary.csv, summary.json and badge.svg are beside it")
+        self.say(f"{folder / pack.file_name(summary.about)} is the summary to hand on")
 
     def _listed(self, title: str, results: list[Result]) -> None:
         if not results:
@@ -101,7 +103,7 @@ class View:
             f"{found.same:,} the same, {len(found.only_before):,} only before, {len(found.only_after):,} only after"
         )
 
-    def native(self, files: Iterable[FileSummary], folder: Path) -> None:
+    def native(self, files: Iterable[FileSummary], packed: Path, folder: Path) -> None:
         """Native test files, one line each."""
         table = Table(title="PyTorch's own test files")
         names = ("discovered", "passed", "failed", "skipped", "never_run")
@@ -112,6 +114,7 @@ class View:
             table.add_row(file.file, *(f"{getattr(file, name):,}" for name in names))
         self.console.print(table)
         self.say(f"{folder / 'native_files.csv'} and native_cases.csv hold the same by file and by case")
+        self.say(f"{packed} is the summary to hand on")
 
     def json(self, data: Any) -> None:
         """Data for another program."""

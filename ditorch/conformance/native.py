@@ -96,6 +96,7 @@ class NativeRun:
                 raise ValueError(f"PyTorch's test files need {package}: pip install 'ditorch[test]'")
         self.source, self.backend, self.folder = source.resolve(), backend, folder.resolve() / "native"
         self.jobs, self.timeout = jobs, timeout
+        self.device_name = ""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._running: set[subprocess.Popen[bytes]] = set()
         self._stopped = threading.Event()
@@ -105,7 +106,9 @@ class NativeRun:
         shard = _Shard(self, file, "collect", None)
         shard.start("--collect-only")
         shard.wait(COLLECT_SECONDS)
-        names = [entry["found"] for entry in shard.diary() if "found" in entry]
+        diary = list(shard.diary())
+        names = [entry["found"] for entry in diary if "found" in entry]
+        self.device_name = next((entry["device_name"] for entry in diary if "device_name" in entry), self.device_name)
         if not names and shard.process.returncode != 5:  # 5: there is no test in it
             raise RuntimeError(f"{file} could not be collected:\n{shard.written()}")
         return names

@@ -5,12 +5,14 @@ The diary tells the parent which test was running when the process died, and wha
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ditorch  # before any test module is imported, as a user would
 from ditorch.conformance.native_names import DIARY, SELECTION
@@ -45,7 +47,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Say which tests there are."""
+    """Say which tests there are, and on which device."""
+    with contextlib.suppress(Exception):  # there is no such question for the CPU and for some vendors
+        _note(device_name=str(torch.get_device_module(ditorch.backend.device_type).get_device_name(0)))
     for item in session.items:
         _note(found=name_of(item.nodeid))
 

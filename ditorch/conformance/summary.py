@@ -1,4 +1,4 @@
-"""Counts and rates of a run, and the files made from them: summary.csv, summary.json, badge.svg, unexpected.txt."""
+"""Counts and rates of a run, and the files made from them: page, CSV, JSON, badge, news for the ledger."""
 
 from __future__ import annotations
 
@@ -166,19 +166,22 @@ class Summary:
 
     def write(self, folder: Path) -> None:
         """Write the files of a run; each appears whole or not at all (`summary.write(folder)`)."""
+        from ditorch.conformance import pack
         from ditorch.conformance.page import page
 
         folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / "summary.csv", self.as_csv())
-        _write(folder / "summary.json", json.dumps(self.as_dict(), indent=1, ensure_ascii=False) + "\n")
-        _write(folder / "index.html", page(self))
-        _write(folder / "badge.svg", badge(str(self.about.get("backend", "device")), self.by_case))
-        _write(folder / "unexpected.txt", ledgers.draft(self.new_failures))
+        write_whole(folder / "summary.csv", self.as_csv())
+        write_whole(folder / "summary.json", json.dumps(self.as_dict(), indent=1, ensure_ascii=False) + "\n")
+        write_whole(folder / "index.html", page(self))
+        write_whole(folder / "badge.svg", badge(str(self.about.get("backend", "device")), self.by_case))
+        write_whole(folder / "unexpected.txt", ledgers.draft(self.new_failures))
+        pack.write(folder, self.about, pack.case_rows(self))
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file that appears whole or not at all (`write_whole(folder / "badge.svg", text)`)."""
     half = path.with_name(path.name + ".part")
-    half.write_text(text, encoding="utf-8")
+    half.write_bytes(content.encode() if isinstance(content, str) else content)
     half.replace(path)
 
 

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import collections
 import csv
+import io
+import tarfile
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 
 import ditorch
+from ditorch.cli import make_parser
 from ditorch.conformance import native
+from ditorch.conformance.command import main
+from ditorch.conformance.console import View
 
 pytest.importorskip("expecttest", reason="PyTorch's test files need expecttest")
 
@@ -89,6 +97,26 @@ def test_a_file_is_run_to_its_end(tmp_path: Path) -> None:
     rows = list(csv.DictReader((tmp_path / "out" / "native_cases.csv").open()))
     assert len(rows) == 7
     assert (tmp_path / "out" / "native_files.csv").read_text().splitlines()[1] == "test_small.py,7,4,2,1,0"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ditorch.backend.shows_as_cuda, reason="PyTorch's test files ask for a cuda device")
+def test_the_command_packs_what_came_out(tmp_path: Path) -> None:
+    source, out, text = checkout(tmp_path / "pytorch"), tmp_path / "out", io.StringIO()
+    arguments = ["--device", ditorch.backend.name, "--pytorch-src", str(source), "--files", "test_small.py"]
+    options = make_parser().parse_args(["conformance", *arguments, "--jobs", "1", "--out", str(out)])
+    assert main(options, View(Console(file=text, width=300))) == 1, text.getvalue()
+    packed = out / "native" / f"{ditorch.backend.name}_summary_of_pytorch_test_case_testing.csv.tar"
+    assert f"{packed} is the summary to hand on" in text.getvalue()
+    with tarfile.open(packed) as tar:
+        content = tar.extractfile(packed.name.removesuffix(".tar"))
+        assert content is not None
+        rows = list(csv.DictReader(io.TextIOWrapper(content, encoding="utf-8")))
+    assert collections.Counter(row["result"] for row in rows) == {"passed": 4, "failed": 2, "skipped": 1}
+    assert {(row["name"], row["dtype"]) for row in rows} >= {("test_typed", "float32"), ("test_typed", "int64")}
+    assert {(row["device_name"], row["torch"], row["run"]) for row in rows} == {
+        (torch.cuda.get_device_name(), torch.__version__, "complete")
+    }
 
 
 def test_what_never_ran_is_counted() -> None:

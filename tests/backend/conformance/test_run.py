@@ -72,7 +72,8 @@ def test_a_small_run_and_its_continuation(tmp_path: Path, monkeypatch: pytest.Mo
     rows = list(csv.DictReader((out / "summary.csv").open()))
     assert {"/".join(row[key] for key in ("what", "name", "dtype", "check")) for row in rows} == set(found)
     assert len((out / store.FILE).read_text().splitlines()) == len(found) + 1  # nothing ran twice
-    for name in ("index.html", "badge.svg", "summary.json"):
+    packed = f"{DEVICE}_summary_of_pytorch_test_case_testing.csv.tar"
+    for name in ("index.html", "badge.svg", "summary.json", packed):
         assert (out / name).stat().st_size > 200
 
 

@@ -62,7 +62,8 @@ def test_files(tmp_path: Path) -> None:
     found = summary()
     found.write(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {
-        *("summary.csv", "summary.json", "index.html", "badge.svg", "unexpected.txt")
+        *("summary.csv", "summary.json", "index.html", "badge.svg", "unexpected.txt"),
+        "soft_summary_of_pytorch_test_case_testing.csv.tar",
     }
     rows = list(csv.DictReader(io.StringIO((tmp_path / "summary.csv").read_text())))
     assert len(rows) == 7
