@@ -18,8 +18,11 @@ _MAX_DISTANCE: Final = 3  # edits; a name that is further away is not suggested
 _MAX_SUGGESTIONS: Final = 3
 
 
-class SettingsError(ValueError):
-    """A setting is wrong; the message names the variable, the value and what would be right."""
+class SettingsError(ValueError, AssertionError):
+    """A setting is wrong; the message names the variable, the value and what would be right.
+
+    An AssertionError as well, which the first releases raised.
+    """
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable
 from typing import Any, Final
@@ -41,6 +42,20 @@ def name_of(function: Callable[..., Any]) -> str:
         if getattr(torch, plain, None) is function:
             return f"torch.{plain}"
     return _SAME_FUNCTION.get(name, name)
+
+
+def watched_name(name: str) -> str:
+    """The name that tools know a function of PyTorch by, from any of its names; other texts stay as they are.
+
+    >>> watched_name("torch.functional.norm"), watched_name("torch.conv2d"), watched_name("torch.no_such")
+    ('torch.norm', 'torch.nn.functional.conv2d', 'torch.no_such')
+    """
+    plain = name.replace("\\.", ".")
+    try:
+        found = operator.attrgetter(plain.removeprefix("torch."))(torch) if plain.startswith("torch.") else None
+    except (AttributeError, RuntimeError):  # a RuntimeError: torch.classes
+        return name
+    return name_of(found) if callable(found) else name
 
 
 # One C function with several names, of which PyTorch returns the rarer one.

@@ -13,8 +13,9 @@ from typing import Any, ClassVar, TypeVar
 
 from .. import settings
 from ..call.description import Described, Finding, TensorMeta, labelled
+from ..call.filter import OpFilter
 from ..call.traits import OpTraits
-from ..settings import OpFilter, SettingsError
+from ..settings import SettingsError
 from ..view import console, store
 from ..watch.hooks import Hooks
 from ..watch.intercept import INTERCEPTOR, Call
