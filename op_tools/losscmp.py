@@ -18,6 +18,7 @@ A few points cannot answer that: where no difference could stand out from noise,
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import re
@@ -99,24 +100,20 @@ def _precision_of(folder: Path) -> str:
     if not texts:
         return ""
     named = {name for text in texts for name in re.findall(r"(?<![a-z0-9])[a-z]+[0-9]+", text.lower())}
-    return next((dtype for dtype, names in _NAMES.items() if named & names), "float32")
+    return next((dtype for dtype, short in _SHORT_NAMES.items() if named & {dtype, short}), "float32")
 
 
 def _json_records(text: str) -> list[dict[str, Any]] | None:
-    try:
+    with contextlib.suppress(json.JSONDecodeError):
         whole = json.loads(text)
         return whole if isinstance(whole, list) else [whole]
-    except json.JSONDecodeError:
-        pass
-    records = []
-    lines = [line for line in text.splitlines() if line.strip()]
-    for number, line in enumerate(lines):
+    records, lines = [], [line for line in text.splitlines() if line.strip()]
+    for line in lines:
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:
-            if number == len(lines) - 1 and records:
-                break  # cut off by a crash
-            return None
+            if len(lines) != len(records) + 1:  # otherwise, the last one was cut off by a crash
+                return None
     return [r for r in records if isinstance(r, dict)] or None
 
 
@@ -159,10 +156,8 @@ def compare(
     dtype = dtype or (max(a.dtype, b.dtype, key=_UNITS.__getitem__) if a.dtype and b.dtype else "")
     level, bound = pair.level(), _ROUNDINGS * _UNITS[dtype] if dtype else math.inf
     coarse = pair.paired and level > max(bound, _resolution(x), _resolution(y))
-    rounding = f"differences of {level:.1g} in the first {pair.width} iterations, "
-    rounding += (
-        f"rounding in {dtype} makes up to {bound:.1g}" if dtype else "whether rounding makes that, --dtype tells"
-    )
+    makes = f"rounding in {dtype} makes up to {bound:.1g}" if dtype else "whether rounding makes that, --dtype tells"
+    rounding = f"differences of {level:.1g} in the first {pair.width} iterations, {makes}"
     found = pair.drift(tolerance)
     if found is not None:
         means = f"{found.mean:+.2%} on average up to iteration {found.last}, {found.mean_to_the_end:+.2%} up to the end"
@@ -197,12 +192,7 @@ _WORDS: Final = {
 }
 APART: Final = frozenset({"diverges", "scatters", "coarse"})
 _UNITS: Final = {"float32": 2.0**-24, "tf32": 2.0**-11, "float16": 2.0**-11, "bfloat16": 2.0**-8, "float8": 2.0**-3}
-_NAMES: Final = {  # the coarsest first
-    "float8": {"float8", "fp8"},
-    "bfloat16": {"bfloat16", "bf16"},
-    "float16": {"float16", "fp16"},
-    "tf32": {"tf32"},
-}
+_SHORT_NAMES: Final = {"float8": "fp8", "bfloat16": "bf16", "float16": "fp16", "tf32": "tf32"}  # the coarsest first
 _MAX_JUMP: Final = 3.0  # scatters; what a single step can count at most
 _ROUNDINGS: Final = 16  # a loss is an average: where each operator rounds once, the losses differ by far less than one
 
@@ -337,19 +327,16 @@ def _running_mean(x: np.ndarray, width: int) -> np.ndarray:
     """Mean of the neighbours, as long as x."""
     half = min(width, len(x)) // 2
     total = np.concatenate([[0.0], np.cumsum(x)])
-    low = np.maximum(np.arange(len(x)) - half, 0)
-    high = np.minimum(np.arange(len(x)) + half + 1, len(x))
-    mean: np.ndarray = (total[high] - total[low]) / (high - low)
-    return mean
+    low, high = (np.clip(np.arange(len(x)) + by, 0, len(x)) for by in (-half, half + 1))
+    return np.asarray((total[high] - total[low]) / (high - low))
 
 
 def _share_noise(x: np.ndarray, y: np.ndarray, width: int) -> bool:
     """Whether two runs go up and down together from step to step: they saw the same data."""
     if len(x) < 8:
         return False
-    dx, dy = np.diff(x), np.diff(y)  # differences of neighbours: the common trend must not count as agreement
-    trend = np.diff(_smooth(x, width)), np.diff(_smooth(y, width))
-    dx, dy = (_without_spikes(d - t) for d, t in zip((dx, dy), trend))
+    # differences of neighbours: the common trend must not count as agreement
+    dx, dy = (_without_spikes(np.diff(losses) - np.diff(_smooth(losses, width))) for losses in (x, y))
     size = float(dx.std() * dy.std())
     if size <= 0:
         return False
@@ -367,8 +354,7 @@ def _smooth(x: np.ndarray, width: int) -> np.ndarray:
     """Running median, as long as x."""
     half = width // 2
     padded = np.pad(x, (half, width - 1 - half), mode="edge")
-    median: np.ndarray = np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=-1)
-    return median
+    return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=-1))
 
 
 def draw(curves: Sequence[Curve], image: Path) -> None:

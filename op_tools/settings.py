@@ -100,27 +100,24 @@ def native() -> bool:
     return flag("OP_TOOLS_NATIVE", environment())
 
 
-def results_dir(create: bool = True) -> Path:
+def results_dir() -> Path:
     """`OP_TOOLS_RESULTS_DIR` (default `op_tools_results`), checked to be writable (`results_dir() / "x"`)."""
     folder = Path(read("OP_TOOLS_RESULTS_DIR"))
-    if create:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            raise SettingsError(
-                f"OP_TOOLS_RESULTS_DIR={str(folder)!r} cannot be written ({error.strerror or error}); "
-                "set OP_TOOLS_RESULTS_DIR to a folder you may write to"
-            ) from None
-    return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise SettingsError(
+            f"OP_TOOLS_RESULTS_DIR={str(folder)!r} cannot be written ({error.strerror or error}); "
+            "set OP_TOOLS_RESULTS_DIR to a folder you may write to"
+        ) from None
 
 
 def rank() -> int:
     """Rank of this process, 0 when nothing is distributed (`rank() == 0`)."""
-    dist = getattr(torch, "distributed", None)
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        return int(dist.get_rank())
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
     text = os.environ.get("RANK", "0")
     return int(text) if text.isdigit() else 0
 

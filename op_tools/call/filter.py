@@ -19,8 +19,8 @@ class OpFilter:
 
     def __init__(
         self,
-        include: Iterable[str] = (),
-        exclude: Iterable[str] = (),
+        include: Iterable[str] | str = (),
+        exclude: Iterable[str] | str = (),
         include_from: str = "ops",
         exclude_from: str = "disable",
     ) -> None:
@@ -38,7 +38,7 @@ class OpFilter:
         include_from, exclude_from = f"{prefix}_LIST", f"{prefix}_DISABLE_LIST"
         ops = os.environ.get(include_from, "") if ops is None else ops
         disable = os.environ.get(exclude_from, "") if disable is None else disable
-        return cls(_entries(ops), _entries(disable), include_from, exclude_from)
+        return cls(ops, disable, include_from, exclude_from)
 
     def matches(self, name: str) -> bool:
         """Whether the tool applies to the operator of this name (`f.matches("torch.Tensor.add")`)."""
@@ -61,14 +61,10 @@ class OpFilter:
         return lines
 
 
-def _entries(names: Iterable[str] | str) -> Iterable[str]:
-    return split_list(names) if isinstance(names, str) else names
-
-
-def _compile(texts: Iterable[str], source: str) -> dict[str, tuple[str, re.Pattern[str]]]:
+def _compile(texts: Iterable[str] | str, source: str) -> dict[str, tuple[str, re.Pattern[str]]]:
     """By the text of an entry: the name that it means if it is the name of a function, and its regular expression."""
     compiled = {}
-    for text in texts:
+    for text in split_list(texts) if isinstance(texts, str) else texts:
         if not isinstance(text, str):
             raise SettingsError(f"{source}: {text!r} is not the name of an operator (a string is needed)")
         try:
