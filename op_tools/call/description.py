@@ -77,8 +77,8 @@ def short(thing: Any) -> str:
     return text
 
 
-_LONGEST_VALUE = 120
-_WHOLE = frozenset(
+_MAX_TEXT = 120
+_LEAF_TYPES = frozenset(
     [int, float, bool, complex, type(None), type(Ellipsis)]
     + [torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size]
 )
@@ -87,19 +87,19 @@ _new_meta = tuple.__new__
 
 def _tensor_meta(tensor: Tensor, ptrs: list[int]) -> TensorMeta:
     try:
-        ptrs.append(tensor.data_ptr())
         layout = (tensor.shape, tensor.stride(), tensor.numel())
-        return _new_meta(TensorMeta, (*layout, tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout))
+        meta = _new_meta(TensorMeta, (*layout, tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout))
+        ptrs.append(tensor.data_ptr())
+        return meta
     except Exception:  # sparse, nested, fake and functorch tensors lack some of these
-        if not ptrs or ptrs[-1] != 0:
-            ptrs.append(0)
+        ptrs.append(_address(tensor))
         shape = tuple(int(n) for n in tensor.size()) if not tensor.is_nested else ()
         return TensorMeta(shape, None, tensor.numel(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout)
 
 
 def _describe_part(value: Any, ptrs: list[int]) -> Part:
     kind = type(value)
-    if kind in _WHOLE:
+    if kind in _LEAF_TYPES:
         return str(value)
     if isinstance(value, Tensor):
         return _tensor_meta(value, ptrs)
@@ -113,7 +113,7 @@ def _describe_part(value: Any, ptrs: list[int]) -> Part:
         text = str(value)
     except Exception:
         text = f"<{kind.__name__}>"
-    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "…"
+    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "…"
 
 
 def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Described:
@@ -129,8 +129,8 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> 
 
 
 # What describes itself by its text and may be part of a dict key; floats are not: -0.0 == 0.0, nan != nan.
-_KEYS = frozenset(_WHOLE - {float, complex} | {str})
-_MOST_DESCRIBED = 5_000
+_KEYS = frozenset(_LEAF_TYPES - {float, complex} | {str})
+_MAX_DESCRIPTIONS = 5_000
 _numbers = itertools.count(1)
 
 
@@ -151,11 +151,11 @@ class Descriptions:
         """Describe arguments and append their tensors to `tensors`; addresses only where they are asked for."""
         key: list[Any] = []
         try:
-            regular = _look(args, key, tensors)
+            regular = _add_to_key(args, key, tensors)
             if kwargs:
                 for name in kwargs:
                     key.append(name)
-                regular = _look(kwargs.values(), key, tensors) and regular
+                regular = _add_to_key(kwargs.values(), key, tensors) and regular
             found = self._known.get(tuple(key)) if regular else None
         except Exception:  # tensors without strides, symbolic numbers
             regular, found = False, None
@@ -165,7 +165,7 @@ class Descriptions:
             tensors.extend(tensors_in(kwargs))
             return describe(args, kwargs)
         if found is None:
-            if len(self._known) >= _MOST_DESCRIBED:
+            if len(self._known) >= _MAX_DESCRIPTIONS:
                 self._known.clear()
             found = describe(args, kwargs)._replace(data_ptrs=(), number=next(_numbers))
             self._known[tuple(key)] = found
@@ -181,11 +181,11 @@ class Descriptions:
 def _address(tensor: Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except Exception:  # fake and functorch tensors have none
+    except Exception:  # sparse, fake and functorch tensors have none
         return 0
 
 
-def _look(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bool:
+def _add_to_key(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bool:
     """Add to the key all that a description shows; False when a value has no such key."""
     for value in values:
         if isinstance(value, Tensor):
@@ -199,7 +199,7 @@ def _look(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bool:
             key += (kind, repr(value))
         elif kind is tuple or kind is list:
             key += (kind, len(value))
-            if not _look(value, key, tensors):
+            if not _add_to_key(value, key, tensors):
                 return False
         else:
             return False
@@ -233,7 +233,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
         return
-    if type(value) in _WHOLE or isinstance(value, str):
+    if type(value) in _LEAF_TYPES or isinstance(value, str):
         return
     parts = children(value)
     if parts is not None:
@@ -250,7 +250,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     kind = type(value)
-    if kind in _WHOLE or kind is str:
+    if kind in _LEAF_TYPES or kind is str:
         return value
     if kind is list:
         return [map_tensors(v, change) for v in value]

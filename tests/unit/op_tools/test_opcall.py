@@ -95,6 +95,13 @@ def test_tensors_without_strides_are_described() -> None:
     assert meta.as_dict()["layout"] == "torch.sparse_coo"
 
 
+def test_each_tensor_has_one_address() -> None:
+    sparse, dense = torch.eye(2).to_sparse(), torch.ones(2)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert describe((sparse, sparse, dense)).data_ptrs == (0, 0, dense.data_ptr())
+    assert describe((nested, dense)).data_ptrs == (nested.data_ptr(), dense.data_ptr())
+
+
 # -- descriptions of calls that look alike -------------------------------------------------------------
 
 _values = st.recursive(
