@@ -148,6 +148,11 @@ def split_list(text: str) -> list[str]:
     return [e.strip() for e in entries if e.strip()]
 
 
+def read_list(variable: str) -> list[str]:
+    """The entries of a list, which a tool of the user's need not declare (`read_list("OP_CAPTURE_LIST")`)."""
+    return split_list(os.environ.get(variable, ""))
+
+
 def near_misses(pattern: str, names: Iterable[str]) -> list[str]:
     """Up to three names that look like the pattern (`near_misses("torch.adds", {"torch.add"})`)."""
     candidates = sorted(names)

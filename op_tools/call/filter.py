@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 
-from ..settings import SettingsError, near_misses, split_list
+from ..settings import SettingsError, near_misses, read_list, split_list
 from .functions import watched_name
 
 
@@ -36,8 +35,8 @@ class OpFilter:
     ) -> OpFilter:
         """Arguments win over `<PREFIX>_LIST` and `<PREFIX>_DISABLE_LIST` (`from_environment("OP_CAPTURE")`)."""
         include_from, exclude_from = f"{prefix}_LIST", f"{prefix}_DISABLE_LIST"
-        ops = os.environ.get(include_from, "") if ops is None else ops
-        disable = os.environ.get(exclude_from, "") if disable is None else disable
+        ops = read_list(include_from) if ops is None else ops
+        disable = read_list(exclude_from) if disable is None else disable
         return cls(ops, disable, include_from, exclude_from)
 
     def matches(self, name: str) -> bool:
