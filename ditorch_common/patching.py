@@ -68,8 +68,7 @@ class Ledger:
 
         Example: ``ledger.replace(torch.Tensor, "is_cuda", property(f), "shown as cuda")``
         """
-        own = vars(owner)
-        original = own.get(name, _ABSENT)
+        original = vars(owner).get(name, _ABSENT)
 
         def undo() -> None:
             if original is _ABSENT:
@@ -78,16 +77,8 @@ class Ledger:
                 setattr(owner, name, original)
 
         setattr(owner, name, value)
-        self.record(
-            Patch(
-                f"{full_name(owner)}.{name}",
-                why,
-                kind,
-                "replaced",
-                None if original is _ABSENT else original,
-                undo,
-            )
-        )
+        before = None if original is _ABSENT else original
+        self.record(Patch(f"{full_name(owner)}.{name}", why, kind, "replaced", before, undo))
 
     def redirect(
         self,
@@ -163,10 +154,7 @@ class Ledger:
         Example: ``ledger.undo_all()``
         """
         while self.patches:
-            patch = self.patches.pop()
-            self._seen.discard(patch.what)
-            if patch.undo is not None:
-                patch.undo()
+            self.undo(self.patches[-1].what)
 
 
 def full_name(thing: Any) -> str:
@@ -185,13 +173,8 @@ def copy_function(function: types.FunctionType) -> types.FunctionType:
 
     Example: ``copy_function(f)(1) == f(1)``
     """
-    twin = types.FunctionType(
-        function.__code__,
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
+    what = (function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    twin = types.FunctionType(*what)
     twin.__kwdefaults__ = function.__kwdefaults__
     twin.__dict__.update(function.__dict__)
     twin.__doc__ = function.__doc__

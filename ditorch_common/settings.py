@@ -9,8 +9,8 @@ import dataclasses
 import multiprocessing
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 _TYPO: Final = 2  # adjacent letters that one mistake concerns: two are swapped, say
 _TAIL_TYPO: Final = 3  # the same after the name of an operator: LINEAR_DTYPE_CAST_DICT lacks "OP_"
@@ -18,8 +18,11 @@ _MAX_DISTANCE: Final = 3  # edits; a name that is further away is not suggested
 _MAX_SUGGESTIONS: Final = 3
 
 
-class SettingsError(ValueError):
-    """A setting is wrong; the message names the variable, the value and what would be right."""
+class SettingsError(ValueError, AssertionError):
+    """A setting is wrong; the message names the variable, the value and what would be right.
+
+    An AssertionError as well, which the first releases raised.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +78,15 @@ class Registry:
     def __getitem__(self, name: str) -> Setting:
         return self._settings[name]
 
-    def group(self, title: str, documented: str) -> _Group:
+    def group(self, title: str, documented: str) -> Callable[..., None]:
         """A function that declares settings under one title (`declare = registry.group("OpCapture", "docs/x.md")`)."""
-        return _Group(self, title, documented)
+
+        def declare(
+            name: str, kind: str, default: object, help: str, options: tuple[str, ...] = (), **more: Any
+        ) -> None:
+            self.declare(Setting(name, kind, str(default), help, title, documented, options, **more))
+
+        return declare
 
     def declare(self, setting: Setting) -> None:
         """Add a setting; a second one of the same name is refused."""
@@ -188,28 +197,6 @@ class Registry:
         new = set(os.environ) - self._reported
         self._reported |= new
         return self.misspelt(new)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Group:
-    registry: Registry
-    title: str
-    documented: str
-
-    def __call__(
-        self,
-        name: str,
-        kind: str,
-        default: object,
-        help: str,
-        options: tuple[str, ...] = (),
-        minimum: float = 0.0,
-        computed: str = "",
-        internal: bool = False,
-    ) -> None:
-        written = str(default)
-        setting = Setting(name, kind, written, help, self.title, self.documented, options, minimum, computed, internal)
-        self.registry.declare(setting)
 
 
 def _similar(a: str, b: str, letters: int) -> bool:

@@ -9,7 +9,9 @@ import sqlite3
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+import torch
 
 from . import settings
 from .view import settings_table
@@ -55,28 +57,16 @@ def _replay_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--run_times", type=int, default=1, metavar="N", help="how often each operator runs (1)")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--only_run_forward", action="store_true", help="leave the backward pass out")
-    only.add_argument(
-        "--only_run_backward",
-        action="store_true",
-        help="time and compare the backward pass alone (forward runs once, before it)",
-    )
+    backward = "time and compare the backward pass alone (forward runs once, before it)"
+    only.add_argument("--only_run_backward", action="store_true", help=backward)
     parser.add_argument("--device", default=None, help="where to run; this machine's accelerator by default")
     parser.add_argument("--dtype", default=None, help="compute in this floating dtype instead of the captured ones")
     layout = parser.add_mutually_exclusive_group()
     layout.add_argument("--contiguous", action="store_true", help="make every argument contiguous, in its own memory")
-    layout.add_argument(
-        "--as-captured",
-        "--as_captured",
-        action="store_true",
-        help="keep strides, offsets and shared memory (the default)",
-    )
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        default=0,
-        metavar="N",
-        help="run in N processes, which share the cores; one that crashes costs one capture (default: in this process)",
-    )
+    captured = "keep strides, offsets and shared memory (the default)"
+    layout.add_argument("--as-captured", "--as_captured", action="store_true", help=captured)
+    jobs = "run in N processes, which share the cores; one that crashes costs one capture (default: in this process)"
+    parser.add_argument("--jobs", type=int, default=0, metavar="N", help=jobs)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found to FILE")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write one line per capture to FILE")
     return parser
@@ -161,7 +151,7 @@ def run_replay(given: argparse.Namespace) -> int:
         return 2
 
 
-def _check_usage(given: argparse.Namespace, dtype: Any) -> None:
+def _check_usage(given: argparse.Namespace, dtype: torch.dtype | None) -> None:
     for folder in given.folder:
         if not folder.exists():
             raise settings.SettingsError(f"{folder}: no such file or folder")
@@ -181,7 +171,8 @@ def _replay_folders(folders: Sequence[Path], options: Options, given: argparse.N
 
     report = Report(options, settings.console_level())
     report.framework(activate(options.device))
-    _check_device(options.device)
+    if options.device is not None:
+        _check_device(options.device)
     if options.acc_check:
         verdict.Rules.from_environment()  # mistakes in the variables that decide are errors now, not in each capture
     try:
@@ -197,16 +188,12 @@ def _replay_folders(folders: Sequence[Path], options: Options, given: argparse.N
     return report.exit_code
 
 
-def _check_device(name: str | None) -> None:
+def _check_device(name: str) -> None:
     """A device that is not there is one error, not one per capture."""
-    import torch
-
-    if name is None:
-        return
     try:
         torch.empty(1, device=torch.device(name))
     except (RuntimeError, AssertionError, ImportError, AttributeError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise settings.SettingsError(f"--device {name}: not usable on this machine ({first})") from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import runpy
 import sys
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m op_tools
     options = parser(prog).parse_args(arguments)
     try:
         tools = _chosen_tools(options)
-    except (SettingsError, ValueError) as error:
+    except ValueError as error:
         console.print_error(str(error))
         return 2
     script = Path(options.script)
@@ -50,17 +51,14 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m op_tools
         import ditorch  # noqa: F401  (CUDA code runs on the machine's accelerator from here on)
     sys.argv = [str(script), *options.arguments]
     sys.path[0] = str(script.resolve().parent)
-    started: list[Tool] = []
     try:
-        for tool in tools:
-            started.append(tool.start())
-        runpy.run_path(str(script), run_name="__main__")
+        with contextlib.ExitStack() as started:
+            for tool in tools:
+                started.enter_context(tool)
+            runpy.run_path(str(script), run_name="__main__")
     except SettingsError as error:
         console.print_error(str(error))
         return 2
-    finally:
-        for tool in reversed(started):
-            tool.stop()
     return 0
 
 

@@ -11,11 +11,14 @@ different data do not, and may also be a tenth of the way ahead of or behind eac
   further from zero than averages of its scatter come? Losses that stay high or low for a while scatter more.
 - scatter: do the losses of one run jump more from step to step?
 - rounding, of runs with the same data and a known precision: do they differ from the start by more than rounding can?
+
+A few points cannot answer that: where no difference could stand out from noise, the answer is that there are too few.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import re
@@ -51,7 +54,7 @@ class Curve:
 class Verdict:
     """What a run is to the reference: the same, within noise, or apart, from a step on or altogether."""
 
-    kind: str  # "identical", "rounding", "noise", "diverges", "scatters", "coarse"
+    kind: str  # a key of _WORDS
     step: int | None
     paired: bool
     largest: float
@@ -97,24 +100,20 @@ def _precision_of(folder: Path) -> str:
     if not texts:
         return ""
     named = {name for text in texts for name in re.findall(r"(?<![a-z0-9])[a-z]+[0-9]+", text.lower())}
-    return next((dtype for dtype, names in _NAMES.items() if named & names), "float32")
+    return next((dtype for dtype, short in _SHORT_NAMES.items() if named & {dtype, short}), "float32")
 
 
 def _json_records(text: str) -> list[dict[str, Any]] | None:
-    try:
+    with contextlib.suppress(json.JSONDecodeError):
         whole = json.loads(text)
         return whole if isinstance(whole, list) else [whole]
-    except json.JSONDecodeError:
-        pass
-    records = []
-    lines = [line for line in text.splitlines() if line.strip()]
-    for number, line in enumerate(lines):
+    records, lines = [], [line for line in text.splitlines() if line.strip()]
+    for line in lines:
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:
-            if number == len(lines) - 1 and records:
-                break  # cut off by a crash
-            return None
+            if len(lines) != len(records) + 1:  # otherwise, the last one was cut off by a crash
+                return None
     return [r for r in records if isinstance(r, dict)] or None
 
 
@@ -139,8 +138,8 @@ def compare(
     'identical'
     """
     common, at_a, at_b = np.intersect1d(a.steps, b.steps, return_indices=True)
-    if len(common) < 2:
-        raise LosscmpError(f"{a.name} and {b.name} have {len(common)} iterations in common; at least 2 are needed")
+    if not len(common):
+        raise LosscmpError(f"{a.name} and {b.name} have 0 iterations in common")
     x, y = a.losses[at_a], b.losses[at_b]
     bad = np.flatnonzero(np.isfinite(x) != np.isfinite(y))
     if len(bad):
@@ -151,17 +150,14 @@ def compare(
     gap = y - x
     if not gap.any():
         return Verdict("identical", None, True, 0.0, len(common), "every loss is the same, bit for bit")
-    width = window or max(3, min(20, len(common) // 5))
-    pair = _Pair(common, x, y, min(width, len(common)), sigmas)
+    pair = _Pair(common, x, y, _width(len(common), window), sigmas)
     largest = float(np.abs(gap / np.maximum(np.abs(x), 1e-12)).max())
     facts = (pair.paired, largest, len(common))
     dtype = dtype or (max(a.dtype, b.dtype, key=_UNITS.__getitem__) if a.dtype and b.dtype else "")
     level, bound = pair.level(), _ROUNDINGS * _UNITS[dtype] if dtype else math.inf
     coarse = pair.paired and level > max(bound, _resolution(x), _resolution(y))
-    rounding = f"differences of {level:.1g} in the first {pair.width} iterations, "
-    rounding += (
-        f"rounding in {dtype} makes up to {bound:.1g}" if dtype else "whether rounding makes that, --dtype tells"
-    )
+    makes = f"rounding in {dtype} makes up to {bound:.1g}" if dtype else "whether rounding makes that, --dtype tells"
+    rounding = f"differences of {level:.1g} in the first {pair.width} iterations, {makes}"
     found = pair.drift(tolerance)
     if found is not None:
         means = f"{found.mean:+.2%} on average up to iteration {found.last}, {found.mean_to_the_end:+.2%} up to the end"
@@ -171,11 +167,15 @@ def compare(
         return Verdict("diverges", found.step, *facts, f"{means}; {data}, {why}{more}")
     if coarse:
         return Verdict("coarse", int(common[0]), *facts, f"same data, {rounding}")
+    needed = _points_needed(len(common), window, sigmas * pair.memory)
     found = pair.scatter()
     if found is not None:
-        wilder, ratio = b.name if found.mean > 0 else a.name, _ratio(abs(found.mean_to_the_end))
+        share = min(abs(found.mean_to_the_end), 1.99)  # by which the squares differ, of their mean
+        wilder, ratio = b.name if found.mean > 0 else a.name, math.sqrt((2 + share) / (2 - share))
         jumps = f"from there on the losses of {wilder} jump {ratio:.1f} times as far from iteration to iteration"
         return Verdict("scatters", found.step, *facts, jumps)
+    if len(common) < needed and largest > tolerance:
+        return Verdict("few", None, *facts, f"too few common points, at least {needed} are needed")
     if pair.paired:
         return Verdict("rounding", None, *facts, f"same data, differences without a direction; {rounding}")
     return Verdict("noise", None, *facts, "different data, the averages agree")
@@ -188,17 +188,33 @@ _WORDS: Final = {
     "diverges": "DIVERGES from",
     "scatters": "SCATTERS unlike",
     "coarse": "DIFFERS BEYOND ROUNDING from",
+    "few": "CANNOT BE JUDGED against",
 }
 APART: Final = frozenset({"diverges", "scatters", "coarse"})
 _UNITS: Final = {"float32": 2.0**-24, "tf32": 2.0**-11, "float16": 2.0**-11, "bfloat16": 2.0**-8, "float8": 2.0**-3}
-_NAMES: Final = {  # the coarsest first
-    "float8": {"float8", "fp8"},
-    "bfloat16": {"bfloat16", "bf16"},
-    "float16": {"float16", "fp16"},
-    "tf32": {"tf32"},
-}
+_SHORT_NAMES: Final = {"float8": "fp8", "bfloat16": "bf16", "float16": "fp16", "tf32": "tf32"}  # the coarsest first
 _MAX_JUMP: Final = 3.0  # scatters; what a single step can count at most
 _ROUNDINGS: Final = 16  # a loss is an average: where each operator rounds once, the losses differ by far less than one
+
+
+def _width(points: int, window: int | None) -> int:
+    """Points to average over, at least: `window`, or a fifth of those that there are."""
+    return min(window or max(3, min(20, points // 5)), points)
+
+
+def _threshold(points: int, sigmas: float) -> float:
+    """How far is beyond noise, in scatters, which themselves are known from a few points only in short runs."""
+    return sigmas * (1 + 10 / points)
+
+
+def _points_needed(points: int, window: int | None, sigmas: float) -> int:
+    """The first number of points, from `points` on, of which the largest possible drift is found in the noise."""
+    for needed in range(points, 100_000):
+        width = _width(needed, window)
+        longest = width << int(math.log2(needed / width))
+        if _MAX_JUMP * math.sqrt(longest) > _threshold(needed, sigmas):
+            break
+    return needed
 
 
 def _resolution(losses: np.ndarray) -> float:
@@ -207,12 +223,6 @@ def _resolution(losses: np.ndarray) -> float:
         if all(float(f"{loss:.{digits}g}") == loss for loss in losses.tolist()):
             return 10.0 ** (1 - digits)
     return 0.0
-
-
-def _ratio(share: float) -> float:
-    """Ratio of two scatters whose squares differ by this share of their mean."""
-    share = min(share, 1.99)
-    return math.sqrt((2 + share) / (2 - share))
 
 
 @dataclass(frozen=True)
@@ -232,32 +242,28 @@ class _Pair:
 
     def __init__(self, steps: np.ndarray, x: np.ndarray, y: np.ndarray, width: int, sigmas: float) -> None:
         self._steps, self._x, self._y, self.width = steps, x, y, width
-        # the scatter itself is known from a few points only, in short runs
-        self._sigmas = sigmas * (1 + 10 / len(steps))
+        self._sigmas = _threshold(len(steps), sigmas)
         self._smooth_x, self._smooth_y = _smooth(x, width), _smooth(y, width)
         self._size = np.maximum(np.abs(self._smooth_x), 1e-12)
+        self._gap = (y - x) / self._size
         self.paired = _share_noise(x, y, width)
+        self.memory = 1.0  # of the series that was asked about last
 
     def level(self) -> float:
         """How far the runs are from each other at the start, before training makes more of it."""
-        gap = ((self._y - self._x) / self._size)[: self.width]
-        return float(np.sqrt(np.mean(np.square(gap))))
+        return float(np.sqrt(np.mean(np.square(self._gap[: self.width]))))
 
     def drift(self, tolerance: float) -> _Shift | None:
         """Where the relative difference of the losses leaves zero."""
         if self.paired:
-            gap = (self._y - self._x) / self._size
-            return self._first(gap, self._local(gap - _smooth(gap, self.width)), tolerance)
+            return self._first(self._gap, self._local(self._gap - _smooth(self._gap, self.width)), tolerance)
         # A run with other data may be ahead or behind: nearest value of the reference within a tenth of the way.
         # 1.25: a median scatters that much more than a mean.
         noise = ((self._y - self._smooth_y) - (self._x - self._smooth_x)) / self._size
-        expected = np.clip(self._smooth_y, *self._band())
-        return self._first((self._y - expected) / self._size, 1.25 * self._local(noise), tolerance)
-
-    def _band(self) -> tuple[np.ndarray, np.ndarray]:
         reach = [self.width // 2 + i // 10 for i in range(len(self._x))]
         near = [self._smooth_x[max(0, i - r) : i + r + 1] for i, r in enumerate(reach)]
-        return np.array([n.min() for n in near]), np.array([n.max() for n in near])
+        expected = np.clip(self._smooth_y, [n.min() for n in near], [n.max() for n in near])
+        return self._first((self._y - expected) / self._size, 1.25 * self._local(noise), tolerance)
 
     def scatter(self) -> _Shift | None:
         """Where the squares of the jumps around the running median begin to differ."""
@@ -274,13 +280,13 @@ class _Pair:
     def _first(self, series: np.ndarray, scatter: np.ndarray, tolerance: float) -> _Shift | None:
         """The stretch that shows first that a series is not around zero; jumps of single steps count little."""
         units = np.clip(series / scatter, -_MAX_JUMP, _MAX_JUMP)
-        memory = self._memory(units, np.clip(np.diff(series) / scatter[1:], -2 * _MAX_JUMP, 2 * _MAX_JUMP))
+        self.memory = self._memory(units, np.clip(np.diff(series) / scatter[1:], -2 * _MAX_JUMP, 2 * _MAX_JUMP))
         total = np.concatenate([[0.0], np.cumsum(units)])
         found: list[tuple[int, int, float]] = []
         length = self.width
         while length <= len(series):
             firsts = np.arange(0, len(series) - length + 1, max(1, self.width // 4))
-            distances = (total[firsts + length] - total[firsts]) / (memory * math.sqrt(length))
+            distances = (total[firsts + length] - total[firsts]) / (self.memory * math.sqrt(length))
             for first in np.flatnonzero(np.abs(distances) > self._sigmas):
                 start, distance = int(firsts[first]), float(distances[first])
                 if float(np.median(series[start : start + length])) * np.sign(distance) > tolerance:
@@ -290,15 +296,19 @@ class _Pair:
         if not found:
             return None
         end, length, distance = min(found)
-        at = self._begin(units[end - length : end] * np.sign(distance)) + end - length
+        stretch = units[end - length : end] * np.sign(distance)
+        # it begins where the sum of what is above half the mean is least, and only grows from there on
+        at = end - length + int(np.argmin(np.concatenate([[0.0], np.cumsum(stretch - stretch.mean() / 2)])[:-1]))
         means = float(np.mean(series[at:end])), float(np.mean(series[at:]))
         return _Shift(int(self._steps[at]), int(self._steps[end - 1]), *means, length, abs(distance))
 
     def _memory(self, units: np.ndarray, jumps: np.ndarray) -> float:
         """How much further averages scatter than if each step were independent of the last; a drift does not count."""
+        if len(jumps) < 24:  # too few to tell; points so far apart are medians, which remember little
+            return 1.0
         jumps = jumps - jumps.mean()  # nor does a steady rise
         size = float(np.mean(np.square(jumps)))
-        if len(jumps) < 24 or size == 0:  # too few to tell; points so far apart are medians, which remember little
+        if size == 0:
             return 1.0
         # steps that remember a share of the last one: neighbouring jumps cancel each other to (1 - share) / 2
         share = 1 + 2 * float(np.mean(jumps[1:] * jumps[:-1])) / size
@@ -312,29 +322,21 @@ class _Pair:
         changes = np.sort(np.square(np.diff(means)))[:-1]
         return max(remembered, math.sqrt(self.width * float(changes.mean()) / 2))
 
-    @staticmethod
-    def _begin(units: np.ndarray) -> int:
-        """The step after which the sum of what is above half the mean only grows."""
-        return int(np.argmin(np.concatenate([[0.0], np.cumsum(units - units.mean() / 2)])[:-1]))
-
 
 def _running_mean(x: np.ndarray, width: int) -> np.ndarray:
     """Mean of the neighbours, as long as x."""
     half = min(width, len(x)) // 2
     total = np.concatenate([[0.0], np.cumsum(x)])
-    low = np.maximum(np.arange(len(x)) - half, 0)
-    high = np.minimum(np.arange(len(x)) + half + 1, len(x))
-    mean: np.ndarray = (total[high] - total[low]) / (high - low)
-    return mean
+    low, high = (np.clip(np.arange(len(x)) + by, 0, len(x)) for by in (-half, half + 1))
+    return np.asarray((total[high] - total[low]) / (high - low))
 
 
 def _share_noise(x: np.ndarray, y: np.ndarray, width: int) -> bool:
     """Whether two runs go up and down together from step to step: they saw the same data."""
     if len(x) < 8:
         return False
-    dx, dy = np.diff(x), np.diff(y)  # differences of neighbours: the common trend must not count as agreement
-    trend = np.diff(_smooth(x, width)), np.diff(_smooth(y, width))
-    dx, dy = (_without_spikes(d - t) for d, t in zip((dx, dy), trend))
+    # differences of neighbours: the common trend must not count as agreement
+    dx, dy = (_without_spikes(np.diff(losses) - np.diff(_smooth(losses, width))) for losses in (x, y))
     size = float(dx.std() * dy.std())
     if size <= 0:
         return False
@@ -352,8 +354,7 @@ def _smooth(x: np.ndarray, width: int) -> np.ndarray:
     """Running median, as long as x."""
     half = width // 2
     padded = np.pad(x, (half, width - 1 - half), mode="edge")
-    median: np.ndarray = np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=-1)
-    return median
+    return np.asarray(np.median(np.lib.stride_tricks.sliding_window_view(padded, width), axis=-1))
 
 
 def draw(curves: Sequence[Curve], image: Path) -> None:
@@ -391,15 +392,18 @@ def side_by_side(curves: Sequence[Curve], rows: int = 20) -> list[list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of `op_tools losscmp A B ...`; the exit status is 1 if a run is not like the first."""
-    parser = argparse.ArgumentParser(prog="op_tools losscmp", description="Compare the losses of several runs.")
+    """Entry point of `op_tools losscmp A B ...`; the result is the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="op_tools losscmp",
+        description="Compare the losses of several runs with those of the first.",
+        epilog="exit code: 0 all agree, 1 a run is apart from the first, 2 a mistake in the command, "
+        "3 too few common points to judge a run (and none is apart)",
+    )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="metrics.json, its folder, or a training log")
     parser.add_argument("--window", type=int, help="iterations to average over (20, fewer for short runs)")
     parser.add_argument("--sigmas", type=float, default=5.0, help="how far beyond the scatter is beyond noise (5)")
     parser.add_argument("--tolerance", type=float, default=1e-3, help="relative difference that never counts (0.001)")
-    parser.add_argument(
-        "--dtype", choices=list(_UNITS), help="precision of the runs (by default: as their config says)"
-    )
+    parser.add_argument("--dtype", choices=list(_UNITS), help="precision of the runs (default: as their config says)")
     parser.add_argument("--rows", type=int, default=20, help="rows of the table (20)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the curves (.png, .svg, .pdf)")
     options = parser.parse_args(arguments)
@@ -414,19 +418,17 @@ def _report(options: argparse.Namespace) -> int:
     if len(options.runs) < 2:
         raise LosscmpError("one run alone has nothing to be compared with: give at least two")
     curves = [read_run(path) for path in options.runs]
-    if any(not curve.every_step for curve in curves):
-        curves = [
-            read_run(path, printed=True) for path in options.runs
-        ]  # a printed loss is a median: compare like with like
+    if any(not curve.every_step for curve in curves):  # a printed loss is a median: compare like with like
+        curves = [read_run(path, printed=True) for path in options.runs]
     names = [curve.name for curve in curves]
     names = [name if names.count(name) == 1 else str(path) for name, path in zip(names, options.runs)]
     curves = [replace(curve, name=name) for name, curve in zip(names, curves)]
-    table = side_by_side(curves, options.rows)
-    widths = [max(len(row[i]) for row in [["iteration", *names], *table]) for i in range(len(names) + 1)]
-    for row in [["iteration", *names], *table]:
+    table = [["iteration", *names], *side_by_side(curves, options.rows)]
+    widths = [max(map(len, column)) for column in zip(*table)]
+    for row in table:
         console.emit("  ".join(cell.rjust(width) for cell, width in zip(row, widths)))
     console.emit("")
-    status = 0
+    kinds = set()
     for curve in curves[1:]:
         verdict = compare(curves[0], curve, options.window, options.sigmas, options.tolerance, options.dtype)
         where = f" at iteration {verdict.step}" if verdict.step is not None else ""
@@ -434,11 +436,11 @@ def _report(options: argparse.Namespace) -> int:
             f"{curve.name} {_WORDS[verdict.kind]} {curves[0].name}{where}: {verdict.detail} "
             f"({verdict.points} iterations, largest difference {verdict.largest:.2%})"
         )
-        status |= verdict.kind in APART
+        kinds.add(verdict.kind)
     if options.plot:
         draw(curves, options.plot)
         console.emit(f"drawn in {options.plot}")
-    return int(status)
+    return 1 if kinds & APART else 3 if "few" in kinds else 0
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -101,27 +100,24 @@ def native() -> bool:
     return flag("OP_TOOLS_NATIVE", environment())
 
 
-def results_dir(create: bool = True) -> Path:
+def results_dir() -> Path:
     """`OP_TOOLS_RESULTS_DIR` (default `op_tools_results`), checked to be writable (`results_dir() / "x"`)."""
     folder = Path(read("OP_TOOLS_RESULTS_DIR"))
-    if create:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            raise SettingsError(
-                f"OP_TOOLS_RESULTS_DIR={str(folder)!r} cannot be written ({error.strerror or error}); "
-                "set OP_TOOLS_RESULTS_DIR to a folder you may write to"
-            ) from None
-    return folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise SettingsError(
+            f"OP_TOOLS_RESULTS_DIR={str(folder)!r} cannot be written ({error.strerror or error}); "
+            "set OP_TOOLS_RESULTS_DIR to a folder you may write to"
+        ) from None
 
 
 def rank() -> int:
     """Rank of this process, 0 when nothing is distributed (`rank() == 0`)."""
-    dist = getattr(torch, "distributed", None)
-    if dist is not None and dist.is_available() and dist.is_initialized():
-        return int(dist.get_rank())
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
     text = os.environ.get("RANK", "0")
     return int(text) if text.isdigit() else 0
 
@@ -152,57 +148,9 @@ def split_list(text: str) -> list[str]:
     return [e.strip() for e in entries if e.strip()]
 
 
-class OpFilter:
-    """Which operators a tool applies to: full names or regular expressions, to include and to leave out.
-
-    >>> OpFilter(["torch.add"], []).matches("torch.add")
-    True
-    """
-
-    def __init__(
-        self,
-        include: Iterable[str] = (),
-        exclude: Iterable[str] = (),
-        include_from: str = "ops",
-        exclude_from: str = "disable",
-    ) -> None:
-        self.include = _compile(include, include_from)
-        self.exclude = _compile(exclude, exclude_from)
-        self.include_from, self.exclude_from = include_from, exclude_from
-        self._used: set[str] = set()
-        self._seen: set[str] = set()
-
-    @classmethod
-    def from_environment(
-        cls, prefix: str, ops: Iterable[str] | None = None, disable: Iterable[str] | None = None
-    ) -> OpFilter:
-        """Arguments win over `<PREFIX>_LIST` and `<PREFIX>_DISABLE_LIST` (`from_environment("OP_CAPTURE")`)."""
-        include_from, exclude_from = f"{prefix}_LIST", f"{prefix}_DISABLE_LIST"
-        include = split_list(os.environ.get(include_from, "")) if ops is None else _names(ops)
-        exclude = split_list(os.environ.get(exclude_from, "")) if disable is None else _names(disable)
-        return cls(include, exclude, include_from, exclude_from)
-
-    def matches(self, name: str) -> bool:
-        """Whether the tool applies to the operator of this name (`f.matches("torch.Tensor.add")`)."""
-        self._seen.add(name)
-        included, excluded = (
-            {p.pattern for p in patterns if p.pattern == name or p.fullmatch(name)}
-            for patterns in (self.include, self.exclude)
-        )
-        self._used |= included | excluded
-        return bool(included or not self.include) and not excluded
-
-    def unused(self) -> list[str]:
-        """One line for each pattern that matched nothing, with the nearest names that were seen."""
-        lines = []
-        for source, patterns in ((self.include_from, self.include), (self.exclude_from, self.exclude)):
-            for pattern in patterns:
-                if pattern.pattern in self._used:
-                    continue
-                near = near_misses(pattern.pattern, self._seen)
-                hint = f"; did you mean {', '.join(near)}?" if near else "; no operator with a similar name ran"
-                lines.append(f"{source}: {pattern.pattern!r} matched no operator{hint}")
-        return lines
+def read_list(variable: str) -> list[str]:
+    """The entries of a list, which a tool of the user's need not declare (`read_list("OP_CAPTURE_LIST")`)."""
+    return split_list(os.environ.get(variable, ""))
 
 
 def near_misses(pattern: str, names: Iterable[str]) -> list[str]:
@@ -213,22 +161,6 @@ def near_misses(pattern: str, names: Iterable[str]) -> list[str]:
     if last:
         near += [n for n in candidates if n.rsplit(".", 1)[-1].strip("_").lower() == last.strip("_") and n not in near]
     return near[:3]
-
-
-def _names(ops: Iterable[str] | str) -> list[str]:
-    return split_list(ops) if isinstance(ops, str) else list(ops)
-
-
-def _compile(patterns: Iterable[str], source: str) -> list[re.Pattern[str]]:
-    compiled = []
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise SettingsError(f"{source}: {pattern!r} is not the name of an operator (a string is needed)")
-        try:
-            compiled.append(re.compile(pattern))
-        except re.error as error:
-            raise SettingsError(f"{source}: {pattern!r} is not a valid regular expression: {error}") from None
-    return compiled
 
 
 def parse_dtype(text: str, source: str) -> torch.dtype:

@@ -13,11 +13,7 @@ Tensor = torch.Tensor
 
 
 class TensorMeta(NamedTuple):
-    """What a tensor looks like, without its data or its address.
-
-    >>> TensorMeta.of(torch.zeros(2, 3)).shape
-    torch.Size([2, 3])
-    """
+    """What a tensor looks like, without its data or its address."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...] | None
@@ -27,22 +23,11 @@ class TensorMeta(NamedTuple):
     requires_grad: bool
     layout: torch.layout
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorMeta:
-        """Describe one tensor (`TensorMeta.of(x).dtype`)."""
-        return _tensor_meta(tensor, [])
-
     def as_dict(self) -> dict[str, Any]:
-        """The same as JSON-able values (`TensorMeta.of(x).as_dict()["dtype"] == "float32"`)."""
-        return {
-            "shape": list(self.shape),
-            "stride": None if self.stride is None else list(self.stride),
-            "numel": self.numel,
-            "dtype": short(self.dtype),
-            "device": str(self.device),
-            "requires_grad": self.requires_grad,
-            "layout": str(self.layout),
-        }
+        """The same as JSON-able values (`meta.as_dict()["dtype"] == "float32"`)."""
+        texts = {"dtype": short(self.dtype), "device": str(self.device), "layout": str(self.layout)}
+        stride = None if self.stride is None else list(self.stride)
+        return {**self._asdict(), **texts, "shape": list(self.shape), "stride": stride}
 
 
 class Group(NamedTuple):
@@ -57,17 +42,12 @@ Part: TypeAlias = "TensorMeta | str | Group"
 
 
 class Described(NamedTuple):
-    """All arguments of a call: a hashable signature, and the addresses that vary from call to call."""
+    """All arguments of a call: what is the same for calls that look alike, and the addresses, which vary."""
 
     args: tuple[Part, ...]
     kwargs: Group | None
     data_ptrs: tuple[int, ...]
     number: int = 0  # the same for descriptions that came out of a cache as equal; 0 when none did
-
-    @property
-    def signature(self) -> tuple[Any, ...]:
-        """Equal for calls that look the same (`a.signature == b.signature`)."""
-        return (self.args, self.kwargs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,39 +77,35 @@ def short(thing: Any) -> str:
     return text
 
 
-_LONGEST_VALUE = 120
-_WHOLE = frozenset(
+_MAX_TEXT = 120
+_LEAF_TYPES = frozenset(
     [int, float, bool, complex, type(None), type(Ellipsis)]
     + [torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size]
 )
-_SEQUENCES = frozenset({tuple, list})
 _new_meta = tuple.__new__
 
 
 def _tensor_meta(tensor: Tensor, ptrs: list[int]) -> TensorMeta:
     try:
-        ptrs.append(tensor.data_ptr())
         layout = (tensor.shape, tensor.stride(), tensor.numel())
-        return _new_meta(TensorMeta, (*layout, tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout))
+        meta = _new_meta(TensorMeta, (*layout, tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout))
+        ptrs.append(tensor.data_ptr())
+        return meta
     except Exception:  # sparse, nested, fake and functorch tensors lack some of these
-        if not ptrs or ptrs[-1] != 0:
-            ptrs.append(0)
+        ptrs.append(_address(tensor))
         shape = tuple(int(n) for n in tensor.size()) if not tensor.is_nested else ()
         return TensorMeta(shape, None, tensor.numel(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout)
 
 
 def _describe_part(value: Any, ptrs: list[int]) -> Part:
     kind = type(value)
-    if kind in _WHOLE:
+    if kind in _LEAF_TYPES:
         return str(value)
     if isinstance(value, Tensor):
         return _tensor_meta(value, ptrs)
-    if kind is str:
-        text: str = value
-        return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "…"
-    if kind in _SEQUENCES:
+    if kind is tuple or kind is list:
         return Group(None, tuple([_describe_part(v, ptrs) for v in value]))
-    parts = children(value)
+    parts = None if kind is str else children(value)
     if parts is not None:
         keys, values = parts
         return Group(keys, tuple([_describe_part(v, ptrs) for v in values]))
@@ -137,7 +113,7 @@ def _describe_part(value: Any, ptrs: list[int]) -> Part:
         text = str(value)
     except Exception:
         text = f"<{kind.__name__}>"
-    return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "…"
+    return text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "…"
 
 
 def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Described:
@@ -153,8 +129,8 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> 
 
 
 # What describes itself by its text and may be part of a dict key; floats are not: -0.0 == 0.0, nan != nan.
-_KEYS = frozenset(_WHOLE - {float, complex} | {str})
-_MOST_DESCRIBED = 5_000
+_KEYS = frozenset(_LEAF_TYPES - {float, complex} | {str})
+_MAX_DESCRIPTIONS = 5_000
 _numbers = itertools.count(1)
 
 
@@ -175,11 +151,11 @@ class Descriptions:
         """Describe arguments and append their tensors to `tensors`; addresses only where they are asked for."""
         key: list[Any] = []
         try:
-            regular = _look(args, key, tensors)
+            regular = _add_to_key(args, key, tensors)
             if kwargs:
                 for name in kwargs:
                     key.append(name)
-                regular = _look(kwargs.values(), key, tensors) and regular
+                regular = _add_to_key(kwargs.values(), key, tensors) and regular
             found = self._known.get(tuple(key)) if regular else None
         except Exception:  # tensors without strides, symbolic numbers
             regular, found = False, None
@@ -189,27 +165,27 @@ class Descriptions:
             tensors.extend(tensors_in(kwargs))
             return describe(args, kwargs)
         if found is None:
-            if len(self._known) >= _MOST_DESCRIBED:
+            if len(self._known) >= _MAX_DESCRIPTIONS:
                 self._known.clear()
             found = describe(args, kwargs)._replace(data_ptrs=(), number=next(_numbers))
             self._known[tuple(key)] = found
-        if pointers:
-            try:
-                addresses = tuple([t.data_ptr() for t in tensors])
-            except Exception:  # fake and functorch tensors have none
-                addresses = tuple([_address(t) for t in tensors])
-            return Described(found.args, found.kwargs, addresses, found.number)
-        return found
+        if not pointers:
+            return found
+        try:
+            addresses = tuple([t.data_ptr() for t in tensors])
+        except Exception:
+            addresses = tuple(map(_address, tensors))
+        return Described(found.args, found.kwargs, addresses, found.number)
 
 
 def _address(tensor: Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except Exception:
+    except Exception:  # sparse, fake and functorch tensors have none
         return 0
 
 
-def _look(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bool:
+def _add_to_key(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bool:
     """Add to the key all that a description shows; False when a value has no such key."""
     for value in values:
         if isinstance(value, Tensor):
@@ -223,7 +199,7 @@ def _look(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bool:
             key += (kind, repr(value))
         elif kind is tuple or kind is list:
             key += (kind, len(value))
-            if not _look(value, key, tensors):
+            if not _add_to_key(value, key, tensors):
                 return False
         else:
             return False
@@ -257,7 +233,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
         return
-    if type(value) in _WHOLE or isinstance(value, str):
+    if type(value) in _LEAF_TYPES or isinstance(value, str):
         return
     parts = children(value)
     if parts is not None:
@@ -274,21 +250,18 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     kind = type(value)
-    if kind in _WHOLE or kind is str:
+    if kind in _LEAF_TYPES or kind is str:
         return value
     if kind is list:
         return [map_tensors(v, change) for v in value]
     if kind is tuple:
         return tuple([map_tensors(v, change) for v in value])
+    if kind is slice:
+        return slice(*(map_tensors(v, change) for v in (value.start, value.stop, value.step)))
     parts = children(value)
-    if parts is None:
-        if kind is slice:
-            return slice(*(map_tensors(v, change) for v in (value.start, value.stop, value.step)))
+    if parts is None or next(tensors_in(value), None) is None:
         return value
-    if not any(True for _ in tensors_in(value)):
-        return value
-    members = [map_tensors(v, change) for v in parts[1]]
-    return rebuild_container(value, kind, members)
+    return rebuild_container(value, kind, [map_tensors(v, change) for v in parts[1]])
 
 
 def rebuild_container(value: Any, kind: type, members: list[Any]) -> Any:
@@ -296,17 +269,16 @@ def rebuild_container(value: Any, kind: type, members: list[Any]) -> Any:
     if isinstance(value, dict):
         if kind is dict:
             return dict(zip(value, members))
-        copy = kind() if not hasattr(value, "default_factory") else kind(value.default_factory)
+        copy = kind(value.default_factory) if hasattr(value, "default_factory") else kind()
         copy.update(zip(value, members))
         return copy
     if isinstance(value, tuple):
         # torch.return_types.* take one sequence, named tuples take their fields
         return kind(*members) if hasattr(kind, "_fields") else kind(members)
     if dataclasses.is_dataclass(value):
-        names = [f.name for f in dataclasses.fields(value)]
         copy = object.__new__(kind)
-        for name, member in zip(names, members):
-            object.__setattr__(copy, name, member)
+        for field, member in zip(dataclasses.fields(value), members):
+            object.__setattr__(copy, field.name, member)
         return copy
     return kind(members)
 
@@ -318,27 +290,23 @@ def labelled(described: Described, what: str, style: str = "inputs") -> list[tup
     ['inputs[0]', 'inputs [1][0]']
     """
     rows: list[tuple[str, TensorMeta | str]] = []
-    args = described.args
-    for i, part in enumerate(args):
+    for i, part in enumerate(described.args):
         if isinstance(part, Group):
-            _label_group(part, f"{what} [{i}]", rows)
+            label = f"{what} [{i}]"
         elif style == "gradients":
-            rows.append((f"{what} [0][{i}]", part))
+            label = f"{what} [0][{i}]"
         else:
-            rows.append((what if len(args) == 1 else f"{what}[{i}]", part))
+            label = what if len(described.args) == 1 else f"{what}[{i}]"
+        rows += _labelled_part(label, part)
     named = described.kwargs
     for key, part in zip(named.keys or (), named.items) if named is not None else ():
-        if isinstance(part, Group):
-            _label_group(part, f"{what} {key}", rows)
-        else:
-            rows.append((f"{what} {key}", part))
+        rows += _labelled_part(f"{what} {key}", part)
     return rows
 
 
-def _label_group(group: Group, prefix: str, rows: list[tuple[str, TensorMeta | str]]) -> None:
-    for i, part in enumerate(group.items):
-        label = f"{prefix}[{i}]" if group.keys is None else f"{prefix}[{group.keys[i]}]"
-        if isinstance(part, Group):
-            _label_group(part, label, rows)
-        else:
-            rows.append((label, part))
+def _labelled_part(label: str, part: Part) -> Iterator[tuple[str, TensorMeta | str]]:
+    if not isinstance(part, Group):
+        yield label, part
+        return
+    for key, member in zip(part.keys or itertools.count(), part.items):
+        yield from _labelled_part(f"{label}[{key}]", member)

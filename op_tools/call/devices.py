@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -31,13 +30,11 @@ class quiet:
             self._modes = no_dispatch_modes()
             self._modes.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._modes is not None:
-            self._modes.__exit__(kind, error, trace)
+            self._modes.__exit__(*error)
         set_grad_enabled(self._grad)
-        self._functions.__exit__(kind, error, trace)
+        self._functions.__exit__(*error)
 
 
 @functools.cache
@@ -52,10 +49,8 @@ def names_device(value: Any) -> bool:
     """Whether a device argument names an accelerator (`names_device("cuda:0")`)."""
     if isinstance(value, int):
         return True
-    if not isinstance(value, (str, torch.device)):
-        return False
     try:
-        return torch.device(value).type not in ("cpu", "meta")
+        return isinstance(value, (str, torch.device)) and torch.device(value).type not in ("cpu", "meta")
     except RuntimeError:
         return False
 

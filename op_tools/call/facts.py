@@ -9,7 +9,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
@@ -20,11 +20,12 @@ from .operators.freedoms import chosen_values as chosen_values
 from .operators.freedoms import gradient_turned as gradient_turned
 from .operators.freedoms import has_free_vectors as has_free_vectors
 from .operators.freedoms import turned as turned
-from .operators.registry import CPU, FUNCTIONS, KERNELS, NODES, KernelFacts, base_name_of
+from .operators.registry import CPU, FUNCTIONS, KERNELS, NODES, KernelFacts, base_name_of, function_facts
 from .operators.registry import Kind as Kind
 from .operators.registry import last_name as last_name
 
 Tensor = torch.Tensor
+Facts = KernelFacts
 
 UNINITIALISED: Final = FUNCTIONS.names(lambda f: f.uninitialised)
 AUTOCAST_LOW: Final = FUNCTIONS.names(lambda f: f.autocast_low)
@@ -37,7 +38,7 @@ _INPLACE_OPTION: Final = FUNCTIONS.names(lambda f: f.inplace_option)
 _TRANSFERS: Final = FUNCTIONS.names(lambda f: f.converts == "device")
 _DEVICE_TYPES: Final = _TRANSFERS | {"privateuseone"}
 _FAMILIES: Final = tuple((name[:-1], facts) for name, facts in KERNELS.by_name.items() if name.endswith("*"))
-_NO_FACTS: Final = KernelFacts()
+_NO_FACTS: Final = Facts()
 
 
 # --- a call, by the name of its function --------------------------------------------------------------------
@@ -51,11 +52,8 @@ def names_a_device(text: str) -> bool:
 
 def is_bound_to_dtype(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call only means something in its own dtype (`x.view(torch.int16)`)."""
-    last = last_name(name)
-    facts = FUNCTIONS.by_name.get(last)
-    if facts is not None and facts.bound_to_dtype:
-        return True
-    return last == "view" and any(isinstance(v, torch.dtype) for v in (*args, *kwargs.values()))
+    retyped = last_name(name) == "view" and any(isinstance(v, torch.dtype) for v in (*args, *kwargs.values()))
+    return retyped or function_facts(name).bound_to_dtype
 
 
 def may_mutate(name: str, kwargs: Mapping[str, Any]) -> bool:
@@ -87,37 +85,23 @@ def works_on_lists(name: str) -> bool:
 
 def _with_narrow_numbers(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Fused optimizers take step counts and scales in float32 only, whatever the dtype of the parameters."""
-
-    def narrow(value: Any) -> Any:
-        if isinstance(value, list) and value and all(isinstance(t, Tensor) and t.dim() == 0 for t in value):
-            return [t.to(torch.float32) for t in value]
-        return value
-
-    tensors = {k: v.to(torch.float32) if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-    state_steps = len(args) - 1
-    return function(*(narrow(a) if i == state_steps else a for i, a in enumerate(args)), **tensors)
+    *lists, last = args
+    if isinstance(last, list) and all(isinstance(t, Tensor) and t.dim() == 0 for t in last):
+        last = [t.to(torch.float32) for t in last]
+    return function(*lists, last, **{k: v.float() if isinstance(v, Tensor) else v for k, v in kwargs.items()})
 
 
 def adapt(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments whose default depends on the dtype, written out (the `eps` of `rms_norm`)."""
     kwargs = {k: v for k, v in kwargs.items() if k != "pin_memory"}
-    facts = FUNCTIONS.by_name.get(last_name(name))
-    if facts is None or facts.defaults is None:
+    defaults = function_facts(name).defaults
+    if defaults is None:
         return args, kwargs
     inputs = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.is_floating_point()]
-    if inputs:
-        args, kwargs = facts.defaults(args, kwargs, torch.finfo(inputs[0].dtype))
-    return args, kwargs
+    return defaults(args, kwargs, torch.finfo(inputs[0].dtype)) if inputs else (args, kwargs)
 
 
 # --- an ATen operator -----------------------------------------------------------------------------------------
-
-
-class Facts(NamedTuple):
-    """The kind of an operator and the error of its function, in units of rounding errors."""
-
-    kind: str
-    accuracy: float = 1.0
 
 
 @functools.cache
@@ -127,7 +111,7 @@ def base_name(func: Any) -> str:
 
 
 @functools.cache
-def kernel_facts(func: Any) -> KernelFacts:
+def kernel_facts(func: Any) -> Facts:
     """What is registered for an ATen overload (`kernel_facts(torch.ops.aten.mul.Tensor).rounded_once`)."""
     name = base_name(func)
     found = KERNELS.by_name.get(f"{name}.{func._overloadname}") or KERNELS.by_name.get(name)
@@ -137,14 +121,13 @@ def kernel_facts(func: Any) -> KernelFacts:
 @functools.cache
 def facts_of(func: Any) -> Facts:
     """How an ATen overload rounds (`facts_of(torch.ops.aten.mm.default).kind == "contract"`)."""
-    if is_view(func):
-        return Facts(Kind.VIEW)
     known = kernel_facts(func)
+    if is_view(func):
+        return known._replace(kind=Kind.VIEW, accuracy=1.0)
     if known.kind:
-        return Facts(known.kind, known.accuracy)
+        return known
     foreach = func._schema.name.startswith("aten::_foreach_") and base_name(func) != "norm"
-    pointwise = foreach or torch.Tag.pointwise in func.tags
-    return Facts(Kind.POINTWISE if pointwise else Kind.REDUCE, known.accuracy)
+    return known._replace(kind=Kind.POINTWISE if foreach or torch.Tag.pointwise in func.tags else Kind.REDUCE)
 
 
 def facts_for(func: Any, args: tuple[Any, ...]) -> Facts:
@@ -231,10 +214,7 @@ def adds_rows_low(func: Any, device: str) -> bool:
 
 def is_view(func: Any) -> bool:
     """Whether an overload returns a view of an argument (`is_view(torch.ops.aten.t.default)`)."""
-    flag = getattr(func, "is_view", None)
-    if flag is not None:
-        return bool(flag)
-    return any(a.alias_info is not None and not a.alias_info.is_write for a in func._schema.arguments)
+    return bool(func.is_view)
 
 
 def length_of_sums(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:

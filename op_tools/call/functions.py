@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable
 from typing import Any, Final
@@ -26,21 +27,31 @@ def name_of(function: Callable[..., Any]) -> str:
         owner = getattr(function, "__objclass__", None)
         if owner is not None and issubclass(torch.Tensor, owner):
             return f"torch.Tensor.{short}"
-        if "_VariableFunctions" in getattr(function, "__qualname__", ""):
+        if "_VariableFunctions" in getattr(function, "__qualname__", "") or getattr(torch, short, None) is function:
             return f"torch.{short}"
         if isinstance(function, types.MethodWrapperType):
             owner = function.__self__
             return f"torch.Tensor.{getattr(owner, '__name__', '?')}.{short}"
-        if getattr(torch, short, None) is function:
-            return f"torch.{short}"
         if module.startswith("torch.distributed") and getattr(torch.distributed, short, None) is not None:
             return f"torch.distributed.{short}"
         return f"{module}.{getattr(function, '__qualname__', short)}" if module else short
-    if name.startswith("torch.functional."):
-        plain = last_name(name)
-        if getattr(torch, plain, None) is function:
-            return f"torch.{plain}"
+    if name.startswith("torch.functional.") and getattr(torch, last_name(name), None) is function:
+        return f"torch.{last_name(name)}"
     return _SAME_FUNCTION.get(name, name)
+
+
+def watched_name(name: str) -> str:
+    """The name that tools know a function of PyTorch by, from any of its names; other texts stay as they are.
+
+    >>> watched_name("torch.functional.norm"), watched_name("torch.conv2d"), watched_name("torch.no_such")
+    ('torch.norm', 'torch.nn.functional.conv2d', 'torch.no_such')
+    """
+    plain = name.replace("\\.", ".")
+    try:
+        found = operator.attrgetter(plain.removeprefix("torch."))(torch) if plain.startswith("torch.") else None
+    except (AttributeError, RuntimeError):  # a RuntimeError: torch.classes
+        return name
+    return name_of(found) if callable(found) else name
 
 
 # One C function with several names, of which PyTorch returns the rarer one.
@@ -105,8 +116,5 @@ _NEVER: Final = ("__get__", "__set__", "__delete__", "from_file", "__reduce_ex__
 def _known_functions() -> dict[str, Callable[..., Any]]:
     named = ((name_of(function), function) for function in get_testing_overrides())
     found = {name: function for name, function in named if not name.endswith(_NEVER)}
-    for name in factories() - {"torch.from_file"}:
-        factory = getattr(torch, last_name(name), None)
-        if factory is not None:
-            found[name] = factory
-    return found
+    made = ((name, getattr(torch, last_name(name), None)) for name in factories() - {"torch.from_file"})
+    return found | {name: factory for name, factory in made if factory is not None}

@@ -2,13 +2,13 @@
 
 The numbers of a step (learning rate, bias corrections) are computed in double precision, as PyTorch's kernels do; but
 some take the decay rates in float32, and 1 - 0.999 is then off by a hundred-thousandth. `number` is how they are taken.
-Each function does all but the last step, which rounds like any result: the parameters are to become `value - update`.
+All but the last step is done, which rounds like any result: the parameters are to become `value - update`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from .operators.registry import CPU, KERNELS, KernelFacts, Kind
 
 Tensor = torch.Tensor
-Number = Callable[[float], float]
+_Options = Mapping[str, float]
 
 
 class Update(NamedTuple):
@@ -33,128 +33,73 @@ def steps_of(name: str) -> Callable[..., list[Update]] | None:
     return None if facts is None else facts.optimizer
 
 
-def _scaled(steps: Callable[..., list[Update]]) -> Callable[..., list[Update]]:
-    """The same steps after what a gradient scaler asks for."""
+def _on_lists(one: Callable[..., Tensor], *rates: str, decoupled: bool = False) -> Callable[..., list[Update]]:
+    """From `one(options, rates, gradient, *state)`, the update of one parameter: those of lists.
 
-    def scaled(
+    `rates` names options that a kernel may take in float32; `decoupled`: weight decay bypasses the gradient.
+    """
+
+    def steps(
         parameters: list[Tensor],
         grads: list[Tensor],
-        *state: Any,
+        *state: list[Tensor],
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
+        number: Callable[[float], float] = float,
         **options: Any,
     ) -> list[Update]:
         if found_inf is not None and float(found_inf) == 1:
             return []
-        if grad_scale is not None:
-            for grad in grads:
+        options = {**options, "lr": float(options["lr"])}
+        taken = [number(options[name]) for name in rates]
+        updates = []
+        for i, (parameter, grad) in enumerate(zip(parameters, grads)):
+            if grad_scale is not None:
                 grad.copy_(grad / float(grad_scale))  # stored, too
-        return steps(parameters, grads, *state, **options)
+            value, grad = parameter, -grad if options["maximize"] else grad
+            if options["weight_decay"] and decoupled:
+                value = value - value * (options["lr"] * options["weight_decay"])
+            elif options["weight_decay"]:
+                grad = grad + parameter * options["weight_decay"]
+            update = one(options, taken, grad, *(tensors[i] if tensors else None for tensors in state))
+            updates.append(Update(parameter, value, update))
+        return updates
 
-    return scaled
-
-
-@_scaled
-def _adam(
-    parameters: list[Tensor],
-    grads: list[Tensor],
-    averages: list[Tensor],
-    squares: list[Tensor],
-    largest: list[Tensor],
-    state_steps: list[Tensor],
-    *,
-    lr: Any,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    eps: float,
-    amsgrad: bool,
-    maximize: bool,
-    decoupled: bool = False,
-    number: Number = float,
-) -> list[Update]:
-    updates = []
-    lr = float(lr)
-    of_average, of_square = number(beta1), number(beta2)
-    in_lr, in_divisor = number(beta1), number(beta2)
-    for i, parameter in enumerate(parameters):
-        value, step = parameter, float(state_steps[i])
-        grad = _gradient(grads[i], maximize, value, 0.0 if decoupled else weight_decay)
-        if weight_decay and decoupled:
-            value = value - value * (lr * weight_decay)
-        average = averages[i] * of_average + grad * (1 - of_average)
-        square = squares[i] * of_square + grad * grad * (1 - of_square)
-        averages[i].copy_(average)
-        squares[i].copy_(square)
-        if amsgrad:
-            square = torch.maximum(largest[i], square)
-            largest[i].copy_(square)
-        divisor = square.sqrt() / math.sqrt(1 - in_divisor**step) + eps
-        updates.append(Update(parameter, value, average * (lr / (1 - in_lr**step)) / divisor))
-    return updates
+    return steps
 
 
-def _adamw(*args: Any, **kwargs: Any) -> list[Update]:
-    return _adam(*args, **kwargs, decoupled=True)
+def _adam(options: _Options, rates: list[float], grad: Tensor, *state: Tensor) -> Tensor:
+    of_average, of_square, in_lr, in_divisor = rates
+    average, square, largest, step = state
+    average.copy_(new_average := average * of_average + grad * (1 - of_average))
+    square.copy_(new_square := square * of_square + grad * grad * (1 - of_square))
+    if options["amsgrad"]:
+        new_square = torch.maximum(largest, new_square)
+        largest.copy_(new_square)
+    count = float(step)
+    divisor = new_square.sqrt() / math.sqrt(1 - in_divisor**count) + options["eps"]
+    update: Tensor = new_average * (options["lr"] / (1 - in_lr**count)) / divisor
+    return update
 
 
-@_scaled
-def _sgd(
-    parameters: list[Tensor],
-    grads: list[Tensor],
-    buffers: list[Tensor],
-    *,
-    weight_decay: float,
-    momentum: float,
-    lr: Any,
-    dampening: float,
-    nesterov: bool,
-    maximize: bool,
-    is_first_step: bool,
-    number: Number = float,
-) -> list[Update]:
-    updates = []
-    momentum, dampening = number(momentum), number(dampening)
-    for i, parameter in enumerate(parameters):
-        grad = _gradient(grads[i], maximize, parameter, weight_decay)
-        if momentum:
-            buffer = grad if is_first_step else buffers[i] * momentum + grad * (1 - dampening)
-            buffers[i].copy_(buffer)
-            grad = grad + buffer * momentum if nesterov else buffer
-        updates.append(Update(parameter, parameter, grad * float(lr)))
-    return updates
+def _sgd(options: _Options, rates: list[float], grad: Tensor, buffer: Tensor) -> Tensor:
+    momentum, dampening = rates
+    if momentum:
+        new = grad if options["is_first_step"] else buffer * momentum + grad * (1 - dampening)
+        buffer.copy_(new)
+        grad = grad + new * momentum if options["nesterov"] else new
+    return grad * options["lr"]
 
 
-@_scaled
-def _adagrad(
-    parameters: list[Tensor],
-    grads: list[Tensor],
-    sums: list[Tensor],
-    state_steps: list[Tensor],
-    *,
-    lr: Any,
-    lr_decay: float,
-    weight_decay: float,
-    eps: float,
-    maximize: bool,
-    number: Number = float,
-) -> list[Update]:
-    updates = []
-    for i, parameter in enumerate(parameters):
-        grad = _gradient(grads[i], maximize, parameter, weight_decay)
-        total = sums[i] + grad * grad
-        sums[i].copy_(total)
-        rate = float(lr) / (1 + (float(state_steps[i]) - 1) * number(lr_decay))
-        updates.append(Update(parameter, parameter, grad * rate / (total.sqrt() + eps)))
-    return updates
+def _adagrad(options: _Options, rates: list[float], grad: Tensor, total: Tensor, step: Tensor) -> Tensor:
+    new = total + grad * grad
+    total.copy_(new)
+    rate = options["lr"] / (1 + (float(step) - 1) * rates[0])
+    return grad * rate / (new.sqrt() + options["eps"])
 
 
-def _gradient(grad: Tensor, maximize: bool, parameter: Tensor, weight_decay: float) -> Tensor:
-    grad = -grad if maximize else grad
-    return grad + parameter * weight_decay if weight_decay else grad
-
-
-KERNELS.register("fused_adam", KernelFacts(Kind.POINTWISE, optimizer=_adam))
-KERNELS.register("fused_adamw", KernelFacts(Kind.POINTWISE, optimizer=_adamw))
-KERNELS.register("fused_sgd", KernelFacts(Kind.POINTWISE, optimizer=_sgd))
-KERNELS.register("fused_adagrad", KernelFacts(Kind.POINTWISE, low_on=CPU, optimizer=_adagrad))
+_BETAS = ("beta1", "beta2", "beta1", "beta2")  # for the averages, and for the corrections of their bias
+KERNELS.register("fused_adam", KernelFacts(Kind.POINTWISE, optimizer=_on_lists(_adam, *_BETAS)))
+KERNELS.register("fused_adamw", KernelFacts(Kind.POINTWISE, optimizer=_on_lists(_adam, *_BETAS, decoupled=True)))
+KERNELS.register("fused_sgd", KernelFacts(Kind.POINTWISE, optimizer=_on_lists(_sgd, "momentum", "dampening")))
+KERNELS.register("fused_adagrad", KernelFacts(Kind.POINTWISE, low_on=CPU, optimizer=_on_lists(_adagrad, "lr_decay")))

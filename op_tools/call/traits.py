@@ -12,13 +12,12 @@ import torch
 from . import facts as questions
 from .functions import factories, overloads_of
 from .functions import name_of as name_of
-from .operators.registry import FUNCTIONS, FunctionFacts, last_name
+from .operators.registry import FUNCTIONS, FunctionFacts, function_facts, last_name
 
 _GETTER_ENDINGS: Final = (".__get__", ".__set__", ".__delete__")
 # Functions that run other operators for the user: the calls inside them are watched, too.
 _TRANSPARENT_NAMES: Final = frozenset({"torch.Tensor.backward", "torch.autograd.grad", "torch.autograd.backward"})
 COLLECTIVES: Final = [last_name(name) for name, facts in FUNCTIONS.by_name.items() if facts.collective]
-_NO_FACTS: Final = FunctionFacts()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,7 +45,7 @@ class OpTraits:
     @functools.cached_property
     def facts(self) -> FunctionFacts:
         """What is registered for the function (`traits.facts.autocast_low`)."""
-        return FUNCTIONS.by_name.get(last_name(self.name), _NO_FACTS)
+        return function_facts(self.name)
 
     @functools.cached_property
     def may_write(self) -> bool:
@@ -68,7 +67,7 @@ def _overloads(function: Callable[..., Any], name: str) -> list[Any]:
     """The ATen overloads that a function's name leads to."""
     candidates = [getattr(function, "__name__", ""), last_name(name)]
     for candidate in list(candidates):
-        if FUNCTIONS.by_name.get(candidate, _NO_FACTS).reflected:  # __rand__ is not rand
+        if function_facts(candidate).reflected:  # __rand__ is not rand
             candidates += [f"__{candidate[3:-2]}__", candidate[3:-2]]
         elif candidate.startswith("__") and candidate.endswith("__"):
             candidates.append(candidate.strip("_"))
@@ -78,15 +77,11 @@ def _overloads(function: Callable[..., Any], name: str) -> list[Any]:
 def traits_of(function: Callable[..., Any], name: str | None = None) -> OpTraits:
     """The traits of a function (`traits_of(torch.add).name == "torch.add"`)."""
     known = name is None
-    if name is None:
-        name = name_of(function)
-    last = last_name(name)
-    facts = FUNCTIONS.by_name.get(last, _NO_FACTS)
-    if name.endswith(_GETTER_ENDINGS):
-        return OpTraits(name, function, bookkeeping=True)
+    name = name or name_of(function)
+    last, facts = last_name(name), function_facts(name)
     if name in _TRANSPARENT_NAMES:
         return OpTraits(name, function, bookkeeping=True, transparent=True)
-    if (known and facts.bookkeeping) or name.startswith("profiler."):
+    if (known and facts.bookkeeping) or name.endswith(_GETTER_ENDINGS) or name.startswith("profiler."):
         return OpTraits(name, function, bookkeeping=True)
     if name.startswith("torch.distributed."):
         return OpTraits(name, function, collective=True, mutates=True)
@@ -94,17 +89,13 @@ def traits_of(function: Callable[..., Any], name: str | None = None) -> OpTraits
     if name == "torch.device" or (name.startswith("torch._C.") and not overloads):
         return OpTraits(name, function, bookkeeping=True)
     functional = [o for o in overloads if not o._schema.is_mutable]
-    random: bool | None
-    if facts.draws or any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads):
-        random = True
-    else:
-        random = False if overloads else None
+    draws = facts.draws or any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads)
     return OpTraits(
         name,
         function,
         view=bool(functional) and all(questions.is_view(o) for o in functional),
         mutates=bool(overloads) and last.endswith("_") and not last.endswith("__"),
-        random=random,
+        random=draws or (False if overloads else None),
         factory=name in factories(),
         conversion=bool(facts.converts) and name.startswith("torch.Tensor."),
         transfer=facts.converts in ("device", "both") and name.startswith("torch.Tensor."),

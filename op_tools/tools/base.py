@@ -13,8 +13,9 @@ from typing import Any, ClassVar, TypeVar
 
 from .. import settings
 from ..call.description import Described, Finding, TensorMeta, labelled
+from ..call.filter import OpFilter
 from ..call.traits import OpTraits
-from ..settings import OpFilter, SettingsError
+from ..settings import SettingsError
 from ..view import console, store
 from ..watch.hooks import Hooks
 from ..watch.intercept import INTERCEPTOR, Call
@@ -245,7 +246,7 @@ class Tool(Hooks):
         if self._store is not None:
             tool, *rest = dataclasses.astuple(finding)
             self._add_finding((tool, self._run_key, *rest))
-        self.view.finding(finding)
+        self.view.say(console.finding_line(finding))
 
     def findings(self) -> list[Finding]:
         """What was found since the last start (`tool.findings()`)."""
@@ -266,7 +267,7 @@ class Tool(Hooks):
                 facts.append(f"records could not all be written ({self._store.failure}); the rest was dropped")
             elif self._store.dropped:
                 facts.append(f"{self._store.dropped} records over OP_TOOLS_MAX_RECORDS were dropped")
-        self.view.say(console.summary_text(f"{self.name} summary", facts, [], []))
+        self.view.say(f"{self.name} summary", *(f"  {fact}" for fact in facts))
 
     # -- records --------------------------------------------------------------------------------------
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from html import escape
 from typing import TYPE_CHECKING, Any, Final
+
+import torch
 
 from .. import settings
 from ..call.description import Described, Finding, TensorMeta, labelled, short
@@ -21,14 +25,6 @@ CAST_COLUMNS: Final = ["name", "target", "action", "config"]
 _MAX_TEMPLATES: Final = 20_000
 
 LabelledRows = list[tuple[str, "TensorMeta | str"]]
-
-
-def _centre(text: str, width: int) -> str:
-    excess = width - len(text)
-    half = excess // 2
-    if excess % 2 and len(text) % 2 == 0:  # an odd space goes to the left of a text of even length
-        return " " * (half + 1) + text + " " * half
-    return " " * half + text + " " * (excess - half)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -51,21 +47,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    return "| " + " | ".join([_centre(cell, width) for cell, width in zip(cells, widths)]) + " |"
+    return "| " + " | ".join([cell.center(width) for cell, width in zip(cells, widths)]) + " |"
 
 
-def _cells(meta: TensorMeta, pointer: str, columns: Sequence[str]) -> list[str]:
-    values = {
-        "shape": str(tuple(meta.shape)),
-        "stride": "" if meta.stride is None else str(tuple(meta.stride)),
-        "numel": str(meta.numel),
-        "dtype": short(meta.dtype),
-        "device": str(meta.device),
-        "requires_grad": str(meta.requires_grad),
-        "layout": str(meta.layout),
-        "data_ptr": pointer,
-    }
-    return [values[c] for c in columns[1:]]
+def _cell(value: Any) -> str:
+    if value is None:  # the stride of a tensor that has none
+        return ""
+    return short(value) if isinstance(value, torch.dtype) else str(tuple(value) if isinstance(value, tuple) else value)
 
 
 def tensor_table(
@@ -73,16 +61,17 @@ def tensor_table(
 ) -> str:
     """The table of a call's arguments; the `value` column appears where some argument is no tensor."""
     remaining = iter(pointers)
-    with_value = any(not isinstance(part, TensorMeta) for _, part in rows)
+    header = [*columns, "value"] if any(not isinstance(part, TensorMeta) for _, part in rows) else list(columns)
     body = []
     for label, part in rows:
-        name = f"{op} {label}"
+        cells = {"name": f"{op} {label}"}
         if isinstance(part, TensorMeta):
-            cells = [name, *_cells(part, str(next(remaining, "")), columns)]
-            body.append([*cells, ""] if with_value else cells)
+            cells |= {name: _cell(value) for name, value in part._asdict().items()}
+            cells["data_ptr"] = str(next(remaining, ""))
         else:
-            body.append([name, *[""] * (len(columns) - 1), part])
-    return table([*columns, "value"] if with_value else list(columns), body)
+            cells["value"] = part
+        body.append([cells.get(column, "") for column in header])
+    return table(header, body)
 
 
 class TableCache:
@@ -108,11 +97,7 @@ class TableCache:
                 self._templates.clear()
             blank = tensor_table(op, rows(), ["\0" * len(t) for t in texts], columns)
             template = self._templates[full_key] = re.split("\0+", blank)
-        pieces = [template[0]]
-        for text, piece in zip(texts, template[1:]):
-            pieces.append(text)
-            pieces.append(piece)
-        return "".join(pieces)
+        return template[0] + "".join([text + piece for text, piece in zip(texts, template[1:])])
 
 
 def call_rows(inputs: Described, outputs: Described) -> LabelledRows:
@@ -167,24 +152,11 @@ class View:
         if self.on:
             emit("\n".join(lines))
 
-    def finding(self, finding: Finding) -> None:
-        """One line about something found."""
-        if self.on:
-            emit(finding_line(finding))
-
 
 def finding_line(finding: Finding) -> str:
     """`[OpCapture] torch.add: disk full (train.py:3 f: ...)`."""
     where = f" ({finding.location})" if finding.location else ""
     return f"[{finding.tool}] {finding.op}: {finding.message}{where}"
-
-
-def summary_text(title: str, facts: Sequence[str], rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
-    """What a tool says at stop: a title, facts, and at most one table."""
-    lines = [title, *(f"  {fact}" for fact in facts)]
-    if rows:
-        lines.append(table(header, rows))
-    return "\n".join(lines)
 
 
 def progress_bar(redirect_stdout: bool = True) -> Progress:
@@ -198,8 +170,6 @@ def progress_bar(redirect_stdout: bool = True) -> Progress:
 
 def wait_with_progress(what: str, total: int, left: Callable[[], int]) -> None:
     """A progress bar on stderr until nothing is left (`wait_with_progress("comparing", 100, count)`)."""
-    import time
-
     with progress_bar() as progress:
         task = progress.add_task(what, total=total)
         while (remaining := left()) > 0:
@@ -209,8 +179,6 @@ def wait_with_progress(what: str, total: int, left: Callable[[], int]) -> None:
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A plain HTML table for notebooks."""
-    from html import escape
-
     head = "".join(f"<th>{escape(str(h))}</th>" for h in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

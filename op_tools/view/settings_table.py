@@ -32,15 +32,8 @@ def rows(everything: bool = False) -> list[dict[str, Any]]:
         titles = list(dict.fromkeys(s.group for s in shown))
         for setting in sorted(shown, key=lambda s: titles.index(s.group)):
             for name, text in (registry.variables_of(setting) or {setting.name: ""}).items():
-                found.append(
-                    {
-                        **dataclasses.asdict(setting),
-                        "package": registry.package,
-                        "name": name,
-                        "value": text or setting.default,
-                        "source": "environment" if text else "default",
-                    }
-                )
+                origin = {"value": text or setting.default, "source": "environment" if text else "default"}
+                found.append({**dataclasses.asdict(setting), "package": registry.package, "name": name, **origin})
     return found
 
 
@@ -61,12 +54,11 @@ def show(as_json: bool = False, everything: bool = False) -> int:
         table.add_column("name", no_wrap=True, min_width=41)
         for column in ("value", "default", "source", "help"):
             table.add_column(column, overflow="fold")
-        for row in found:
-            if row["group"] == group:
-                default = row["default"] or f"({row['computed'] or 'none'})"
-                options = f" ({', '.join(row['options'])})" if row["options"] else ""
-                cells = (row["name"], row["value"], default, row["source"], row["help"] + options)
-                table.add_row(*map(escape, cells), style="bold" if row["source"] == "environment" else None)
+        for row in (row for row in found if row["group"] == group):
+            default = row["default"] or f"({row['computed'] or 'none'})"
+            options = f" ({', '.join(row['options'])})" if row["options"] else ""
+            cells = (row["name"], row["value"], default, row["source"], row["help"] + options)
+            table.add_row(*map(escape, cells), style="bold" if row["source"] == "environment" else None)
         console.print(table)
         console.print()
     for line in mistakes:

@@ -7,9 +7,12 @@ hangs leaves all its records behind.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
+import itertools
 import json
+import operator
 import os
 import sqlite3
 import threading
@@ -43,7 +46,7 @@ class Store:
         self._waiting: deque[tuple[str, tuple[Any, ...]]] = deque()
         self._inserts: dict[str, str] = {}
         self._sites: dict[Hashable, int] = {}
-        self._next_site = 0
+        self._site_numbers = itertools.count()
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._due = time.monotonic() + _FLUSH_SECONDS
@@ -87,9 +90,7 @@ class Store:
         if number is None:
             if len(self._sites) >= _MAX_SITES:
                 self._sites.clear()
-            number = self._next_site
-            self._next_site += 1
-            self._sites[key] = number
+            number = self._sites[key] = next(self._site_numbers)
             self._site((number, op, location, json.dumps(describe())))
         return number
 
@@ -108,22 +109,15 @@ class Store:
             try:
                 self._connection.execute("BEGIN")
                 # rows of one table follow each other mostly, so few statements are needed
-                start = 0
-                while start < len(batch):
-                    name, end = batch[start][0], start
-                    while end < len(batch) and batch[end][0] == name:
-                        end += 1
-                    self._connection.executemany(self._inserts[name], [row for _, row in batch[start:end]])
-                    start = end
+                for name, pairs in itertools.groupby(batch, key=operator.itemgetter(0)):
+                    self._connection.executemany(self._inserts[name], [row for _, row in pairs])
                 self._connection.execute("COMMIT")
                 self._rows_written += len(batch)
             except sqlite3.Error as error:
                 self.failure = f"{type(error).__name__}: {error}"
                 self.dropped += len(batch)
-                try:
+                with contextlib.suppress(sqlite3.Error):
                     self._connection.execute("ROLLBACK")
-                except sqlite3.Error:
-                    pass
         if self.failure is not None:  # the disk is full or gone: keep memory flat and the run alive
             self.dropped += len(self._waiting)
             self._waiting.clear()
@@ -155,12 +149,9 @@ class Store:
         self._closed = True
         self._wake.set()
         self._thread.join(timeout=5)
-        with self._lock:
-            try:
-                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-                self._connection.close()
-            except sqlite3.Error:
-                pass
+        with self._lock, contextlib.suppress(sqlite3.Error):
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._connection.close()
 
 
 _current: Store | None = None

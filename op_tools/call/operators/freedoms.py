@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .registry import FUNCTIONS, KERNELS, FunctionFacts, IndexFacts, KernelFacts, Kind, last_name
+from .registry import FUNCTIONS, KERNELS, FunctionFacts, IndexFacts, KernelFacts, Kind, function_facts, last_name
 
 Tensor = torch.Tensor
 
@@ -37,15 +37,15 @@ def chosen_values(name: str, source: Any, device: Tensor, golden: Tensor, number
     last = last_name(name)
     if last == "linspace":
         return _truncated_otherwise(source, device)
-    known = FUNCTIONS.by_name.get(last)
-    if known is None or known.indices is None or not source.args or not isinstance(source.args[0], Tensor):
+    known = function_facts(last).indices
+    if known is None or not source.args or not isinstance(source.args[0], Tensor):
         return None
     if last == "mode":
         return _less_frequent(source, device, golden)
     if device.dtype != torch.int64 or source.kwargs.get("stable") or (number == 0 and not last.startswith("arg")):
         return None
     values: Tensor = source.args[0].detach()
-    default, position, permutes = known.indices
+    default, position, permutes = known
     dim = source.args[position] if len(source.args) > position else source.kwargs.get("dim", default)
     if isinstance(dim, bool) or dim is ...:
         dim = default if default is not ... else None
@@ -58,15 +58,20 @@ def chosen_values(name: str, source: Any, device: Tensor, golden: Tensor, number
         device, golden = device.unsqueeze(dim), golden.unsqueeze(dim)
     if device.dim() != values.dim():
         return None
-    outside = (device < 0) | (device >= values.shape[dim])
-    at_device = values.gather(dim, device.clamp(0, values.shape[dim] - 1))
-    at_golden = values.gather(dim, golden)
+    outside, at_device, at_golden = _pointed_at(values, dim, device, golden)
     different: Tensor = outside | ~((at_device == at_golden) | (at_device.isnan() & at_golden.isnan()))
     if permutes and device.shape[dim] > 1:
         ordered = device.sort(dim).values
         repeated = (ordered.diff(dim=dim) == 0).any(dim, keepdim=True)
         different = different | repeated.expand_as(different)
     return different.reshape(shape)
+
+
+def _pointed_at(values: Tensor, dim: int, device: Tensor, golden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the device's indices lie outside, and the values at these and at the golden indices."""
+    size = values.shape[dim]
+    outside = (device < 0) | (device >= size)
+    return outside, values.gather(dim, device.clamp(0, size - 1)), values.gather(dim, golden)
 
 
 def _truncated_otherwise(source: Any, device: Tensor) -> Tensor | None:
@@ -104,9 +109,8 @@ def _less_frequent(source: Any, device: Tensor, golden: Tensor) -> Tensor | None
     rarer = frequency(device) != most
     is_index = bool((most == 0).any()) or (device.dtype == torch.int64 != values.dtype)
     if device.dtype == torch.int64 and (is_index or bool(rarer.any())):  # indices, as far as integers tell
-        inside = (device >= 0) & (device < values.shape[dim])
-        at_device = values.gather(dim, device.clamp(0, values.shape[dim] - 1))
-        rarer = ~inside | (frequency(at_device) != frequency(values.gather(dim, golden)))
+        outside, at_device, at_golden = _pointed_at(values, dim, device, golden)
+        rarer = outside | (frequency(at_device) != frequency(at_golden))
     return rarer.reshape(shape)
 
 
@@ -131,20 +135,15 @@ def gradient_turned(name: str, number: int, device: Any, golden: Any, grad: Tens
 @functools.cache
 def has_free_vectors(name: str) -> bool:
     """Whether a function returns vectors whose signs are free (`has_free_vectors("torch.linalg.svd")`)."""
-    facts = FUNCTIONS.by_name.get(last_name(name))
-    return facts is not None and bool(facts.free_vectors)
+    return bool(function_facts(name).free_vectors)
 
 
 def _phase(name: str, number: int, device: Any, golden: Any) -> Tensor | None:
     """The factor that turns the golden vectors into the device's; None where no sign is free."""
-    last = last_name(name)
-    facts = FUNCTIONS.by_name.get(last)
-    if facts is None or not facts.free_vectors:
-        return None
-    along = dict(facts.free_vectors).get(number)
+    along = dict(function_facts(name).free_vectors).get(number)
     if along is None or not isinstance(device, Tensor) or device.shape != golden.shape or device.dim() < 2:
         return None
-    if last == "svd" and number == 2 and ".linalg." not in name:
+    if last_name(name) == "svd" and number == 2 and ".linalg." not in name:
         along = -2  # torch.svd returns V, torch.linalg.svd its conjugate transpose
     exact = golden.detach()
     product = (exact.conj() * device.detach().to(exact.dtype)).sum(along, keepdim=True)

@@ -23,30 +23,23 @@ KERNELS.register("mkldnn_convolution", KernelFacts(Kind.CONTRACT, sum_of_product
 KERNELS.register("addr", KernelFacts(low_on=CPU + CUDA))
 
 
-def _product(args: Any) -> int:
-    return int(args[0].shape[-1])
-
-
-def _added_product(args: Any) -> int:
-    return int(args[1].shape[-1]) + 1
-
-
-KERNELS.register("mm bmm mv dot", KernelFacts(Kind.CONTRACT, sum_of_products=True, length=_product))
-KERNELS.register("vdot", KernelFacts(Kind.CONTRACT, length=_product))
-KERNELS.register("addmm baddbmm addmv", KernelFacts(Kind.CONTRACT, sum_of_products=True, length=_added_product))
+KERNELS.register("mm bmm mv dot", KernelFacts(Kind.CONTRACT, sum_of_products=True, length=lambda a: a[0].shape[-1]))
+KERNELS.register("vdot", KernelFacts(Kind.CONTRACT, length=lambda a: a[0].shape[-1]))
+KERNELS.register(
+    "addmm baddbmm addmv", KernelFacts(Kind.CONTRACT, sum_of_products=True, length=lambda a: a[1].shape[-1] + 1)
+)
 KERNELS.register("addbmm", KernelFacts(Kind.CONTRACT, length=lambda a: a[1].shape[-1] * a[1].shape[0] + 1))
-
-
-def _convolution(args: Any) -> int:
-    return math.prod(args[1].shape[1:])
+KERNELS.register(
+    "convolution",
+    KernelFacts(Kind.CONTRACT, sum_of_products=True, low_on=CPU, length=lambda a: math.prod(a[1].shape[1:])),
+)
 
 
 def _convolution_backward(args: Any) -> int:
-    grad, _, weight = args[0], args[1], args[2]
+    grad, _, weight = args[:3]
     return int(max(grad.numel() // max(grad.shape[1], 1), math.prod(weight.shape) // max(weight.shape[1], 1)))
 
 
-KERNELS.register("convolution", KernelFacts(Kind.CONTRACT, sum_of_products=True, low_on=CPU, length=_convolution))
 KERNELS.register(
     "convolution_backward",
     KernelFacts(Kind.CONTRACT, sum_of_products=True, low_on=CPU, length=_convolution_backward),

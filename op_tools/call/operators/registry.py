@@ -118,10 +118,10 @@ class Registry(Generic[Facts]):
         frame = sys._getframe(1)
         entry = _Entry(f"{frame.f_code.co_filename}:{frame.f_lineno}", since, maybe)
         for name in names.split():
-            earlier = self._entries.setdefault(name, entry)
-            if earlier is not entry or name in self.by_name:
-                raise ValueError(f"{self._what} {name!r} is registered twice: at {earlier.place} and {entry.place}")
-            self.by_name[name] = facts
+            if name in self.by_name:
+                earlier = self._entries[name].place
+                raise ValueError(f"{self._what} {name!r} is registered twice: at {earlier} and {entry.place}")
+            self.by_name[name], self._entries[name] = facts, entry
 
     def names(self, holds: Callable[[Facts], Any]) -> frozenset[str]:
         """All names whose facts fulfil a condition (`FUNCTIONS.names(lambda f: f.draws)`)."""
@@ -163,24 +163,29 @@ def last_name(name: str) -> str:
     return name.rsplit(".", 1)[-1]
 
 
-def _aten_names() -> list[tuple[str, str]]:
-    names = (name.partition(".") for name in aten_operator_names() if name.startswith("aten::"))
-    return [(name, overload) for name, _, overload in names]
+def _aten_names() -> list[tuple[str, str, str]]:
+    return [name.partition(".") for name in aten_operator_names() if name.startswith("aten::")]
 
 
 def kernel_names() -> set[str]:
     """Plain names of all ATen operators, alone and with each overload (`"var.correction" in kernel_names()`)."""
-    found = {(base_name_of(name), overload) for name, overload in _aten_names()}
+    found = [(base_name_of(name), overload) for name, _, overload in _aten_names()]
     return {name for name, _ in found} | {f"{name}.{overload}" for name, overload in found}
 
 
 def function_names() -> set[str]:
     """Last parts of the names of all functions of PyTorch; `distributed.` precedes those of `torch.distributed`."""
     homes = (torch, torch.Tensor, torch.nn.functional, torch.nn.init, torch.special, torch.linalg)
-    found = {name.partition("::")[2] for name, _ in _aten_names()}.union(*map(dir, homes))
+    found = {name.partition("::")[2] for name, _, _ in _aten_names()}.union(*map(dir, homes))
     return found | {f"distributed.{name}" for name in dir(torch.distributed)}
 
 
 KERNELS: Final = Registry[KernelFacts]("kernel", kernel_names)
 FUNCTIONS: Final = Registry[FunctionFacts]("function", function_names)
 NODES: Final = Registry[bool]("autograd node", lambda: dir(autograd_nodes))  # whether a node runs a kernel
+_NO_FACTS: Final = FunctionFacts()
+
+
+def function_facts(name: str) -> FunctionFacts:
+    """What is registered for a function (`function_facts("torch.linalg.svd").free_vectors`)."""
+    return FUNCTIONS.by_name.get(last_name(name), _NO_FACTS)

@@ -580,6 +580,8 @@ def test_features_on_a_whole_module(device: str) -> None:
 
 
 def test_feature_mistakes_are_named() -> None:
+    with pytest.raises(AssertionError, match="feature 'fall_back' is unknown"):  # what the first releases raised
+        op_tools.apply_feature("torch.add", "fall_back")
     with pytest.raises(op_tools.SettingsError, match=r"choose one of autocompare, cast_dtype, .*, fallback, "):
         op_tools.apply_feature("torch.add", "fall_back")
     with pytest.raises(op_tools.SettingsError, match=r"no function 'torch\.adds'; did you mean torch\.add"):

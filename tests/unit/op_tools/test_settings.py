@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from op_tools import settings
-from op_tools.settings import SETTINGS, OpFilter, SettingsError
+from op_tools.call.filter import OpFilter
+from op_tools.call.functions import name_of
+from op_tools.settings import SETTINGS, SettingsError
 
 names = st.from_regex(r"torch\.(Tensor\.|nn\.functional\.)?[a-z_]{1,12}", fullmatch=True)
 dtypes = st.sampled_from(["torch.float16", "torch.half", "bfloat16", "torch.float32", "torch.double", "torch.int8"])
@@ -76,6 +79,33 @@ def test_regular_expressions_and_exclusion() -> None:
     assert not chosen.matches("torch.Tensor.sub")
     assert not chosen.matches("torch.Tensor.address")
     assert settings.split_list("torch.add{1,2},torch.sub") == ["torch.add{1,2}", "torch.sub"]
+
+
+@pytest.mark.parametrize(
+    ("written", "function"),
+    [
+        ("torch.functional.norm", torch.norm),
+        (r"torch\.functional\.einsum", torch.einsum),
+        ("torch.conv2d", torch.nn.functional.conv2d),
+        ("torch.relu_", torch.nn.functional.relu_),
+        ("torch.spmm", torch.mm),
+        ("torch._C._nn.linear", torch.nn.functional.linear),
+        ("torch._C._linalg.linalg_inv", torch.linalg.inv),
+    ],
+)
+def test_every_name_of_a_function_means_that_function(written: str, function: Callable[..., object]) -> None:
+    included, excluded = OpFilter([written]), OpFilter([], [written])
+    assert included.matches(name_of(function))
+    assert not excluded.matches(name_of(function))
+    assert included.unused() == excluded.unused() == []
+    assert not included.matches("torch.Tensor.norm")
+
+
+@pytest.mark.parametrize("written", ["torch.functional.nrom", "torch.classes.no.such", "torch.", "norm"])
+def test_a_name_that_pytorch_lacks_matches_nothing_and_is_reported(written: str) -> None:
+    chosen = OpFilter([written], include_from="OP_CAPTURE_LIST")
+    assert not chosen.matches("torch.norm")
+    assert chosen.unused()[0].startswith(f"OP_CAPTURE_LIST: {written!r} matched no operator")
 
 
 def test_a_bad_regular_expression_is_named() -> None:

@@ -146,11 +146,48 @@ def test_a_log_is_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert read.steps.tolist() == [19, 39]
     assert read.losses.tolist() == [9.68, 5.177]
     run = write_run(tmp_path / "run", np.linspace(9.7, 5, 40))
-    assert main([str(tmp_path / "log.txt"), str(run)]) in (0, 1)
+    assert main([str(tmp_path / "log.txt"), str(run)]) == 3
     shown = capsys.readouterr().out
     assert "9.68" in shown
     assert "5.177" in shown
     assert "(2 iterations" in shown
+
+
+@pytest.mark.parametrize("points", [1, 2, 5, 11])
+@pytest.mark.parametrize("level", [1.73, 10.0])
+def test_few_points_are_an_answer_of_their_own(points: int, level: float) -> None:
+    first, second = Curve("a", STEPS, np.ones(400), True), Curve("b", STEPS[:points], np.full(points, level), True)
+    verdict = compare(first, second)
+    assert (verdict.kind, verdict.points) == ("few", points)
+    assert verdict.detail == "too few common points, at least 12 are needed"
+    assert "at least 20 are" in compare(first, second, sigmas=7).detail
+    close = Curve("b", second.steps, np.full(points, 1.0005), True)
+    assert compare(first, close).kind == "noise"  # below the tolerance, a difference never counts
+
+
+@pytest.mark.parametrize("points", range(12, 80))
+def test_a_large_difference_is_never_taken_for_noise(points: int) -> None:
+    noise = 0.01 * np.random.default_rng(points).standard_normal((2, points))
+    first, second = (Curve("run", STEPS[:points], at + more, True) for at, more in zip((1, 1.73), noise))
+    verdict = compare(first, second)
+    # so few jumps may look as if noise remembered, by chance
+    assert verdict.kind == "diverges" or (verdict.kind == "few" and 25 <= points < 40)
+
+
+def test_the_exit_code_tells_too_few_points_from_agreement_and_divergence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "few.txt").write_text(LOG)
+    (tmp_path / "log.txt").write_text(LOG.replace("9.68", "16.7").replace("5.177", "8.93"))
+    runs = [str(tmp_path / "log.txt"), str(tmp_path / "few.txt")]
+    assert main(runs) == 3
+    shown = capsys.readouterr().out
+    assert "few.txt CANNOT BE JUDGED against log.txt: too few common points, at least 12 are needed (2 iter" in shown
+    (tmp_path / "broken.txt").write_text(LOG.replace("5.177", "nan"))
+    assert main([*runs, str(tmp_path / "broken.txt")]) == 1
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "3 too few common points" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
