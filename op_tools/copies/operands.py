@@ -37,6 +37,13 @@ class Ref(NamedTuple):
     conjugated: bool
     negated: bool
 
+    @classmethod
+    def of(cls, tensor: Tensor, storage: int, start: int = 0) -> Ref:
+        """How a tensor lies in a storage of which a copy begins at byte `start`."""
+        offset = int(tensor.storage_offset()) - start // tensor.element_size()
+        layout = (tuple(tensor.shape), tensor.stride(), offset)
+        return cls(storage, tensor.dtype, *layout, tensor.requires_grad, tensor.is_conj(), tensor.is_neg())
+
 
 class Whole(NamedTuple):
     """A tensor without strides (sparse, quantized, nested), copied as PyTorch copies it."""
@@ -168,16 +175,7 @@ def _lay_out(value: Any, tensors: list[Tensor], opaque: list[str]) -> Layout:
                 opaque.append(odd.kind)
             return odd
         index, start = placed[keys[id(tensor)]]
-        return Ref(
-            index,
-            tensor.dtype,
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            int(tensor.storage_offset()) - start // tensor.element_size(),
-            tensor.requires_grad,
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
+        return Ref.of(tensor, index, start)
 
     return Layout(map_tensors(value, replace), tuple(parts))
 

@@ -19,7 +19,7 @@ from ..copies.invocation import Region, Site
 from ..copies.materialise import Copier, is_strided, place_of
 from ..files import archive
 from ..files.archive import ArchiveError
-from ..files.captures import CannotReplay, is_answer, read
+from ..files.captures import CannotReplay, is_cpu_side, read
 from ..files.header import read_header
 
 _FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -247,7 +247,7 @@ def _read_call(folder: Path) -> tuple[dict[str, Any], tuple[str, Site, Region]]:
     """The arguments of a call, and what its file says about it."""
     path = folder / "input.pth"
     payload = read(path)
-    if not payload.get("name") and is_answer(folder):  # the CPU's side of a comparison
+    if not payload.get("name") and is_cpu_side(folder):  # the CPU's side of a comparison
         payload["name"] = read(folder.parent / "device" / "input.pth").get("name")
     for key, kind in (("name", str), ("args", tuple), ("kwargs", dict)):
         if not isinstance(payload.get(key), kind):
