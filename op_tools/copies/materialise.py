@@ -106,15 +106,14 @@ class Copier:
         return (storage, dtype) if dtype in self._cast else storage
 
     def _copied(self, tensor: Tensor) -> Tensor:
-        strided = is_strided(tensor)
-        key: Any = id(tensor)
         if self._apart:
-            key = len(self._made)
-        elif strided and not self._own_memory:
-            key = _place_of(tensor)
+            key: Any = len(self._made)
+        else:
+            key = id(tensor) if self._own_memory else place_of(tensor)
         made = self._made.get(key)
         if made is None:
-            copy = self._strided_copy(tensor) if strided and not self._contiguous else self._other_copy(tensor)
+            keeps_layout = is_strided(tensor) and not self._contiguous
+            copy = self._strided_copy(tensor) if keeps_layout else self._other_copy(tensor)
             made = self._made[key] = self._with_leaf(copy, self._grad and tensor.requires_grad)
         self.leaves.append(made[1])
         return made[0]
@@ -135,10 +134,7 @@ class Copier:
         copy = torch.empty(0, dtype=self._cast.get(tensor.dtype, tensor.dtype), device=memory.device)
         offset = tensor.storage_offset() - start // tensor.element_size()
         copy.set_(memory.untyped_storage(), offset, tensor.shape, tensor.stride())
-        if turned:
-            copy = conj_view(copy).detach() if tensor.is_conj() else copy
-            copy = neg_view(copy).detach() if tensor.is_neg() else copy
-        return copy
+        return turned_like(copy, tensor) if turned else copy
 
     def _copy_memory(self, tensor: Tensor, storage: torch.UntypedStorage, key: Any) -> tuple[Tensor, int]:
         dtype, size = tensor.dtype, tensor.element_size()
@@ -173,6 +169,13 @@ class Copier:
             return _enter(leaf, [copy]), leaf
 
 
+def turned_like(copy: Tensor, tensor: Tensor) -> Tensor:
+    """A copy of a tensor's memory, with the conj and neg bits of the tensor."""
+    if tensor.is_conj():
+        copy = conj_view(copy).detach()
+    return neg_view(copy).detach() if tensor.is_neg() else copy
+
+
 def is_strided(tensor: Tensor) -> bool:
     """Whether a tensor is plain strided memory (`is_strided(torch.ones(2))`)."""
     return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
@@ -180,9 +183,7 @@ def is_strided(tensor: Tensor) -> bool:
 
 def place_of(tensor: Tensor) -> Any:
     """Equal for arguments that may be the same tensor: the same memory seen in the same way. The storage is first."""
-    return _place_of(tensor) if is_strided(tensor) else id(tensor)
-
-
-def _place_of(tensor: Tensor) -> tuple[Any, ...]:
+    if not is_strided(tensor):
+        return id(tensor)
     storage, seen = tensor.untyped_storage()._cdata, (tensor.is_conj(), tensor.is_neg(), tensor.requires_grad)
     return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), seen
