@@ -144,9 +144,7 @@ class HostCopies:
         base = tensor._base if keep and self._keep and tensor._is_view() else None
         if base is not None and base.numel() == tensor.numel() and base.layout == torch.strided:
             # the tensor looks at all of its base: the base lives longer than, say, the transposed weight
-            copy = _to_host(base)
-            self.count(copy)
-            self.put(base, copy)
+            self.fetch(base, keep=True)
             part = self.get(tensor)
             if part is not None:
                 return part
@@ -230,13 +228,13 @@ def _to_device(tensor: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """A device tensor with these values, and a CPU tensor that may be kept as its copy."""
     if tensor.layout != torch.strided:
         return tensor.to(device), tensor
-    if not can_pin(device.type) or tensor.nbytes <= _MIN_PINNED_BYTES or tensor.is_pinned():
-        moved = tensor.to(device, non_blocking=device.type in READS_AT_ONCE)
-        # a result with gaps or overlaps in its memory keeps them
-        return (moved if moved.stride() == tensor.stride() else _laid_out(_bytes_of(tensor).to(device), tensor)), tensor
-    pinned = torch.empty_like(tensor, pin_memory=True)
-    if pinned.stride() != tensor.stride():
-        return _laid_out(_bytes_of(tensor).to(device), tensor), tensor
-    # The pinned copy is the one to keep: the memory of the result is free at once for the next one, and warm.
-    pinned.copy_(tensor)
-    return pinned.to(device, non_blocking=True), pinned
+    copy, at_once = tensor, device.type in READS_AT_ONCE
+    if can_pin(device.type) and tensor.nbytes > _MIN_PINNED_BYTES and not tensor.is_pinned():
+        pinned = torch.empty_like(tensor, pin_memory=True)
+        if pinned.stride() == tensor.stride():
+            # The pinned copy is the one to keep: the memory of the result is free at once for the next one, and warm.
+            copy, at_once = pinned.copy_(tensor), True
+    moved = copy.to(device, non_blocking=at_once)
+    if moved.stride() != tensor.stride():  # a result with gaps or overlaps in its memory keeps them
+        moved = _laid_out(_bytes_of(tensor).to(device), tensor)
+    return moved, copy

@@ -45,8 +45,8 @@ class Copier:
 
     `device` None leaves them where they are. `cast` maps dtypes; float32 values are rounded to `rounded_to` first.
     `enter` gives copies that require gradients a history, for operators that write to them. `whole` copies all of each
-    storage. Tensors with the same place in memory are one tensor to autograd, unless they are kept `apart`. With
-    `own_memory` the copy of each tensor has its own storage. `contiguous` gives up strides and sharing.
+    storage. Tensors with the same place in memory are one tensor to autograd, `distinct_leaves` makes them several.
+    With `own_memory` the copy of each tensor has its own storage. `contiguous` gives up strides and sharing.
 
     >>> x = torch.ones(2, 2)
     >>> a, b = Copier(cast={torch.float32: torch.float64}).copy((x, x.t()))
@@ -63,7 +63,7 @@ class Copier:
         grad: bool = True,
         enter: bool = False,
         whole: bool = False,
-        apart: bool = False,
+        distinct_leaves: bool = False,
         own_memory: bool = False,
         contiguous: bool = False,
     ) -> None:
@@ -73,7 +73,8 @@ class Copier:
         if rounded_to is not None:
             self._cast = {**self._cast, torch.float32: self._cast.get(torch.float32, torch.float32)}
         self._device, self._grad, self._enter = device, grad, enter
-        self._whole, self._apart, self._own_memory, self._contiguous = whole, apart, own_memory, contiguous
+        self._whole, self._distinct_leaves = whole, distinct_leaves
+        self._own_memory, self._contiguous = own_memory, contiguous
         self._spans: dict[Any, tuple[int, int]] = {}  # in bytes of the storage
         self._storages: dict[Any, tuple[Tensor, int]] = {}  # the copy, and which byte of the storage is its first
         self._made: dict[Any, tuple[Tensor, Tensor | None]] = {}
@@ -106,7 +107,7 @@ class Copier:
         return (storage, dtype) if dtype in self._cast else storage
 
     def _copied(self, tensor: Tensor) -> Tensor:
-        if self._apart:
+        if self._distinct_leaves:
             key: Any = len(self._made)
         else:
             key = id(tensor) if self._own_memory else place_of(tensor)

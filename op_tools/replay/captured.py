@@ -129,7 +129,9 @@ class CapturedOp:
 
     def prepare(self) -> None:
         """Make fresh arguments on the device, with the captured layout and aliasing (`op.prepare()`)."""
-        copier = Copier(self.device, enter=self.writes and self.region.grad_enabled, apart=self.apart, whole=True)
+        copier = Copier(
+            self.device, enter=self.writes and self.region.grad_enabled, distinct_leaves=self.apart, whole=True
+        )
         with no_torch_function():
             args, kwargs = copier.copy((self.host_args, self.host_kwargs))
         self.args = tuple([self._device_in(a) for a in args])
@@ -147,7 +149,7 @@ class CapturedOp:
         """The arguments of the reference run on the CPU (`golden.run(op.function, *op.reference_arguments())`)."""
         if not self.apart or self.writes:
             return self.host_args, self.host_kwargs
-        args, kwargs = Copier(apart=True, own_memory=True).copy((self.host_args, self.host_kwargs))
+        args, kwargs = Copier(distinct_leaves=True, own_memory=True).copy((self.host_args, self.host_kwargs))
         return args, kwargs
 
     def _device_in(self, value: Any, key: str = "") -> Any:

@@ -1,6 +1,6 @@
 // One pass over a result and its float64 reference: the columns of a comparison, and what a bound leaves in doubt.
 //
-// Plain functions on plain memory, called without the interpreter lock; nothing here needs a C++ runtime library.
+// Plain functions on plain memory, called without the GIL; nothing here needs a C++ runtime library.
 
 #include <cmath>
 #include <cstdint>
