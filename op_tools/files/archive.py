@@ -346,5 +346,6 @@ def _write_all(descriptor: int, buffers: list[Any]) -> None:
 def save_text(path: str, text: str) -> None:
     """Write a small file, whole or not at all (`save_text("input.json", "{}")`)."""
     partial = _partial(path)
-    Path(partial).write_bytes(text.encode("utf-8", "surrogatepass"))
+    with open(partial, "wb", buffering=0) as file:
+        _write_all(file.fileno(), [text.encode("utf-8", "surrogatepass")])
     os.replace(partial, path)
