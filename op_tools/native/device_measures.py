@@ -93,12 +93,12 @@ def _run(kernels: Kernels, queries: Sequence[DeviceQuery]) -> list[tuple[Sums, f
             place += programs * _WIDTH * 8
         found = rows.cpu().numpy()
     starts = list(itertools.accumulate(shares[:-1], initial=0))
-    added, largest = np.add.reduceat(found[:, :_SUMS], starts), np.maximum.reduceat(found[:, _SUMS:], starts)
+    added, maxima = np.add.reduceat(found[:, :_SUMS], starts), np.maximum.reduceat(found[:, _SUMS:], starts)
     answers = []
-    for (ee, eg, gg, far, different, strange), (units, ulp, most, relative, worst) in zip(
-        added.tolist(), largest.tolist()
-    ):
-        sums = Sums(most, relative, ee, eg, gg, units, ulp, not far, not different, not strange)
+    for one, other in zip(added.tolist(), maxima.tolist()):
+        ee, eg, gg, too_far, different, strange = one
+        units, ulp, largest, relative, worst = other
+        sums = Sums(largest, relative, ee, eg, gg, units, ulp, not too_far, not different, not strange)
         answers.append((sums, worst))
     return answers
 
