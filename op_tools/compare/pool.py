@@ -26,7 +26,7 @@ import torch
 from .. import lifecycle, settings
 from ..call.description import Tensor
 from ..call.devices import can_pin
-from ..copies.operands import Fetcher, Layout, Operands, Ref, bytes_in, padded
+from ..copies.operands import Fetcher, Layout, Operands, Ref, padded
 from .worker import Answer, Message, Options, Spans
 
 _RING: Final = 64 << 20  # bytes of calls that wait for one worker
@@ -280,7 +280,7 @@ class Pool:
         weight, lease.nbytes = lease.nbytes or message.nbytes + _CALL, 0
         if message.phase == "backward":
             self._weigh(worker, weight)
-        size = sum([padded(bytes_in(s)) for part in parts for s in part.storages])
+        size = sum([padded(s.nbytes) for part in parts for s in part.storages])
         if size > _RING:
             if message.phase == "forward":
                 self._weigh(worker, -weight)
@@ -482,7 +482,7 @@ def _copied(parts: Sequence[Operands], start: int, buffer: Tensor, fetcher: Fetc
     for part in parts:
         mine = []
         for storage in part.storages:
-            count = bytes_in(storage)
+            count = storage.nbytes
             mine.append((start, count))
             start += padded(count)
         spans.append(tuple(mine))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from typing import Any, Final
@@ -10,9 +11,8 @@ import torch
 
 from ..call.description import Tensor
 from ..call.devices import can_pin, module_of
-from ..compat import conj_view, neg_view
 from ..native.statistics import is_dense
-from .materialise import span_of
+from .materialise import span_of, turned_like
 from .pinned_results import PinnedResults
 
 _MIN_PINNED_BYTES: Final = 1 << 14  # smaller ones are not worth a pinned buffer
@@ -44,8 +44,7 @@ class HostCopies:
         self._kept: dict[int, _Known] = {}
         self._by_storage: dict[int, list[_Known]] = {}
         self._addresses: dict[int, int] = {}
-        self._written: list[tuple[Tensor, Tensor, int]] = []
-        self._written_storages: set[int] = set()
+        self._written: dict[int, list[tuple[Tensor, Tensor, int]]] = {}  # by storage
         self._counting = threading.Lock()
         self.copied_bytes = 0
 
@@ -93,7 +92,8 @@ class HostCopies:
         known.storage, known.offset, known.numel = 0, 0, -1
         if tensor.layout == torch.strided:
             known.storage, known.offset = tensor.untyped_storage()._cdata, int(tensor.storage_offset())
-            if _is_whole(tensor, copy):
+            # without gaps: what lies in a gap was not copied
+            if copy.layout == torch.strided and copy.stride() == tensor.stride() and is_dense(tensor):
                 known.numel = tensor.numel()
         self._kept[key] = known
         self._by_storage.setdefault(known.storage, []).append(known)
@@ -112,25 +112,22 @@ class HostCopies:
         storage = tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
         for known in tuple(self._by_storage.get(storage, ())):
             self._forget(known)
-        if storage in self._written_storages:
-            self._written_storages.discard(storage)
-            self._written = [w for w in self._written if w[0].untyped_storage()._cdata != storage]
+        self._written.pop(storage, None)
 
     def written(self, tensor: Tensor, copy: Tensor, counts: bool) -> None:
         """A kernel wrote to a copy, which was written back; `counts` says that kernels like it count the write."""
         if tensor.layout == torch.strided and not tensor.is_inference():
             if counts:
                 torch.autograd.graph.increment_version(tensor)
-            self._written.append((tensor, copy, tensor._version))
-            self._written_storages.add(tensor.untyped_storage()._cdata)
+            writes = self._written.setdefault(tensor.untyped_storage()._cdata, [])
+            writes.append((tensor, copy, tensor._version))
 
     def settle(self) -> None:
         """The operator is over, and PyTorch has counted its writes."""
         if not self._written:
             return
-        written, self._written = self._written, []
-        self._written_storages.clear()
-        for tensor, copy, version in written:
+        written, self._written = self._written, {}
+        for tensor, copy, version in itertools.chain(*written.values()):
             if tensor._version in (version, version + 1) and tensor.stride() == copy.stride():
                 self.put(tensor, copy)
 
@@ -147,9 +144,7 @@ class HostCopies:
         base = tensor._base if keep and self._keep and tensor._is_view() else None
         if base is not None and base.numel() == tensor.numel() and base.layout == torch.strided:
             # the tensor looks at all of its base: the base lives longer than, say, the transposed weight
-            copy = _to_host(base)
-            self.count(copy)
-            self.put(base, copy)
+            self.fetch(base, keep=True)
             part = self.get(tensor)
             if part is not None:
                 return part
@@ -185,13 +180,7 @@ class HostCopies:
         self._kept.clear()
         self._by_storage.clear()
         self._addresses.clear()
-        self._written = []
-        self._written_storages.clear()
-
-
-def _is_whole(tensor: Tensor, copy: Tensor) -> bool:
-    """Whether the copy has the layout of the tensor, without gaps: what lies in a gap was not copied."""
-    return copy.layout == torch.strided and copy.stride() == tensor.stride() and is_dense(tensor)
+        self._written.clear()
 
 
 def version_of(tensor: Tensor) -> int:
@@ -232,22 +221,20 @@ def _laid_out(flat: Tensor, like: Tensor) -> Tensor:
     """What a copy of the bytes of a tensor is as a tensor."""
     made = torch.empty(0, dtype=like.dtype, device=flat.device)
     made.set_(flat.untyped_storage(), 0, like.shape, like.stride())
-    if like.is_conj():
-        made = conj_view(made)
-    return neg_view(made) if like.is_neg() else made
+    return turned_like(made, like)
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """A device tensor with these values, and a CPU tensor that may be kept as its copy."""
     if tensor.layout != torch.strided:
         return tensor.to(device), tensor
-    if not can_pin(device.type) or tensor.nbytes <= _MIN_PINNED_BYTES or tensor.is_pinned():
-        moved = tensor.to(device, non_blocking=device.type in READS_AT_ONCE)
-        # a result with gaps or overlaps in its memory keeps them
-        return (moved if moved.stride() == tensor.stride() else _laid_out(_bytes_of(tensor).to(device), tensor)), tensor
-    pinned = torch.empty_like(tensor, pin_memory=True)
-    if pinned.stride() != tensor.stride():
-        return _laid_out(_bytes_of(tensor).to(device), tensor), tensor
-    # The pinned copy is the one to keep: the memory of the result is free at once for the next one, and warm.
-    pinned.copy_(tensor)
-    return pinned.to(device, non_blocking=True), pinned
+    copy, at_once = tensor, device.type in READS_AT_ONCE
+    if can_pin(device.type) and tensor.nbytes > _MIN_PINNED_BYTES and not tensor.is_pinned():
+        pinned = torch.empty_like(tensor, pin_memory=True)
+        if pinned.stride() == tensor.stride():
+            # The pinned copy is the one to keep: the memory of the result is free at once for the next one, and warm.
+            copy, at_once = pinned.copy_(tensor), True
+    moved = copy.to(device, non_blocking=at_once)
+    if moved.stride() != tensor.stride():  # a result with gaps or overlaps in its memory keeps them
+        moved = _laid_out(_bytes_of(tensor).to(device), tensor)
+    return moved, copy

@@ -45,8 +45,8 @@ class Copier:
 
     `device` None leaves them where they are. `cast` maps dtypes; float32 values are rounded to `rounded_to` first.
     `enter` gives copies that require gradients a history, for operators that write to them. `whole` copies all of each
-    storage. Tensors with the same place in memory are one tensor to autograd, unless they are kept `apart`. With
-    `own_memory` the copy of each tensor has its own storage. `contiguous` gives up strides and sharing.
+    storage. Tensors with the same place in memory are one tensor to autograd, `distinct_leaves` makes them several.
+    With `own_memory` the copy of each tensor has its own storage. `contiguous` gives up strides and sharing.
 
     >>> x = torch.ones(2, 2)
     >>> a, b = Copier(cast={torch.float32: torch.float64}).copy((x, x.t()))
@@ -63,7 +63,7 @@ class Copier:
         grad: bool = True,
         enter: bool = False,
         whole: bool = False,
-        apart: bool = False,
+        distinct_leaves: bool = False,
         own_memory: bool = False,
         contiguous: bool = False,
     ) -> None:
@@ -73,7 +73,8 @@ class Copier:
         if rounded_to is not None:
             self._cast = {**self._cast, torch.float32: self._cast.get(torch.float32, torch.float32)}
         self._device, self._grad, self._enter = device, grad, enter
-        self._whole, self._apart, self._own_memory, self._contiguous = whole, apart, own_memory, contiguous
+        self._whole, self._distinct_leaves = whole, distinct_leaves
+        self._own_memory, self._contiguous = own_memory, contiguous
         self._spans: dict[Any, tuple[int, int]] = {}  # in bytes of the storage
         self._storages: dict[Any, tuple[Tensor, int]] = {}  # the copy, and which byte of the storage is its first
         self._made: dict[Any, tuple[Tensor, Tensor | None]] = {}
@@ -106,15 +107,14 @@ class Copier:
         return (storage, dtype) if dtype in self._cast else storage
 
     def _copied(self, tensor: Tensor) -> Tensor:
-        strided = is_strided(tensor)
-        key: Any = id(tensor)
-        if self._apart:
-            key = len(self._made)
-        elif strided and not self._own_memory:
-            key = _place_of(tensor)
+        if self._distinct_leaves:
+            key: Any = len(self._made)
+        else:
+            key = id(tensor) if self._own_memory else place_of(tensor)
         made = self._made.get(key)
         if made is None:
-            copy = self._strided_copy(tensor) if strided and not self._contiguous else self._other_copy(tensor)
+            keeps_layout = is_strided(tensor) and not self._contiguous
+            copy = self._strided_copy(tensor) if keeps_layout else self._other_copy(tensor)
             made = self._made[key] = self._with_leaf(copy, self._grad and tensor.requires_grad)
         self.leaves.append(made[1])
         return made[0]
@@ -135,10 +135,7 @@ class Copier:
         copy = torch.empty(0, dtype=self._cast.get(tensor.dtype, tensor.dtype), device=memory.device)
         offset = tensor.storage_offset() - start // tensor.element_size()
         copy.set_(memory.untyped_storage(), offset, tensor.shape, tensor.stride())
-        if turned:
-            copy = conj_view(copy).detach() if tensor.is_conj() else copy
-            copy = neg_view(copy).detach() if tensor.is_neg() else copy
-        return copy
+        return turned_like(copy, tensor) if turned else copy
 
     def _copy_memory(self, tensor: Tensor, storage: torch.UntypedStorage, key: Any) -> tuple[Tensor, int]:
         dtype, size = tensor.dtype, tensor.element_size()
@@ -173,6 +170,13 @@ class Copier:
             return _enter(leaf, [copy]), leaf
 
 
+def turned_like(copy: Tensor, tensor: Tensor) -> Tensor:
+    """A copy of a tensor's memory, with the conj and neg bits of the tensor."""
+    if tensor.is_conj():
+        copy = conj_view(copy).detach()
+    return neg_view(copy).detach() if tensor.is_neg() else copy
+
+
 def is_strided(tensor: Tensor) -> bool:
     """Whether a tensor is plain strided memory (`is_strided(torch.ones(2))`)."""
     return tensor.layout == torch.strided and not tensor.is_quantized and not tensor.is_nested
@@ -180,9 +184,7 @@ def is_strided(tensor: Tensor) -> bool:
 
 def place_of(tensor: Tensor) -> Any:
     """Equal for arguments that may be the same tensor: the same memory seen in the same way. The storage is first."""
-    return _place_of(tensor) if is_strided(tensor) else id(tensor)
-
-
-def _place_of(tensor: Tensor) -> tuple[Any, ...]:
+    if not is_strided(tensor):
+        return id(tensor)
     storage, seen = tensor.untyped_storage()._cdata, (tensor.is_conj(), tensor.is_neg(), tensor.requires_grad)
     return storage, tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), seen

@@ -21,8 +21,8 @@ _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch
 # A small view of a large storage is cut out of it; a view of most of a storage keeps its offset.
 _KEEP_WHOLE_BELOW: Final = 1 << 16
 _KEEP_WHOLE_FACTOR: Final = 4
-_MOST_LAYOUTS: Final = 2_000
-MOST_BORROWED: Final = 1 << 28  # bytes that go through the pinned buffer at once
+_MAX_LAYOUTS: Final = 2_000
+MAX_BORROWED: Final = 1 << 28  # bytes that go through the pinned buffer at once
 
 
 class Ref(NamedTuple):
@@ -36,6 +36,13 @@ class Ref(NamedTuple):
     requires_grad: bool
     conjugated: bool
     negated: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, storage: int, start: int = 0) -> Ref:
+        """How a tensor lies in a storage of which a copy begins at byte `start`."""
+        offset = int(tensor.storage_offset()) - start // tensor.element_size()
+        layout = (tuple(tensor.shape), tensor.stride(), offset)
+        return cls(storage, tensor.dtype, *layout, tensor.requires_grad, tensor.is_conj(), tensor.is_neg())
 
 
 class Whole(NamedTuple):
@@ -101,33 +108,11 @@ class Layouts:
             key += (index, tensor.storage_offset(), storage.nbytes())
         layout = self._known.get(tuple(key))
         if layout is None:
-            if len(self._known) >= _MOST_LAYOUTS:
+            if len(self._known) >= _MAX_LAYOUTS:
                 self._known.clear()
             layout = self._known[tuple(key)] = _lay_out(value, tensors, [])
         copies = tuple([_copy_storage(tensors[at], start, end) for at, start, end in layout.parts])
         return Operands(layout.tree, copies, mark_after(copies) if event else None, layout.nbytes, (), layout)
-
-
-class _Group:
-    """Tensors that share a storage."""
-
-    __slots__ = ("end", "first", "start", "total")
-
-    def __init__(self, first: int, total: int) -> None:
-        self.first, self.total = first, total
-        self.start, self.end = 1 << 62, 0
-
-    def add(self, tensor: Tensor) -> None:
-        size = tensor.element_size()
-        start, end = span_of(tensor)
-        self.start, self.end = min(self.start, start * size), max(self.end, end * size)
-
-    def bounds(self) -> tuple[int, int]:
-        needed = self.end - self.start
-        if self.total <= _KEEP_WHOLE_BELOW or self.total <= _KEEP_WHOLE_FACTOR * needed:
-            return 0, self.total
-        start = self.start - self.start % 64  # stay aligned for every dtype
-        return start, self.end
 
 
 def measure(value: Any) -> int:
@@ -145,21 +130,24 @@ def stage(value: Any, event: bool = True) -> Operands:
 
 
 def _lay_out(value: Any, tensors: list[Tensor], opaque: list[str]) -> Layout:
-    groups: dict[int, _Group] = {}
-    keys: dict[int, int] = {}
+    keys: dict[int, int] = {}  # of a tensor: its storage
+    spans: dict[int, tuple[int, int, int]] = {}  # of a storage: a tensor in it, first and last byte that are needed
     for number, tensor in enumerate(tensors):
         if is_plain(tensor):
-            storage = tensor.untyped_storage()
-            key = keys[id(tensor)] = storage._cdata
-            if key not in groups:
-                groups[key] = _Group(number, storage.nbytes())
-            groups[key].add(tensor)
+            size = tensor.element_size()
+            start, end = (place * size for place in span_of(tensor))
+            key = keys[id(tensor)] = tensor.untyped_storage()._cdata
+            first, low, high = spans.get(key, (number, start, end))
+            spans[key] = (first, min(low, start), max(high, end))
     placed: dict[int, tuple[int, int]] = {}
     parts: list[tuple[int, int, int]] = []
-    for key, group in groups.items():
-        start, end = group.bounds()
+    for key, (first, start, end) in spans.items():
+        total = tensors[first].untyped_storage().nbytes()
+        if total <= _KEEP_WHOLE_BELOW or total <= _KEEP_WHOLE_FACTOR * (end - start):
+            start, end = 0, total
+        start -= start % 64  # stay aligned for every dtype
         placed[key] = (len(parts), start)
-        parts.append((group.first, start, end))
+        parts.append((first, start, end))
 
     def replace(tensor: Tensor) -> Any:
         if id(tensor) not in keys:
@@ -168,16 +156,7 @@ def _lay_out(value: Any, tensors: list[Tensor], opaque: list[str]) -> Layout:
                 opaque.append(odd.kind)
             return odd
         index, start = placed[keys[id(tensor)]]
-        return Ref(
-            index,
-            tensor.dtype,
-            tuple(tensor.shape),
-            tuple(tensor.stride()),
-            int(tensor.storage_offset()) - start // tensor.element_size(),
-            tensor.requires_grad,
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
+        return Ref.of(tensor, index, start)
 
     return Layout(map_tensors(value, replace), tuple(parts))
 
@@ -224,14 +203,9 @@ def _stage_odd(tensor: Tensor) -> Whole | Opaque:
         return Opaque(f"{type(tensor).__name__} ({type(error).__name__})")
 
 
-def is_flat(copy: Tensor) -> bool:
-    """Whether a staged storage is a plain row of bytes (`is_flat(torch.ones(2)) is False`)."""
-    return copy.dtype == torch.uint8 and copy.dim() == 1
-
-
 def bytes_of(copy: Tensor) -> Tensor:
     """The bytes of a staged storage, without a copy (`bytes_of(torch.ones(2)).numel() == 8`)."""
-    if is_flat(copy):
+    if copy.dtype == torch.uint8 and copy.dim() == 1:
         return copy
     flat = torch.empty(0, dtype=torch.uint8, device=copy.device)
     return flat.set_(copy.untyped_storage())
@@ -282,24 +256,12 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
 # --- to the host --------------------------------------------------------------------------------------
 
 
-class _PinnedBuffer:
-    """One reused pinned buffer: device memory reaches the host through it at full speed."""
-
-    def __init__(self) -> None:
-        self._buffer: Tensor | None = None
-
-    def room(self, size: int) -> Tensor:
-        if self._buffer is None or self._buffer.numel() < size:
-            self._buffer = torch.empty(max(size, 1 << 24), dtype=torch.uint8, pin_memory=True)
-        return self._buffer
-
-
 class Fetcher:
     """Brings staged copies to the host; each thread has its own, with its own stream and pinned buffer."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
-        self._pinned = _PinnedBuffer()
+        self._pinned: Tensor | None = None  # reused: device memory reaches the host through it at full speed
 
     def unpack(self, staged: Operands) -> Any:
         """The staged tree with CPU tensors (`Fetcher().unpack(stage(args))`)."""
@@ -307,7 +269,7 @@ class Fetcher:
 
     def fetch(self, staged: Operands) -> list[Tensor]:
         """The bytes of the staged storages on the host, to keep."""
-        together = [staged.storages] if staged.nbytes <= MOST_BORROWED else [(s,) for s in staged.storages]
+        together = [staged.storages] if staged.nbytes <= MAX_BORROWED else [(s,) for s in staged.storages]
         return [
             flat if storage.is_cpu else flat.clone()
             for some in together
@@ -316,87 +278,51 @@ class Fetcher:
 
     def borrow(self, storages: Sequence[Tensor], event: Any) -> list[Tensor]:
         """The bytes of staged storages on the host, valid until this fetcher is used again."""
-        flats = [bytes_of(s) for s in storages]
-        devices = {f.device for f in flats if not f.is_cpu}
-        if not devices:
-            return flats
-        device = devices.pop()
-        if devices or not can_pin(device.type):
+        there = [s for s in storages if not s.is_cpu]
+        if not there:
+            return [bytes_of(s) for s in storages]
+        if not can_pin(there[0].device.type):
             if event is not None:
                 event.synchronize()
-            return [f.cpu() for f in flats]
-        buffer = self._pinned.room(sum([padded(f.numel()) for f in flats if not f.is_cpu]))
-        found, position = [], 0
-        for flat in flats:
-            if flat.is_cpu:
-                found.append(flat)
-            else:
-                found.append(buffer[position : position + flat.numel()])
-                position += padded(flat.numel())
-        self._copy([(view, flat) for view, flat in zip(found, flats) if view is not flat], device, event)
-        return found
+            return [bytes_of(s).cpu() for s in storages]
+        spans, size = [], 0
+        for storage in there:
+            spans.append((size, storage.nbytes))
+            size += padded(storage.nbytes)
+        if self._pinned is None or self._pinned.numel() < size:
+            self._pinned = torch.empty(max(size, 1 << 24), dtype=torch.uint8, pin_memory=True)
+        buffer = self._pinned
+        self.put(there, event, buffer, spans)
+        found = iter(spans)
+        return [bytes_of(s) if s.is_cpu else buffer.narrow(0, *next(found)) for s in storages]
 
     def put(self, storages: Sequence[Tensor], event: Any, buffer: Tensor, spans: Sequence[tuple[int, int]]) -> None:
-        """Copy the bytes of staged storages to a buffer on the host: each has a span, of as many as `bytes_in` says."""
+        """Copy the bytes of staged storages to a buffer on the host: each has a place there, and so many bytes."""
         devices = {s.device for s in storages}
         device = devices.pop() if len(devices) == 1 else None
-        if device is not None and device.type == "cuda" and self._put_by_driver(storages, device, event, buffer, spans):
+        if device is None or not can_pin(device.type):
+            if event is not None:
+                event.synchronize()
+            for span, storage in zip(spans, storages):
+                buffer.narrow(0, *span).copy_(bytes_of(storage))
             return
-        pairs = [(buffer[start : start + count], bytes_of(s)) for (start, count), s in zip(spans, storages)]
-        if device is not None and can_pin(device.type):
-            self._copy(pairs, device, event)
-            return
-        if event is not None:
-            event.synchronize()
-        for place, flat in pairs:
-            place.copy_(flat)
-
-    def _put_by_driver(
-        self,
-        storages: Sequence[Tensor],
-        device: torch.device,
-        event: Any,
-        buffer: Tensor,
-        spans: Sequence[tuple[int, int]],
-    ) -> bool:
-        """The same in fewer words: most of these copies take less time than PyTorch needs to ask for them."""
-        stream, first = self._stream(device), buffer.data_ptr()
-        if event is not None:
-            stream.wait_event(event)
-        copies = [(first + start, _address(s), count) for (start, count), s in zip(spans, storages)]
-        with module_of(device.type).device(device):
-            done = copy_to_host(copies, stream.cuda_stream)
-            stream.synchronize()
-        return done
-
-    def _stream(self, device: torch.device) -> Any:
+        module = module_of(device.type)
         stream = self._streams.get(device)
         if stream is None:
-            stream = self._streams[device] = module_of(device.type).Stream(device)
-        return stream
-
-    def _copy(self, pairs: Sequence[tuple[Tensor, Tensor]], device: torch.device, event: Any) -> None:
-        """Copy from a device on a stream of this fetcher, and wait for it."""
-        stream = self._stream(device)
-        with module_of(device.type).stream(stream):
-            if event is not None:
-                stream.wait_event(event)
-            for view, flat in pairs:
-                view.copy_(flat, non_blocking=True)
-            stream.synchronize()
-
-
-def _address(copy: Tensor) -> int:
-    if is_flat(copy):
-        return copy.data_ptr()
-    return int(copy.untyped_storage().data_ptr())
-
-
-def bytes_in(copy: Tensor) -> int:
-    """How many bytes a staged storage has (`bytes_in(torch.ones(2)) == 8`)."""
-    if is_flat(copy):
-        return copy.numel()
-    return int(copy.untyped_storage().nbytes())
+            stream = self._streams[device] = module.Stream(device)
+        if event is not None:
+            stream.wait_event(event)
+        done = False
+        if device.type == "cuda":  # most of these copies take less time than PyTorch needs to ask for them
+            first = buffer.data_ptr()
+            copies = [(first + start, s.data_ptr(), count) for (start, count), s in zip(spans, storages)]
+            with module.device(device):
+                done = copy_to_host(copies, stream.cuda_stream)
+        if not done:
+            with module.stream(stream):
+                for span, storage in zip(spans, storages):
+                    buffer.narrow(0, *span).copy_(bytes_of(storage), non_blocking=True)
+        stream.synchronize()
 
 
 def padded(nbytes: int) -> int:

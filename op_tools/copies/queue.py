@@ -19,8 +19,8 @@ class Writer:
     """Threads that do jobs in the background; `reserve` waits (or refuses) while too many bytes are queued.
 
     With some `patience` jobs are left alone while there is room, so that a short burst is not slowed down by
-    threads that compete for the interpreter: work begins when the queue is half full, when the oldest job has
-    waited that many seconds, or when somebody waits for the end.
+    threads that compete for the GIL: work begins when the queue is half full, when the oldest job has waited
+    that many seconds, or when somebody waits for the end.
 
     >>> writer = Writer(most_bytes=1 << 20)
     >>> writer.reserve(10) and writer.submit(10, lambda: None)
@@ -96,10 +96,12 @@ class Writer:
                     self._change.wait(self.patience / 2 if self._jobs else None)
                 item = self._jobs.popleft()
                 self._busy = bool(self._jobs)
-            if item is _STOP:
-                return
+                if item is _STOP:
+                    return
+                if not self._working:
+                    self._began = time.monotonic()
+                self._working += 1
             _, nbytes, job = item
-            self._begin()
             try:
                 job()
             except Exception as error:  # a job that fails must not end the thread
@@ -113,12 +115,6 @@ class Writer:
                     if not self._working:
                         self.busy_seconds += time.monotonic() - self._began
                     self._change.notify_all()
-
-    def _begin(self) -> None:
-        with self._change:
-            if not self._working:
-                self._began = time.monotonic()
-            self._working += 1
 
     def _may_begin(self) -> bool:
         if not self._jobs:
@@ -154,13 +150,8 @@ def _close_all() -> None:
         writer.close()
 
 
-def forget_in_child() -> None:
-    """A forked child has none of its parent's threads: it must not wait for them."""
-    _all.clear()
-
-
 lifecycle.at_exit(lifecycle.Exit.WRITERS, _close_all)
-lifecycle.after_fork_in_child(forget_in_child)
+lifecycle.after_fork_in_child(_all.clear)  # it has none of its parent's threads, and must not wait for them
 
 
 class MemoryBudget:

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..call.description import Tensor, children, tensors_in
+from ..call.description import Tensor, children, map_tensors
 from ..compat import storage_class_names
 from ..copies.operands import Opaque, Ref
 
@@ -32,14 +32,10 @@ def encode(value: Any) -> Any:
         return value.detach().requires_grad_(value.requires_grad) if kind is torch.nn.Parameter else value
     if kind is Ref:
         return value
-    if isinstance(value, torch.dtype):
-        return {_TAG: "dtype", "value": str(value)}
+    if kind in _TEXT_TAGS:
+        return {_TAG: _TEXT_TAGS[kind], "value": str(value)}
     if isinstance(value, torch.Size):
         return {_TAG: "size", "value": list(value)}
-    if isinstance(value, torch.device):
-        return {_TAG: "device", "value": str(value)}
-    if isinstance(value, (torch.layout, torch.memory_format)):
-        return {_TAG: "constant", "value": str(value)}
     if value is Ellipsis:
         return {_TAG: "ellipsis"}
     if kind is slice:
@@ -59,27 +55,28 @@ def encode(value: Any) -> Any:
 
 
 def _encode_other(value: Any, kind: type) -> Any:
-    if kind.__module__.split(".")[0] == "torch" and kind.__name__ in ("ReduceOp", "RedOpType"):
-        return {_TAG: "opaque", "type": f"{kind.__module__}.{kind.__qualname__}", "text": str(value)}
-    if isinstance(value, (bool, int, float, str)):  # subclasses such as enumerations and numpy scalars
-        base = next(b for b in (bool, int, float, str) if isinstance(value, b))
-        return base(value)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    for base in (int, float, str):  # subclasses such as enumerations and numpy scalars
+        if isinstance(value, base):
+            return base(value)
     parts = children(value)
     if parts is not None:
         names, members = parts
-        return {
-            _TAG: "group",
-            "type": f"{kind.__module__}.{kind.__qualname__}",
-            "names": None if names is None else list(names),
-            "value": [encode(m) for m in members],
-        }
+        listed = None if names is None else list(names)
+        return {_TAG: "group", "type": name, "names": listed, "value": [encode(m) for m in members]}
     try:
         text = str(value)[:200]
     except Exception:
         text = ""
-    return {_TAG: "opaque", "type": f"{kind.__module__}.{kind.__qualname__}", "text": text}
+    return {_TAG: "opaque", "type": name, "text": text}
 
 
+_TEXT_TAGS: Final[dict[type, str]] = {
+    torch.dtype: "dtype",
+    torch.device: "device",
+    torch.layout: "constant",
+    torch.memory_format: "constant",
+}
 _CONSTANTS: Final[dict[str, Any]] = {
     str(v): v for v in vars(torch).values() if isinstance(v, (torch.dtype, torch.layout, torch.memory_format))
 }
@@ -186,13 +183,8 @@ def _put(value: Any, sizes: Sequence[int], dtypes: dict[int, torch.dtype], out: 
     elif kind is float:
         out(b"G" + struct.pack(">d", value))
     elif kind is complex:
-        out(
-            b"c__builtin__\ncomplex\nG"
-            + struct.pack(">d", value.real)
-            + b"G"
-            + struct.pack(">d", value.imag)
-            + b"\x86R"
-        )
+        real, imaginary = struct.pack(">d", value.real), struct.pack(">d", value.imag)
+        out(b"c__builtin__\ncomplex\nG" + real + b"G" + imaginary + b"\x86R")
     elif kind is tuple or kind is list:
         out(b"(" if kind is tuple else b"](")
         for member in value:
@@ -262,34 +254,24 @@ def save(path: Path, payload: Mapping[str, Any]) -> None:
     """
     partial = _partial(str(path))
     content = {"format": FORMAT, **payload}
-    try:
-        if any(t.layout != torch.strided or t.is_quantized for t in tensors_in(content)):
+    storages: dict[int, torch.UntypedStorage] = {}
+    numbers: dict[int, int] = {}
+
+    def refer(tensor: Tensor) -> Ref:
+        if tensor.layout != torch.strided or tensor.is_quantized:
             raise NotPlain
-        pickled, storages = _pickled(content)
-        _write_records(partial, pickled, [_buffer_of(s) for s in storages])
+        storage = tensor.untyped_storage()
+        number = numbers.setdefault(storage._cdata, len(numbers))
+        storages[number] = storage
+        return Ref.of(tensor, number)
+
+    try:
+        referring = map_tensors(content, refer)
+        pickled = fragment(referring, [s.nbytes() for s in storages.values()])
+        _write_records(partial, b"\x80\x02" + pickled + b".", [_buffer_of(s) for s in storages.values()])
     except (NotPlain, RecursionError):
         torch.save(content, partial)
     os.replace(partial, path)
-
-
-def _pickled(content: Any) -> tuple[bytes, list[torch.UntypedStorage]]:
-    numbers: dict[int, int] = {}
-    storages: list[torch.UntypedStorage] = []
-
-    def refer(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            storage = value.untyped_storage()
-            number = numbers.setdefault(storage._cdata, len(storages))
-            if number == len(storages):
-                storages.append(storage)
-            layout = (tuple(value.shape), value.stride(), int(value.storage_offset()))
-            return Ref(number, value.dtype, *layout, value.requires_grad, value.is_conj(), value.is_neg())
-        if type(value) in (tuple, list):
-            return type(value)([refer(v) for v in value])
-        return {k: refer(v) for k, v in value.items()} if type(value) is dict else value
-
-    referring = refer(content)
-    return b"\x80\x02" + fragment(referring, [s.nbytes() for s in storages]) + b".", storages
 
 
 def _buffer_of(storage: torch.UntypedStorage) -> Any:
@@ -316,11 +298,10 @@ def write_archive(path: str, records: Sequence[tuple[str, Any]]) -> None:
     directory: list[bytes] = []
     waiting: list[Any] = []
     position = 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
-    try:
+    with open(path, "wb", buffering=0) as file:
         for name, data in records:
             if callable(data):  # read late: too large to hold together with others
-                _write_all(descriptor, waiting)
+                _write_all(file.fileno(), waiting)
                 waiting = []
                 data = data()
             label = f"archive/{name}".encode()
@@ -334,24 +315,17 @@ def write_archive(path: str, records: Sequence[tuple[str, Any]]) -> None:
             waiting += (head, data)
             position += len(head) + size
             wide = _EXTRA64.pack(1, 24, size, size, start) if size >= _MASK or start >= _MASK else b""
-            small = (_MASK, _MASK, _MASK) if wide else (size, size, start)
-            directory += (
-                CENTRAL.pack(
-                    b"PK\1\2", 0, 0, 0, 0, 0, 0, checksum, *small[:2], len(label), len(wide), 0, 0, 0, 0, small[2]
-                ),
-                label,
-                wide,
-            )
-        listed = b"".join(directory)
-        count, length = len(records), len(listed)
-        tail = listed
+            if wide:
+                shown = start = _MASK
+            lengths = (shown, shown, len(label), len(wide))
+            directory += (CENTRAL.pack(b"PK\1\2", *[0] * 6, checksum, *lengths, *[0] * 4, start), label, wide)
+        tail = b"".join(directory)
+        count, length = len(records), len(tail)
         if position + length >= _MASK:
             tail += _END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, count, count, length, position)
             tail += _LOCATOR64.pack(b"PK\6\7", 0, position + length, 1)
         tail += END.pack(b"PK\5\6", 0, 0, count, count, min(length, _MASK), min(position, _MASK), 0)
-        _write_all(descriptor, [*waiting, tail])
-    finally:
-        os.close(descriptor)
+        _write_all(file.fileno(), [*waiting, tail])
 
 
 _PADDING: Final = tuple(struct.pack("<HH", 0x4246, n) + b"Z" * n for n in range(64))
@@ -372,9 +346,6 @@ def _write_all(descriptor: int, buffers: list[Any]) -> None:
 def save_text(path: str, text: str) -> None:
     """Write a small file, whole or not at all (`save_text("input.json", "{}")`)."""
     partial = _partial(path)
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o666)
-    try:
-        _write_all(descriptor, [text.encode("utf-8", "surrogatepass")])
-    finally:
-        os.close(descriptor)
+    with open(partial, "wb", buffering=0) as file:
+        _write_all(file.fileno(), [text.encode("utf-8", "surrogatepass")])
     os.replace(partial, path)

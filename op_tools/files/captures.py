@@ -14,7 +14,7 @@ from . import archive, plain_archive
 from .archive import ArchiveError
 
 PARTS: Final = ("input", "output", "grad_outputs", "grad_inputs")
-_MOST_VALUES: Final = 1_000_000  # in one file; a real call has a few, a foreach call of an optimizer thousands
+_MAX_VALUES: Final = 1_000_000  # in one file; a real call has a few, a foreach call of an optimizer thousands
 
 
 class CannotReplay(ArchiveError):
@@ -34,13 +34,13 @@ def find(folder: Path) -> list[Path]:
     found = {
         Path(place)
         for place, _, files in os.walk(folder)
-        if any(f"{part}.pth" in files for part in PARTS) and (Path(place) == folder or not is_answer(Path(place)))
+        if any(f"{part}.pth" in files for part in PARTS) and (Path(place) == folder or not is_cpu_side(Path(place)))
     }
     return sorted(found, key=lambda path: [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in path.parts])
 
 
-def is_answer(folder: Path) -> bool:
-    """Whether a folder holds the CPU's side of a comparison (`is_answer(folder)`)."""
+def is_cpu_side(folder: Path) -> bool:
+    """Whether a folder holds the CPU's side of a comparison (`is_cpu_side(folder)`)."""
     return folder.name == "cpu" and (folder.parent / "device").is_dir()
 
 
@@ -57,16 +57,15 @@ def read(path: Path) -> dict[str, Any]:
         raise ArchiveError(f"{path}: {'is not a regular file' if path.exists() else 'is missing'}")
     try:
         payload = plain_archive.load(path)
-        if payload is None:
-            size = path.stat().st_size
+        is_plain, size = payload is not None, path.stat().st_size
+        if not is_plain:
             _check_records(path, size)
             payload = torch.load(path, map_location="cpu", weights_only=True)
-            problem = _problem_of(payload) or _too_large(payload, size)
-        else:  # which is never larger than the file
-            problem = _problem_of(payload)
-        if not problem:
-            decoded = {key: archive.decode(value) for key, value in payload.items()}
-            return {**decoded, "as_tuples": _kinds_lost(payload)}
+        _check_format(payload)
+        if not is_plain:  # which never claims more than its size
+            _check_tree(payload, size)
+        decoded = {key: archive.decode(value) for key, value in payload.items()}
+        return {**decoded, "as_tuples": _kinds_lost(payload)}
     except ArchiveError as error:
         problem = str(error)
     except MemoryError:
@@ -88,39 +87,31 @@ def _check_records(path: Path, size: int) -> None:
         raise ArchiveError("is not an op_tools capture (its records unpack to more than the file holds)")
 
 
-def _problem_of(payload: Any) -> str:
+def _check_format(payload: Any) -> None:
     if not isinstance(payload, dict) or "format" not in payload:
-        return "is not an op_tools capture (no format field)"
+        raise ArchiveError("is not an op_tools capture (no format field)")
     if payload["format"] != archive.FORMAT:
-        return f"was written in format {payload['format']!r}, this version reads {archive.FORMAT}"
-    return ""
+        raise ArchiveError(f"was written in format {payload['format']!r}, this version reads {archive.FORMAT}")
 
 
-def _too_large(payload: Any, size: int) -> str:
-    tensors = _tensors_of(payload)
-    if tensors is None:
-        return f"holds more than {_MOST_VALUES:,} values: no operator takes that many"
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.layout == torch.strided}
-    if sum(storages.values()) > size:
-        return f"claims {sum(storages.values()) / 2**30:,.1f} GiB of tensors in a file of {size:,} bytes"
-    return ""
-
-
-def _tensors_of(payload: Any) -> list[Tensor] | None:
-    """The tensors of a tree, None when it is too large: references make small files with endless trees."""
-    tensors, waiting, seen = [], [payload], 0
+def _check_tree(payload: Any, size: int) -> None:
+    """References make small files with endless trees, and with tensors larger than the file."""
+    waiting, seen = [payload], 0
+    storages: dict[int, int] = {}  # their sizes
     while waiting:
         value = waiting.pop()
         seen += 1
-        if seen > _MOST_VALUES:
-            return None
-        if isinstance(value, Tensor):
-            tensors.append(value)
-        elif isinstance(value, dict):
+        if seen > _MAX_VALUES:
+            raise ArchiveError(f"holds more than {_MAX_VALUES:,} values: no operator takes that many")
+        if isinstance(value, dict):
             waiting.extend(value.values())
         elif isinstance(value, (list, tuple)):
             waiting.extend(value)
-    return tensors
+        elif isinstance(value, Tensor) and value.layout == torch.strided:
+            storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+    claimed = sum(storages.values())
+    if claimed > size:
+        raise ArchiveError(f"claims {claimed / 2**30:,.1f} GiB of tensors in a file of {size:,} bytes")
 
 
 def _kinds_lost(payload: Any) -> list[str]:

@@ -19,18 +19,13 @@ import torch
 from ..call.description import Tensor
 from .archive import CENTRAL, END, LOCAL, NotPlain, storage_kinds
 
-_MOST_PICKLED: Final = 1 << 22  # bytes of everything except tensor data
+_MAX_PICKLED: Final = 1 << 22  # bytes of everything except tensor data
 _FOLDER: Final = b"archive/"
 _FLOAT: Final = struct.Struct(">d")
 
-_NUMBERS: Final = rb"((?:J.{4})*)"
 _TENSOR: Final = re.compile(
     rb"ctorch\._utils\n_rebuild_tensor_v2\n\(\(X\x07\0\0\0storagectorch\n(\w+)\nX(.)\0\0\0(\d{1,9})"
-    rb"X\x03\0\0\0cpuJ(.{4})tQJ(.{4})\("
-    + _NUMBERS
-    + rb"t\("
-    + _NUMBERS
-    + rb"t([\x88\x89])ccollections\nOrderedDict\n\)RtR",
+    rb"X\x03\0\0\0cpuJ(.{4})tQJ(.{4})\(((?:J.{4})*)t\(((?:J.{4})*)t([\x88\x89])ccollections\nOrderedDict\n\)RtR",
     re.DOTALL,
 )
 
@@ -42,37 +37,30 @@ def load(path: Path) -> Any:
     'torch.add'
     """
     try:
-        content, size = _content(path)
-        records = _records(content, size)
+        content = _content(path)
+        records = _records(content)
         first, last = records[b"data.pkl"]
         facts = [bytes(content[slice(*records[name])]) for name in (b"byteorder", b"version")]
-        if last - first > _MOST_PICKLED or facts != [sys.byteorder.encode(), b"3\n"]:
+        if last - first > _MAX_PICKLED or facts != [sys.byteorder.encode(), b"3\n"]:
             return None
         return _Reader(bytes(content[first:last]), content, records).value()
     except (NotPlain, LookupError, ValueError, TypeError, struct.error, RuntimeError, OSError):
         return None
 
 
-def _content(path: Path) -> tuple[memoryview, int]:
+def _content(path: Path) -> memoryview:
     """The content of a file, in memory with the alignment of tensors."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
-    try:
-        size = os.fstat(descriptor).st_size
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
         content = memoryview(torch.empty(size, dtype=torch.uint8).numpy())  # type: ignore[arg-type]
-        done = 0
-        while done < size:
-            count = os.readv(descriptor, [content[done:]])
-            if count == 0:
-                raise NotPlain
-            done += count
-    finally:
-        os.close(descriptor)
-    return content, size
+        if file.readinto(content) != size:
+            raise NotPlain
+    return content
 
 
-def _records(content: memoryview, size: int) -> dict[bytes, tuple[int, int]]:
+def _records(content: memoryview) -> dict[bytes, tuple[int, int]]:
     """The byte range of each record; they must lie one after the other, as the directory says."""
-    start = size - END.size
+    start = len(content) - END.size
     mark, disk, first_disk, here, count, length, directory, comment = END.unpack_from(content, start)
     if mark != b"PK\5\6" or disk or first_disk or here != count or comment or directory + length != start:
         raise NotPlain
@@ -126,7 +114,7 @@ class _Reader:
             return data[place + 5 : end].decode("utf-8", "surrogatepass")
         if kind == 0x4A:  # J: a whole number
             self._place = place + 5
-            return int.from_bytes(data[place + 1 : place + 5], "little", signed=True)
+            return _number(data[place + 1 : place + 5])
         if kind == 0x28:  # (: a tuple
             self._place = place + 1
             return tuple(self._members(0x74))
@@ -147,9 +135,8 @@ class _Reader:
             self._place = place + 9
             return _FLOAT.unpack_from(data, place + 1)[0]
         if kind == 0x8A:
-            end = place + 2 + data[place + 1]
-            self._place = end
-            return int.from_bytes(data[place + 2 : end], "little", signed=True)
+            self._place = place + 2 + data[place + 1]
+            return _number(data[place + 2 : self._place])
         raise NotPlain
 
     def _members(self, end: int) -> list[Any]:

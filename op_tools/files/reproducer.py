@@ -33,18 +33,15 @@ def plain(value):
         return type(value)(plain(v) for v in value)
     if not isinstance(value, dict):
         return value
-    tag = value.get("__op_tools__")
+    tag, given = value.get("__op_tools__"), plain(value.get("value"))
     if tag is None:
         return {{k: plain(v) for k, v in value.items()}}
     if tag in ("dtype", "constant"):
-        return getattr(torch, value["value"].removeprefix("torch."))
-    if tag in ("slice", "range", "size", "group"):
-        made = [plain(v) for v in value["value"]]
-        return {{"slice": lambda: slice(*made), "range": lambda: range(*made), "size": lambda: torch.Size(made)}}.get(
-            tag, lambda: tuple(made)
-        )()
-    if tag == "device":
-        return torch.device(value["value"])
+        return getattr(torch, given.removeprefix("torch."))
+    if tag in ("slice", "range"):
+        return {{"slice": slice, "range": range}}[tag](*given)
+    if tag in ("size", "group", "device"):
+        return {{"size": torch.Size, "group": tuple, "device": torch.device}}[tag](given)
     if tag == "ellipsis":
         return Ellipsis
     raise SystemExit(f"an argument of type {{value.get('type')}} was not captured: the call cannot be repeated")
@@ -77,28 +74,23 @@ WIDE = {{torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.floa
 
 
 def run(device, wide):
-    saved = load("input")
+    saved, leaves = load("input"), []
 
     def place(value):
-        if isinstance(value, torch.dtype):
-            return WIDE.get(value, value) if wide else value
         if isinstance(value, torch.device):
             return torch.device(device)
-        moved = value.detach()
-        if wide:
-            if ROUNDED_TO is not None and value.dtype == torch.float32:
-                moved = moved.to(ROUNDED_TO)
-            dtype = WIDE.get(value.dtype, value.dtype)
-            copy = torch.empty_strided(value.size(), value.stride(), dtype=dtype)
-        else:
-            copy = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=device)
-        return copy.copy_(moved).requires_grad_(value.requires_grad)
+        dtype = value if isinstance(value, torch.dtype) else value.dtype
+        dtype = WIDE.get(dtype, dtype) if wide else dtype
+        if isinstance(value, torch.dtype):
+            return dtype
+        given = value.detach()
+        if wide and ROUNDED_TO is not None and value.dtype == torch.float32:
+            given = given.to(ROUNDED_TO)
+        copy = torch.empty_strided(value.size(), value.stride(), dtype=dtype, device=device).copy_(given)
+        leaves.append(copy.requires_grad_(value.requires_grad))
+        return copy
 
-    leaves = tensors(each((saved["args"], saved["kwargs"]), place))
-    rest = iter(leaves)
-    args, kwargs = each(
-        (saved["args"], saved["kwargs"]), lambda v: next(rest) if isinstance(v, torch.Tensor) else place(v)
-    )
+    args, kwargs = each((saved["args"], saved["kwargs"]), place)
     with torch.autocast(torch.device(device).type, dtype=LOW or torch.bfloat16, enabled=LOW is not None and not wide):
         {enter}result = function(*args, **kwargs)
     found = {{f"output[{{i}}]": t.detach() for i, t in enumerate(tensors(result))}}

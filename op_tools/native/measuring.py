@@ -95,11 +95,7 @@ class Beyond(NamedTuple):
 
 
 class _Found(ctypes.Structure):
-    _fields_ = (
-        *[(name, ctypes.c_double) for name in ("worst", "largest")],
-        ("count", ctypes.c_int64),
-        ("regular", ctypes.c_int32),
-    )
+    _fields_ = (("worst", ctypes.c_double), ("count", ctypes.c_int64), ("regular", ctypes.c_int32))
 
 
 def available() -> bool:
@@ -117,21 +113,9 @@ def measure(device: Tensor, golden: Tensor, atol: float, rtol: float) -> Sums | 
     library = _built.loaded or _built.get()
     if library is None or not _plain(device) or not _plain(golden) or golden.dtype != torch.float64:
         return None
-    dims, shape, (of_device, of_golden) = _laid_out(device, golden)
+    pair, _ = _laid_out(device, golden)
     sums = Sums()
-    library.op_tools_measure(
-        dims,
-        shape,
-        device.data_ptr(),
-        of_device,
-        _KINDS[device.dtype],
-        golden.data_ptr(),
-        of_golden,
-        atol,
-        rtol,
-        _NORMAL[device.dtype],
-        ctypes.byref(sums),
-    )
+    library.op_tools_measure(*pair, atol, rtol, _NORMAL[device.dtype], ctypes.byref(sums))
     return sums
 
 
@@ -142,26 +126,11 @@ def beyond(device: Tensor, golden: Tensor, bound: Bound, squares: Tensor | None 
         return None
     if squares is not None and (not _plain(squares) or squares.shape != golden.shape):
         return None
-    given = (device, golden) if squares is None else (device, golden, squares)
-    dims, shape, strides = _laid_out(*given)
+    pair, of_squares = _laid_out(device, golden, squares)
     places = torch.empty(most, dtype=torch.int64)
     found = _Found()
-    library.op_tools_beyond(
-        dims,
-        shape,
-        device.data_ptr(),
-        strides[0],
-        _KINDS[device.dtype],
-        golden.data_ptr(),
-        strides[1],
-        None if squares is None else squares.data_ptr(),
-        None if squares is None else strides[2],
-        0 if squares is None else _KINDS[squares.dtype],
-        (ctypes.c_double * 6)(*bound),
-        places.data_ptr(),
-        most,
-        ctypes.byref(found),
-    )
+    bounds = (ctypes.c_double * 6)(*bound)
+    library.op_tools_beyond(*pair, *of_squares, bounds, places.data_ptr(), most, ctypes.byref(found))
     count = int(found.count)
     return Beyond(found.worst, count, places[: min(count, most)], bool(found.regular))
 
@@ -179,13 +148,17 @@ def _plain(tensor: Tensor) -> bool:
     )
 
 
-def _laid_out(*tensors: Tensor) -> tuple[int, Any, list[Any]]:
-    """Dimensions, sizes and strides as C has them; tensors in order are one long row."""
+def _laid_out(device: Tensor, golden: Tensor, squares: Tensor | None = None) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Dimensions, sizes, memory and strides of a pair, and those of the squares; tensors in order are one long row."""
+    tensors = (device, golden) if squares is None else (device, golden, squares)
     if all(t.is_contiguous() for t in tensors):
-        return 1, (ctypes.c_int64 * 1)(tensors[0].numel()), [_ONE] * len(tensors)
-    shape = tensors[0].shape
-    array = ctypes.c_int64 * len(shape)
-    return len(shape), array(*shape), [array(*t.stride()) for t in tensors]
+        dims, shape, strides = 1, (ctypes.c_int64 * 1)(device.numel()), [_ONE] * 3
+    else:
+        dims = device.dim()
+        array = ctypes.c_int64 * dims
+        shape, strides = array(*device.shape), [array(*t.stride()) for t in tensors]
+    pair = (dims, shape, device.data_ptr(), strides[0], _KINDS[device.dtype], golden.data_ptr(), strides[1])
+    return pair, (None, None, 0) if squares is None else (squares.data_ptr(), strides[2], _KINDS[squares.dtype])
 
 
 _ONE: Final = (ctypes.c_int64 * 1)(1)
@@ -196,16 +169,15 @@ _ONE: Final = (ctypes.c_int64 * 1)(1)
 
 def _load() -> Any:
     path = compiling.compiled(_SOURCE, _FLAGS, _LIBRARIES)
-    return None if path is None else _declared(ctypes.CDLL(str(path)))
-
-
-_built: Final = compiling.Library("native", _load)
-
-
-def _declared(library: Any) -> Any:
+    if path is None:
+        return None
+    library = ctypes.CDLL(str(path))
     number, size, address = ctypes.c_double, ctypes.c_int64, ctypes.c_void_p
     pair: list[Any] = [ctypes.c_int32, address, address, address, ctypes.c_int32, address, address]
     library.op_tools_measure.argtypes = [*pair, number, number, number, address]
     library.op_tools_beyond.argtypes = [*pair, address, address, ctypes.c_int32, address, address, size, address]
     library.op_tools_measure.restype = library.op_tools_beyond.restype = None
     return library
+
+
+_built: Final = compiling.Library("native", _load)

@@ -68,21 +68,17 @@ def completed(measures: list[Measure], inf: Any, low: Any, high: Any, mean: Any,
 class TorchBatch:
     """Measurements of one device that have not been sent to the host yet: some reductions per tensor.
 
-    `of` makes a batch for tensors like one, `add` starts measuring a tensor (strided, floating or complex, not empty),
-    a `full` one should be sent. `values` are what the host needs, as one tensor on the device; `land` takes the same
+    It is made for tensors like one. `add` starts measuring a tensor (strided, floating or complex, not empty), a
+    `full` batch should be sent. `values` are what the host needs, as one tensor on the device; `land` takes the same
     tensor on the host, and returns one row of statistics per measure, in the order of NAMES.
     """
 
-    __slots__ = ("_dtype", "_synchronous", "extremes", "infinite", "means", "measures", "slots", "variances")
+    __slots__ = ("_synchronous", "extremes", "infinite", "means", "measures", "slots", "variances")
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> TorchBatch:
-        return cls(tensor.device, _WIDE.get(tensor.dtype, torch.float32))
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-        self._synchronous = device.type in _SYNCHRONOUS_DEVICES
-        self.extremes = torch.empty(2 * _BATCH_SIZE, dtype=dtype, device=device)
+    def __init__(self, like: Tensor) -> None:
+        self._synchronous = like.device.type in _SYNCHRONOUS_DEVICES
+        dtype = _WIDE.get(like.dtype, torch.float32)
+        self.extremes = torch.empty(2 * _BATCH_SIZE, dtype=dtype, device=like.device)
         self.slots = list(self.extremes.unbind())  # reductions write there: nothing is gathered afterwards
         self.slots.reverse()
         self.variances: list[Tensor] = []
@@ -91,24 +87,20 @@ class TorchBatch:
         self.measures: list[Measure] = []
 
     def add(self, tensor: Tensor) -> Measure:
-        with quiet():
-            return self._add(tensor)
-
-    def _add(self, tensor: Tensor) -> Measure:
-        data = tensor
-        if data.is_complex():
-            data = torch.view_as_real(data.resolve_conj())
-        if data.dtype not in _REDUCED_AS_IS:
-            data = data.float()
-        if not data.is_contiguous() and is_dense(data):
-            data = data.as_strided((data.numel(),), (1,))  # the order does not matter, and a copy is saved
         slots = self.slots
-        torch.aminmax(data, out=(slots[-1], slots[-2]))
-        var, mean = torch.var_mean(data, correction=0)
-        if self._synchronous:
-            self.infinite.append(self._has_infinity(data, slots[-1].item(), slots[-2].item()))
-        else:
-            self.infinite.append(data.isinf().any())
+        with quiet():
+            data = _as_real(tensor)
+            if data.dtype not in _REDUCED_AS_IS:
+                data = data.float()
+            if not data.is_contiguous() and is_dense(data):
+                data = data.as_strided((data.numel(),), (1,))  # the order does not matter, and a copy is saved
+            torch.aminmax(data, out=(slots[-1], slots[-2]))
+            var, mean = torch.var_mean(data, correction=0)
+            if self._synchronous:
+                finite = math.isfinite(slots[-1].item()) and math.isfinite(slots[-2].item())
+                self.infinite.append(not finite and bool(data.isinf().any()))  # a NaN hides infinities
+            else:
+                self.infinite.append(data.isinf().any())
         del slots[-2:]  # only now: a reduction that the device lacks leaves the batch as it was
         self.variances.append(var)
         self.means.append(mean)
@@ -116,21 +108,14 @@ class TorchBatch:
         self.measures.append(measure)
         return measure
 
-    def _has_infinity(self, data: Tensor, low: float, high: float) -> bool:
-        """A minimum that is NaN hides infinities; elsewhere the extremes tell."""
-        if math.isnan(low) or math.isnan(high):
-            return bool(data.isinf().any())
-        return math.isinf(low) or math.isinf(high)
-
     @property
     def full(self) -> bool:
         return not self.slots
 
     def values(self) -> Tensor:
-        count = 2 * len(self.measures)
-        device, found = self.extremes.device, self.infinite
-        infinite = (torch.tensor(found, device=device) if self._synchronous else torch.stack(found)).to(self._dtype)
-        return torch.cat([self.extremes[:count], torch.stack(self.variances + self.means), infinite])
+        extremes, found = self.extremes[: 2 * len(self.measures)], self.infinite
+        infinite = torch.tensor(found, device=extremes.device) if self._synchronous else torch.stack(found)
+        return torch.cat([extremes, torch.stack(self.variances + self.means), infinite.to(extremes.dtype)])
 
     def land(self, values: Tensor) -> Any:
         n = len(self.measures)
@@ -139,16 +124,22 @@ class TorchBatch:
         return completed(self.measures, infinite, numbers[: 2 * n : 2], numbers[1 : 2 * n : 2], mean, var)
 
 
+def _as_real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether a tensor's elements fill one stretch of memory, in whichever order (`is_dense(x.t())`)."""
+    if tensor.is_neg() or tensor.is_conj():
+        return False
     if tensor.is_contiguous():
-        return not tensor.is_neg() and not tensor.is_conj()
+        return True
     expected = 1
     for step, size in sorted([(s, n) for s, n in zip(tensor.stride(), tensor.shape) if n > 1]):
         if step != expected:
             return False
         expected *= size
-    return not tensor.is_neg() and not tensor.is_conj()
+    return True
 
 
 # -- with one kernel ------------------------------------------------------------------------------------
@@ -158,7 +149,6 @@ _ROWS: Final = 4_096  # of partial results in a batch
 _WIDTH: Final = 6
 _MIN_SHARE: Final = 8_192  # elements that one program of the kernel takes at least
 _MAX_PROGRAMS: Final = 256
-_AS_REAL: Final = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
 _KERNEL_DTYPES: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
@@ -167,15 +157,11 @@ class FusedBatch:
 
     __slots__ = ("_address", "_free", "_kernels", "_starts", "_streams", "measures", "rows")
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> FusedBatch:
-        return cls(tensor.device)
-
-    def __init__(self, device: torch.device) -> None:
-        kernels = fused(device.index)
+    def __init__(self, like: Tensor) -> None:
+        kernels = fused(like.device.index)
         assert kernels is not None
         self._kernels = kernels
-        self.rows = torch.empty((_ROWS, _WIDTH), dtype=torch.float64, device=device)
+        self.rows = torch.empty((_ROWS, _WIDTH), dtype=torch.float64, device=like.device)
         self._address = self.rows.data_ptr()
         self._free = 0
         self._starts: list[int] = []
@@ -183,13 +169,11 @@ class FusedBatch:
         self.measures: list[Measure] = []
 
     def add(self, tensor: Tensor) -> Measure:
-        dtype = tensor.dtype
-        numel = tensor.numel()
-        if dtype not in _KERNEL_DTYPES or not is_dense(tensor):
-            tensor, dtype, numel = _in_one_piece(tensor)
-        kernels, free = self._kernels, self._free
+        if tensor.dtype not in _KERNEL_DTYPES or not is_dense(tensor):
+            tensor = _in_one_piece(tensor)
+        numel, kernels, free = tensor.numel(), self._kernels, self._free
         programs = 1 if numel <= _MIN_SHARE else min(-(-numel // _MIN_SHARE), _MAX_PROGRAMS)
-        launch, stream = kernels.launch(dtype, programs), kernels.stream()
+        launch, stream = kernels.launch(tensor.dtype, programs), kernels.stream()
         numbers = (tensor.data_ptr(), self._address + free * (_WIDTH * 8), numel, -(-numel // programs))
         if kernels.current():
             launch(stream, *numbers)
@@ -227,19 +211,11 @@ def batch_for(tensor: Tensor) -> tuple[Any, type[Batch]]:
     return (device, _WIDE.get(tensor.dtype, torch.float32)), TorchBatch
 
 
-def _in_one_piece(tensor: Tensor) -> tuple[Tensor, torch.dtype, int]:
-    """The same elements one after the other, in a dtype that the kernel knows, which that is, and how many."""
+def _in_one_piece(tensor: Tensor) -> Tensor:
+    """The same elements one after the other, in a dtype that the kernel knows."""
     with quiet():
-        dtype, numel = tensor.dtype, tensor.numel()
-        if tensor.is_complex():
-            tensor = tensor.resolve_conj()
-        tensor = tensor.resolve_neg().contiguous()
-        real = _AS_REAL.get(dtype)
-        if real is not None:
-            return tensor, real, 2 * numel
-        if dtype not in _KERNEL_DTYPES:
-            return tensor.float(), torch.float32, numel
-        return tensor, dtype, numel
+        tensor = _as_real(tensor.resolve_neg()).contiguous()
+        return tensor if tensor.dtype in _KERNEL_DTYPES else tensor.float()
 
 
 def put_together(rows: Any, starts: list[int]) -> Any:

@@ -19,7 +19,7 @@ from ..copies.invocation import Region, Site
 from ..copies.materialise import Copier, is_strided, place_of
 from ..files import archive
 from ..files.archive import ArchiveError
-from ..files.captures import CannotReplay, is_answer, read
+from ..files.captures import CannotReplay, is_cpu_side, read
 from ..files.header import read_header
 
 _FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -129,7 +129,9 @@ class CapturedOp:
 
     def prepare(self) -> None:
         """Make fresh arguments on the device, with the captured layout and aliasing (`op.prepare()`)."""
-        copier = Copier(self.device, enter=self.writes and self.region.grad_enabled, apart=self.apart, whole=True)
+        copier = Copier(
+            self.device, enter=self.writes and self.region.grad_enabled, distinct_leaves=self.apart, whole=True
+        )
         with no_torch_function():
             args, kwargs = copier.copy((self.host_args, self.host_kwargs))
         self.args = tuple([self._device_in(a) for a in args])
@@ -147,7 +149,7 @@ class CapturedOp:
         """The arguments of the reference run on the CPU (`golden.run(op.function, *op.reference_arguments())`)."""
         if not self.apart or self.writes:
             return self.host_args, self.host_kwargs
-        args, kwargs = Copier(apart=True, own_memory=True).copy((self.host_args, self.host_kwargs))
+        args, kwargs = Copier(distinct_leaves=True, own_memory=True).copy((self.host_args, self.host_kwargs))
         return args, kwargs
 
     def _device_in(self, value: Any, key: str = "") -> Any:
@@ -247,7 +249,7 @@ def _read_call(folder: Path) -> tuple[dict[str, Any], tuple[str, Site, Region]]:
     """The arguments of a call, and what its file says about it."""
     path = folder / "input.pth"
     payload = read(path)
-    if not payload.get("name") and is_answer(folder):  # the CPU's side of a comparison
+    if not payload.get("name") and is_cpu_side(folder):  # the CPU's side of a comparison
         payload["name"] = read(folder.parent / "device" / "input.pth").get("name")
     for key, kind in (("name", str), ("args", tuple), ("kwargs", dict)):
         if not isinstance(payload.get(key), kind):

@@ -18,7 +18,7 @@ from .. import settings
 from ..call.description import Described, Descriptions, Tensor, TensorMeta, describe, labelled
 from ..call.devices import accelerator_type, autocast_dtype, get_rng_state, module_of, quiet
 from ..copies.invocation import Invocation, Region, Site
-from ..copies.operands import MOST_BORROWED, Fetcher, Layouts, Operands, mark_after, measure
+from ..copies.operands import MAX_BORROWED, Fetcher, Layouts, Operands, mark_after, measure
 from ..copies.queue import Writer
 from ..files import archive
 from ..files.header import content, header
@@ -319,7 +319,7 @@ class _Files:
         fragments = [archive.fragment(archive.encode(v)) for pair in facts.items() for v in pair]
         borrow, event, storages = self._fetcher.borrow, staged.event, staged.storages
         buffers: list[Any]
-        if staged.nbytes <= MOST_BORROWED:
+        if staged.nbytes <= MAX_BORROWED:
             buffers = [_buffer(flat) for flat in borrow(storages, event)]
         else:
             buffers = [functools.partial(lambda s: _buffer(borrow([s], event)[0]), s) for s in storages]

@@ -123,7 +123,7 @@ class OpOverflowCheck(Tool):
             batch = self._batches.get(key)
             if batch is None:
                 with quiet():
-                    batch = self._batches[key] = kind.of(tensor)
+                    batch = self._batches[key] = kind(tensor)
         measure = batch.add(tensor)
         if batch.full:
             self._full.append(self._batches.pop(key))

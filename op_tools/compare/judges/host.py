@@ -18,7 +18,7 @@ from ...call import facts
 from ...call.description import Tensor, map_tensors, tensors_in
 from ...call.devices import quiet
 from ...call.equality import equal, same_leaves, same_values
-from ...copies.operands import MOST_BORROWED
+from ...copies.operands import MAX_BORROWED
 from ...copies.queue import MemoryBudget, Reservation
 from ...judge import golden, verdict
 from ...judge.golden import GoldenResult
@@ -302,7 +302,7 @@ def _fetch(job: Job) -> None:
     assert before is not None
     assert values is not None
     assert fetcher is not None
-    together = before.nbytes + values.nbytes <= MOST_BORROWED
+    together = before.nbytes + values.nbytes <= MAX_BORROWED
     if together and job.phase == FORWARD:  # the later event includes the earlier one
         flats = fetcher.borrow((*before.storages, *values.storages), values.event or before.event)
         count = len(before.storages)

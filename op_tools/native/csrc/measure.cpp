@@ -1,6 +1,6 @@
 // One pass over a result and its float64 reference: the columns of a comparison, and what a bound leaves in doubt.
 //
-// Plain functions on plain memory, called without the interpreter lock; nothing here needs a C++ runtime library.
+// Plain functions on plain memory, called without the GIL; nothing here needs a C++ runtime library.
 
 #include <cmath>
 #include <cstdint>
@@ -195,7 +195,7 @@ struct Bound {
 };
 
 struct Beyond {
-  double worst, largest;  // error beside its bound; size of a result plus its bound
+  double worst;  // error beside its bound
   int64_t count;
   int32_t regular;
 };
@@ -211,7 +211,7 @@ VECTORS void op_tools_beyond(int32_t dims, const int64_t* shape, const void* dev
                               {static_cast<const char*>(some ? squares : golden), some ? squares_stride : golden_stride,
                                some ? squares_kind : static_cast<int32_t>(F64)}};
   const Bound b = *bound;
-  double worst = 0, largest = 0;
+  double worst = 0;
   int64_t found = 0;
   bool regular = true;
   walk<3>(dims, shape, tensors, [&](int64_t position, int64_t count, const int64_t* at, const int64_t* step) __attribute__((always_inline)) {
@@ -220,8 +220,8 @@ VECTORS void op_tools_beyond(int32_t dims, const int64_t* shape, const void* dev
     load(tensors[1], at[1], step[1], count, g);
     if (some) load(tensors[2], at[2], step[2], count, s);
     else for (int64_t i = 0; i < count; ++i) s[i] = 0;
-    double top = 0, sum = 0, high = 0;
-#pragma omp simd reduction(+ : sum) reduction(max : top, high)
+    double top = 0, sum = 0;
+#pragma omp simd reduction(+ : sum) reduction(max : top)
     for (int64_t i = 0; i < count; ++i) {
       const double error = std::fabs(d[i] - g[i]), size = std::fabs(g[i]);
       double sigma = std::sqrt(b.of_squares * s[i] + b.of_result * (size * size));
@@ -234,10 +234,8 @@ VECTORS void op_tools_beyond(int32_t dims, const int64_t* shape, const void* dev
       const double quotient = error / limit;
       ratio[i] = quotient;
       top = top > quotient ? top : quotient;
-      high = high > size + limit ? high : size + limit;
     }
     worst = worst > top ? worst : top;
-    largest = largest > high ? largest : high;
     if (!(sum <= 1.7e308)) {
       regular = false;
       return false;
@@ -250,7 +248,7 @@ VECTORS void op_tools_beyond(int32_t dims, const int64_t* shape, const void* dev
         }
     return true;
   });
-  *out = Beyond{worst, largest, found, regular};
+  *out = Beyond{worst, found, regular};
 }
 
 }  // extern "C"

@@ -22,7 +22,7 @@ def measured(*tensors: torch.Tensor) -> list[dict[str, float]]:
     for tensor in tensors:
         key, kind = batch_for(tensor)
         if key not in batches:
-            batches[key] = kind.of(tensor)
+            batches[key] = kind(tensor)
         places.append((key, len(batches[key].measures)))
         batches[key].add(tensor)
     rows = {key: batch.land(batch.values().cpu()) for key, batch in batches.items()}

@@ -188,7 +188,7 @@ def test_entered_copies_may_be_written_to_and_are_differentiated_by_their_leaves
 def test_tensors_of_one_place_are_kept_apart_on_request() -> None:
     x = torch.ones(3, requires_grad=True)
     for own_memory in (False, True):
-        copier = Copier(apart=True, own_memory=own_memory)
+        copier = Copier(distinct_leaves=True, own_memory=own_memory)
         a, b = copier.copy((x, x))
         (a * 2 + b * 5).sum().backward()
         assert copier.leaves[0].grad.tolist() == [2, 2, 2]
