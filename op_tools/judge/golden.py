@@ -173,8 +173,8 @@ class GoldenResult:
         except Exception:  # shapes that do not broadcast, arguments that name a shape
             return None
 
-    def again(self, mode: DispatchMode | None = None, backward: bool = False) -> Run:
-        """Run once more on fresh copies, under a dispatch mode (`result.again(noise)`)."""
+    def rerun(self, mode: DispatchMode | None = None, backward: bool = False) -> Run:
+        """Run once more on fresh copies, under a dispatch mode (`result.rerun(noise)`)."""
         return _execute(self.source, self.cast, backward, mode)[0]
 
 
@@ -233,7 +233,7 @@ def backward(result: GoldenResult, grad_outputs: Sequence[Tensor | None], output
     return dataclasses.replace(result, source=source, run=dataclasses.replace(result.run, grad_inputs=grads))
 
 
-def as_is(
+def run_as_is(
     function: Callable[..., Any],
     name: str,
     args: tuple[Any, ...],
@@ -242,7 +242,7 @@ def as_is(
 ) -> tuple[Any, list[Tensor | None] | None]:
     """The call on the CPU in the device's dtypes, on these very arguments: for calls that only move values.
 
-    >>> as_is(torch.t, "torch.t", (torch.ones(2, 1),), {})[0].shape
+    >>> run_as_is(torch.t, "torch.t", (torch.ones(2, 1),), {})[0].shape
     torch.Size([1, 2])
     """
     with neutral(grad=grad_outputs is not None):

@@ -12,14 +12,12 @@ import torch
 
 from ..call import facts as op_facts
 from ..call import optimizers
-from ..call.description import map_tensors
+from ..call.description import Tensor, map_tensors, tensors_in
 from ..call.facts import Facts, Kind
 from ..compat import DispatchMode, conj_view, neg_view
 from . import opaque_kernels
-from .opaque_kernels import mutated, redispatched, tensors_of
+from .opaque_kernels import mutated, redispatched
 from .rounding import SINGLE, Precision, precision_of, roundings
-
-Tensor = torch.Tensor
 
 PROBES: Final = 16  # a power of two
 # Columns of the matrix of turns. In column 0 all roundings go the same way: it comes last, since the first few probes
@@ -165,7 +163,7 @@ class Noise(DispatchMode):
             return redispatched(self, func, args, kwargs)
         self._operator += 1
         facts = op_facts.facts_for(func, args)
-        if facts.kind == Kind.VIEW or any(t.layout != torch.strided for t in tensors_of(args)):
+        if facts.kind == Kind.VIEW or any(t.layout != torch.strided for t in tensors_in(args)):
             return func(*args, **kwargs)
         if facts.kind == Kind.EXACT:
             args = tuple(self._scalar(a) if type(a) is float else a for a in args)
@@ -211,7 +209,7 @@ class Noise(DispatchMode):
             result = func(*args, **kwargs)
         self._round_inside(func, args, kwargs, result)
         seen: set[int] = set()
-        for position, tensor in enumerate((*tensors_of((result,)), *mutated(func, args, kwargs))):
+        for position, tensor in enumerate((*tensors_in(result), *mutated(func, args, kwargs))):
             if id(tensor) in seen or not _inexact(tensor):
                 continue
             seen.add(id(tensor))
@@ -240,7 +238,7 @@ class Noise(DispatchMode):
         moved, named = self._all_moved(args, kwargs, change)
         result = func(*moved, **named)
         written = mutated(func, moved, named)
-        for position, tensor in enumerate((*tensors_of((result,)), *written)):
+        for position, tensor in enumerate((*tensors_in(result), *written)):
             if not _inexact(tensor):
                 continue
             if errors is not None:
@@ -267,10 +265,10 @@ class Noise(DispatchMode):
             inside = Noise(self._precision, frozenset(), self._signs, self._unit_inside(func, kwargs))
             inside._adds_rows_low = op_facts.adds_rows_low(func, self._precision.device)
             with inside:
-                rounded = tensors_of((steps(*copies, **kwargs),))
+                rounded = list(tensors_in(steps(*copies, **kwargs)))
         except Exception:  # a decomposition that does not know these arguments
             return
-        whole = tensors_of((result,))
+        whole = list(tensors_in(result))
         if len(whole) == len(rounded):
             for target, source in zip(whole, rounded):
                 if _inexact(target) and target.shape == source.shape:
@@ -333,7 +331,7 @@ class Noise(DispatchMode):
         return tuple(changed)
 
     def _change_in_place(self, value: Any, change: Any) -> None:
-        for tensor in tensors_of((value,)):
+        for tensor in tensors_in(value):
             if _inexact(tensor):
                 moved = change(tensor)
                 if moved is not tensor:
@@ -399,7 +397,7 @@ class Noise(DispatchMode):
 
 def _resolved(args: Any) -> Any:
     """Without the bits for conjugate and negative numbers: arithmetic inside a dispatch mode does not look at them."""
-    if not any(t.is_conj() or t.is_neg() for t in tensors_of(args)):
+    if not any(t.is_conj() or t.is_neg() for t in tensors_in(args)):
         return args
     return map_tensors(args, lambda t: t.resolve_conj().resolve_neg())
 

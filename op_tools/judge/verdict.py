@@ -16,36 +16,22 @@ import torch
 from .. import settings
 from ..call import facts
 from ..call.description import Tensor, tensors_in
-from ..call.equality import leaves_of
+from ..call.equality import leaves_of as leaves_of
 from ..native import measuring
 from ..native.device_measures import DeviceQuery
 from ..native.measuring import Bound, Columns
-from ..view.rows import NOT_COMPARABLE, RIGHT, WRONG, Row
+from ..view.rows import NOT_COMPARABLE as NOT_COMPARABLE
+from ..view.rows import RIGHT as RIGHT
+from ..view.rows import WRONG as WRONG
+from ..view.rows import Row as Row
 from . import formulas, random_draws
+from .formulas import FormulaQuery
 from .golden import GoldenResult
 from .measures import Sides, measure, measure_on_device
 from .pair import CallUncertainty, Pair, decided, precision_of_row
 from .rounding import Precision, precision_of
 from .standards import STANDARDS, seed, ulp
 from .uncertainty import Structure, Uncertainty, remembers
-
-__all__ = [
-    "Judgement",
-    "NOT_COMPARABLE",
-    "Plan",
-    "RIGHT",
-    "Row",
-    "Rules",
-    "Unresolved",
-    "WRONG",
-    "judge",
-    "judge_call",
-    "judge_on_device",
-    "leaves_of",
-    "only_moves",
-    "structure_of",
-]
-
 
 _MAX_FAILURES: Final = 4  # of a plan, one after the other: then calls of this kind need the full way
 
@@ -242,12 +228,9 @@ def _row_by_plan(known: _KnownRow, device: Any, golden: Any, result: GoldenResul
         excess = units / known.least
         if units > known.least:
             backward = row.part == "grad_input"
-            asked = formulas.Asked(result.source, position, backward, golden, known.precision, known.structure)
-            terms = formulas.terms(asked)
-            if terms is None:
-                return None
-            bound = known.bound._replace(of_squares=terms.of_squares, of_result=terms.of_result)
-            found = measuring.beyond(device, golden, bound, terms.squares)
+            query = FormulaQuery(result.source, position, backward, golden, known.precision, known.structure)
+            terms = formulas.terms(query)
+            found = None if terms is None else measuring.beyond(device, golden, *terms.added_to(known.bound))
             if found is None or not found.regular or not found.worst <= 1:
                 return None
             excess = found.worst
@@ -256,8 +239,8 @@ def _row_by_plan(known: _KnownRow, device: Any, golden: Any, result: GoldenResul
 
 def only_moves(result: GoldenResult, part: str) -> bool:
     """Whether a call takes values from one place to another and computes nothing (`only_moves(result, "output")`)."""
-    uncertainty = Uncertainty(result, part, precision_of(torch.float32), None)
-    return uncertainty.usable and uncertainty.structure.exact and not uncertainty.structure.kernels
+    structure = structure_of(result, part)
+    return structure is not None and structure.exact and not structure.kernels
 
 
 def structure_of(result: GoldenResult, part: str) -> Structure | None:
@@ -368,10 +351,13 @@ def _query(
     row: Row, pair: Sequence[Tensor], position: int, precision: Precision, uncertainty: Uncertainty, by_formula: bool
 ) -> DeviceQuery:
     bound = ulp.bound_without_probes(precision, uncertainty, position)
-    found = ulp.bound_by_formula(bound, uncertainty, position, pair[1]) if by_formula else (bound, None)
-    if found is None:
+    device, golden = pair[0].detach(), pair[1].detach()
+    if not by_formula:
+        return DeviceQuery(device, golden, row.atol, row.rtol, bound, None)
+    terms = uncertainty.terms(position, golden)
+    if terms is None:
         raise Unresolved
-    return DeviceQuery(pair[0].detach(), pair[1].detach(), row.atol, row.rtol, *found)
+    return DeviceQuery(device, golden, row.atol, row.rtol, *terms.added_to(bound))
 
 
 def _pairs(name: str, part: str, device: Any, golden: Any) -> tuple[list[tuple[Any, Any]], str]:

@@ -18,7 +18,6 @@ from ...call.description import Tensor
 from ...call.equality import same_values
 from ...native.measuring import Bound
 from ...view.rows import WRONG, Row
-from .. import formulas
 from ..measures import beyond
 from ..noise import PROBES
 from ..pair import Pair, first_place, joined, precision_of_row
@@ -123,34 +122,12 @@ def bound_without_probes(precision: Precision, uncertainty: Uncertainty, positio
 def _worst_by_formula(pair: Pair, uncertainty: Uncertainty, precision: Precision) -> float:
     """Largest error beside its bound, without a probe; more than 1 if that does not explain it."""
     bound = bound_without_probes(precision, uncertainty, pair.position)
-    for find in (bound_by_formula, _bound_by_all_products):
-        known = find(bound, uncertainty, pair.position, pair.golden)
-        found = None if known is None else beyond(pair.sides, *known)
+    for terms in (uncertainty.terms, functools.partial(uncertainty.terms_of_products, dtype=torch.float32)):
+        known = terms(pair.position, pair.golden)
+        found = None if known is None else beyond(pair.sides, *known.added_to(bound))
         if found is not None and found.worst <= 1:
             return found.worst
     return _by_elements_in_doubt(pair, uncertainty, bound, precision)
-
-
-def bound_by_formula(
-    bound: Bound, uncertainty: Uncertainty, position: int, golden: Tensor
-) -> tuple[Bound, Tensor | None] | None:
-    """The bound with what a formula adds to it, and the squares that belong to it; None where there is no formula."""
-    source, precision, structure = uncertainty.result.source, uncertainty.precision, uncertainty.structure
-    terms = formulas.terms(formulas.Asked(source, position, uncertainty.backward, golden, precision, structure))
-    if terms is None:
-        return None
-    return bound._replace(of_squares=terms.of_squares, of_result=terms.of_result), terms.squares
-
-
-def _bound_by_all_products(
-    bound: Bound, uncertainty: Uncertainty, position: int, golden: Tensor
-) -> tuple[Bound, Tensor | None] | None:
-    """The same by all squared terms of sums of products."""
-    squares = uncertainty.squares(position, torch.float32)
-    if squares is None or squares.shape != golden.shape:
-        return None
-    of_squares, of_result = uncertainty.weights_of_squares()
-    return bound._replace(of_squares=of_squares, of_result=of_result), squares
 
 
 def _by_elements_in_doubt(pair: Pair, uncertainty: Uncertainty, bound: Bound, precision: Precision) -> float:
@@ -160,11 +137,13 @@ def _by_elements_in_doubt(pair: Pair, uncertainty: Uncertainty, bound: Bound, pr
     found = beyond(pair.sides, bound, most=max(1, int(pair.device.numel() * _MAX_NARROWED_SHARE)))
     if found is None or found.exceeding > found.places.numel():
         return math.inf
+    if not found.exceeding:  # tiny results, whose rounding is as coarse as that of the smallest numbers
+        return found.worst
     places = found.places
     device = pair.sides.device.reshape(-1)[places].to(torch.float64)
-    elements = _Elements(device, pair.sides.golden.reshape(-1)[places], precision, pair.golden.dtype)
-    elements.floor, elements.least = _lowest_of_sums(precision, uncertainty), bound.least
-    probed = _probed_at(pair, uncertainty, elements, tuple(pair.golden.shape), places, STORED)
+    golden, floor = pair.sides.golden.reshape(-1)[places], _lowest_of_sums(precision, uncertainty)
+    elements = _Elements(device, golden, precision, pair.golden.dtype, floor, bound.least)
+    probed = _probed_at(pair, uncertainty, elements, places, STORED)
     if probed is None or probed[1] is not None:
         return math.inf
     return min(1.0, elements.excess(STORED, probed[0]))
@@ -176,9 +155,10 @@ _Explained = tuple[Tensor | None, Tensor | None]  # sigma, and the elements that
 def _movement(pair: Pair, uncertainty: Uncertainty, elements: _Elements, stored: float) -> _Explained:
     """By formula, on the elements in doubt alone, or by as many probes of the whole call as it takes."""
     for dtype in (torch.float32, torch.float64):
-        sigma = uncertainty.by_formula(pair.position, elements.golden, dtype)
-        if sigma is None:
+        terms = uncertainty.terms_of_products(pair.position, elements.golden, dtype)
+        if terms is None:
             break
+        sigma = terms.sigma(elements.golden)
         suspects = elements.unexplained(stored, sigma.to(torch.float64))
         if dtype == torch.float64 or (suspects is None and bool(sigma.sum().isfinite())):
             return sigma.to(torch.float64), suspects
@@ -219,10 +199,9 @@ def _narrowed(pair: Pair, uncertainty: Uncertainty, elements: _Elements, stored:
     if too_many(suspects):
         return None
     places = suspects.reshape(-1).nonzero().reshape(-1)
-    golden = elements.golden.reshape(-1)[places]
-    small = _Elements(elements.device.reshape(-1)[places], golden, elements.precision, pair.golden.dtype)
-    small.floor, small.least = elements.floor, elements.least
-    probed = _probed_at(pair, uncertainty, small, tuple(elements.golden.shape), places, stored)
+    device, golden = (side.reshape(-1)[places] for side in (elements.device, elements.golden))
+    few = _Elements(device, golden, elements.precision, pair.golden.dtype, elements.floor, elements.least)
+    probed = _probed_at(pair, uncertainty, few, places, stored)
     if probed is None:
         return None
     there, left = probed
@@ -237,10 +216,10 @@ def _narrowed(pair: Pair, uncertainty: Uncertainty, elements: _Elements, stored:
 
 
 def _probed_at(
-    pair: Pair, uncertainty: Uncertainty, elements: _Elements, shape: tuple[int, ...], places: Tensor, stored: float
+    pair: Pair, uncertainty: Uncertainty, elements: _Elements, places: Tensor, stored: float
 ) -> _Explained | None:
     """Probes of an elementwise call at these places alone; None where it turns out not to be elementwise."""
-    narrow = uncertainty.at(pair.position, shape, places)
+    narrow = uncertainty.at(pair.position, tuple(pair.golden.shape), places)
     if narrow is None or not same_values(narrow.exact, elements.golden):
         return None
     at_once = narrow.probed_at_once()
@@ -275,10 +254,16 @@ def _mask_or_none(mask: Tensor) -> Tensor | None:
 class _Elements:
     """One result against its reference, element by element, in float64."""
 
-    def __init__(self, device: Tensor, golden: Tensor, precision: Precision, golden_dtype: torch.dtype) -> None:
-        self.device, self.golden, self.precision = device, golden, precision
-        self.floor = 0.0  # of the bound
-        self.least = 0.0  # of sigma, relative to the result
+    def __init__(
+        self,
+        device: Tensor,
+        golden: Tensor,
+        precision: Precision,
+        golden_dtype: torch.dtype,
+        floor: float = 0.0,  # of the bound
+        least: float = 0.0,  # of sigma, relative to the result
+    ) -> None:
+        self.device, self.golden, self.precision, self.floor, self.least = device, golden, precision, floor, least
         self.error = (device - golden).abs()
         self.size = golden.abs()
         self.regular = math.isfinite(float(self.error.sum()))  # then all numbers are
