@@ -93,11 +93,16 @@ def _single(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.float32)
 
 
-def _sent(query: FormulaQuery) -> Tensor:
+def _gradient(query: FormulaQuery) -> Tensor:
+    """That of the only result."""
     grads = query.source.grad_outputs or ()
     if len(grads) != 1 or grads[0] is None:
         raise ValueError("not exactly one gradient")
-    return _single(grads[0])
+    return grads[0].detach()
+
+
+def _sent(query: FormulaQuery) -> Tensor:
+    return _single(_gradient(query))
 
 
 def _which(query: FormulaQuery, *candidates: Any) -> int:
@@ -314,12 +319,12 @@ _FORMULAS.register(
 
 def _products(query: FormulaQuery) -> Terms | None:
     """Some of the squared terms of each sum: fewer than all, and nearly always enough."""
-    squares = _squared_bias(query) if query.backward else None
-    if squares is None:
-        factors = _factors_of(last_name(query.source.name), query)
-        if factors is None:
-            return None
-        left, right = factors
+    name, source = last_name(query.source.name), query.source
+    if query.backward and name == "linear" and source.tensors[query.number] is _arguments(source, *_LINEAR)[2]:
+        sent = _sent(query)  # the bias gets the sum of the gradients
+        squares = sent.reshape(-1, sent.shape[-1]).square().sum(0)
+    else:
+        left, right = _factors_of(name, query)
         if left.shape[-1] != right.shape[-2] or left.shape[:-2] != right.shape[:-2]:
             return None
         # a GPU has the time for all of them
@@ -331,57 +336,33 @@ def _products(query: FormulaQuery) -> Terms | None:
     return Terms(squares.reshape(query.golden.shape), of_squares, of_result)
 
 
-def _squared_bias(query: FormulaQuery) -> Tensor | None:
-    """The bias of a linear layer gets the sum of the gradients."""
-    if last_name(query.source.name) != "linear":
-        return None
-    _, _, bias = _arguments(query.source, "input", "weight", "bias")
-    target = query.source.tensors[query.number]
-    if target is not bias:
-        return None
-    sent = _sent(query)
-    return sent.reshape(-1, sent.shape[-1]).square().sum(0)
-
-
-def _factors_of(name: str, query: FormulaQuery) -> tuple[Tensor, Tensor] | None:
+def _factors_of(name: str, query: FormulaQuery) -> tuple[Tensor, Tensor]:
     """The matrices whose product a result is."""
-    given = _operands(name, query.source)
-    if not given:
-        return None
-    left, right = given if name != "linear" else (given[0], given[1].t())
+    given, linear = _operands(name, query.source), name == "linear"
+    left, right = given[0].detach(), given[1].detach()
+    right = right.t() if linear else right
     if left.dim() < 2 or right.dim() < 2 or not left.is_floating_point() or not right.is_floating_point():
-        return None
-    left, right = left.detach(), right.detach()
+        raise ValueError("not two matrices")
     rows = left.dim() > 2 and right.dim() == 2
-    if rows:
-        left = left.reshape(-1, left.shape[-1])
+    left = left.reshape(-1, left.shape[-1]) if rows else left
     if not query.backward:
         return left, right
-    sent = query.source.grad_outputs or ()
-    if len(sent) != 1 or sent[0] is None:
-        return None
-    grad = sent[0].detach()
+    grad = _gradient(query)
     grad = grad.reshape(-1, grad.shape[-1]) if rows else grad
-    target = query.source.tensors[query.number]
-    if given[0] is given[1]:
-        return None
-    if target is given[0]:
+    if _which(query, *given) == 0:
         return grad, right.transpose(-2, -1)
-    if target is given[1]:
-        first, second = left.transpose(-2, -1), grad
-        # the weight of linear is transposed
-        return (first, second) if name != "linear" else (second.transpose(-2, -1), left)
-    return None
+    return (grad.transpose(-2, -1), left) if linear else (left.transpose(-2, -1), grad)
 
 
 def _operands(name: str, source: Source) -> Sequence[Tensor]:
-    """The two matrices that a function multiplies, as they were given; none where it is not known to."""
+    """The two matrices that a function multiplies, as they were given."""
     if name == "linear":
-        return _arguments(source, "input", "weight")
+        return _arguments(source, *_LINEAR)[:2]
     known = FUNCTIONS.by_name.get(name)
     if known is None or known.factors_at is None:
-        return ()
-    return source.args[known.factors_at], source.args[known.factors_at + 1]
+        raise ValueError("not known to multiply two matrices")
+    return source.args[known.factors_at : known.factors_at + 2]
 
 
+_LINEAR: Final = ("input", "weight", "bias")
 _BY_KERNELS: Final = {tuple(kernels.split("+")): formula for kernels, formula in _FORMULAS.by_name.items()}

@@ -90,7 +90,7 @@ def weights_of_products(precision: Precision, structure: Structure) -> tuple[flo
     return 2 * (max(grown, precision.stored) * steps) ** 2, grown**2
 
 
-def roundings(kind: str, length: int, straight: bool = False) -> float:
+def roundings(kind: str, length: int, straight: bool = False, lanes: int = _LANES) -> float:
     """How many roundings a term meets on its way into a sum; they add up like a random walk.
 
     Products of matrices run along the whole sum, and so do the loops inside of fused kernels (`straight`); other
@@ -98,7 +98,7 @@ def roundings(kind: str, length: int, straight: bool = False) -> float:
     """
     if kind == Kind.CONTRACT or straight:
         return length
-    return min(length, 1 + math.log2(length) + length / _LANES)
+    return min(length, 1 + math.log2(length) + length / lanes)
 
 
 class _Step(NamedTuple):

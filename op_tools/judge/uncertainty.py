@@ -6,12 +6,12 @@ import dataclasses
 import functools
 import math
 import time
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from ..call import facts
-from ..call.description import Tensor, map_tensors, tensors_in
+from ..call.description import Tensor, tensors_in
 from ..call.equality import leaves_of
 from . import formulas
 from .formulas import FormulaQuery, Terms
@@ -106,10 +106,7 @@ class Uncertainty:
                 return tensor
             return tensor.detach().to(dtype).square().requires_grad_(tensor.requires_grad)
 
-        source = self.result.source
-        sent = None if source.grad_outputs is None else map_tensors(list(source.grad_outputs), square)
-        args, kwargs = map_tensors(source.args, square), map_tensors(source.kwargs, square)
-        squared = dataclasses.replace(source, args=args, kwargs=kwargs, grad_outputs=sent)
+        squared = self.result.source.mapped(square)
         return dataclasses.replace(self.result, source=squared, cast={}, run=None).rerun(None, self.backward)
 
     def grow(self) -> bool:
@@ -194,7 +191,9 @@ class Uncertainty:
         copies = PROBES if at_once else 1
         result = self.result
         if self.on_lists:
-            result, position = self._one_of_each_list(position)
+            position, place = divmod(position, self.on_lists)
+            alone = tuple([a[place]] if isinstance(a, (list, tuple)) and a else a for a in result.source.args)
+            result = dataclasses.replace(result, source=dataclasses.replace(result.source, args=alone))
         elif self.part == "input":
             return None
         fewer = result.at(shape, places.repeat(copies), self.backward)
@@ -204,46 +203,35 @@ class Uncertainty:
         leaf = part.exact[position] if position < len(part.exact) else None
         if not isinstance(leaf, Tensor) or leaf.numel() != copies * places.numel():
             return None
-        return Narrow(part, position, copies, wide(leaf).view(copies, -1))
+        return Narrow(part, position, wide(leaf).view(copies, -1))
 
     @functools.cached_property
-    def on_lists(self) -> bool:
-        """Whether the call changes lists of tensors, side by side, as optimizers do."""
+    def on_lists(self) -> int:
+        """How many tensors each list has that the call changes, side by side, as optimizers do; 0 for other calls."""
         name, args = self.result.source.name, self.result.source.args
         if self.part != "input" or not facts.works_on_lists(name):
-            return False
+            return 0
         lists = [a for a in args if isinstance(a, (list, tuple)) and a]
         plain = all(isinstance(a, (list, tuple, float, int)) for a in args)
-        return plain and len({len(a) for a in lists}) == 1 and all(isinstance(t, Tensor) for a in lists for t in a)
-
-    def _one_of_each_list(self, position: int) -> tuple[GoldenResult, int]:
-        """The call on the tensors beside one of them alone, and which one it is there."""
-        source = self.result.source
-        which, place = divmod(position, next(len(a) for a in source.args if isinstance(a, (list, tuple)) and a))
-        alone = tuple([a[place]] if isinstance(a, (list, tuple)) and a else a for a in source.args)
-        return dataclasses.replace(self.result, source=dataclasses.replace(source, args=alone)), which
+        plain = plain and len({len(a) for a in lists}) == 1 and all(isinstance(t, Tensor) for a in lists for t in a)
+        return len(lists[0]) if plain else 0
 
 
-class Narrow:
+class Narrow(NamedTuple):
     """An elementwise call on some elements alone; all probes at once if they are few."""
 
-    def __init__(self, uncertainty: Uncertainty, position: int, copies: int, exact: Tensor) -> None:
-        self.uncertainty, self.position, self._copies = uncertainty, position, copies
-        self._exact = exact
-
-    @property
-    def exact(self) -> Tensor:
-        """What the golden run gives there."""
-        return self._exact[0]
+    uncertainty: Uncertainty
+    position: int
+    exact: Tensor  # what the golden run gives there, in a row for each probe
 
     def probed_at_once(self) -> tuple[Tensor, Tensor | None] | None:
         """Sigma after all probes, and where nothing is settled; None where they must be done one by one."""
-        if self._copies == 1:
+        if len(self.exact) == 1:
             return None
         moved = self.uncertainty._moved(AllSigns())[self.position]
         self.uncertainty.probes = PROBES
-        scale = _scale(self.exact)
-        square, unsettled = _movement(self._exact, moved.view(self._copies, -1), scale)
+        scale = _scale(self.exact[0])
+        square, unsettled = _movement(self.exact, moved.view(self.exact.shape), scale)
         sigma = square.mean(0).sqrt_().div_(scale).div_(self.uncertainty._probing.magnified)
         return sigma, None if unsettled is None else unsettled.any(0)
 
@@ -297,9 +285,8 @@ def remembers(result: GoldenResult, part: str) -> bool:
 def _signature(result: GoldenResult, part: str) -> Any:
     source = result.source
     try:
-        sent = None if source.grad_outputs is None else _shape_of(list(source.grad_outputs))
-        arguments = _shape_of(source.args), _shape_of(source.kwargs)
-        key = (source.function, source.name, source.device, part, frozenset(result.cast.items()), sent, arguments)
+        shapes = _shape_of((source.args, source.kwargs, source.grad_outputs))
+        key = (source.function, source.name, source.device, part, frozenset(result.cast.items()), shapes)
         hash(key)
         return key
     except TypeError:
