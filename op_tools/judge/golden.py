@@ -81,7 +81,7 @@ class Source:
         """All tensors among the arguments, in order (`source.tensors[0]`)."""
         return tuple(tensors_in((self.args, self.kwargs)))
 
-    @property
+    @functools.cached_property
     def may_mutate(self) -> bool:
         """Whether the call may write to its arguments (`facts.may_mutate`)."""
         return not (_is_plain(self.name) and not self.kwargs) and facts.may_mutate(self.name, self.kwargs)
@@ -409,10 +409,7 @@ def _gradients_of(pairs: Sequence[tuple[Tensor, Tensor | None]], leaves: list[Te
 
 
 def _detached(value: Any) -> Any:
-    def detach(tensor: Tensor) -> Tensor:
-        return tensor.detach() if tensor.requires_grad or tensor.grad_fn is not None else tensor
-
-    return detach(value) if type(value) is Tensor else map_tensors(value, detach)
+    return value.detach() if type(value) is Tensor else map_tensors(value, Tensor.detach)
 
 
 def _map_settings(value: Any, cast: Cast) -> Any:

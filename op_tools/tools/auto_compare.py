@@ -20,12 +20,12 @@ import torch
 
 from .. import settings
 from ..call.description import Tensor
-from ..call.devices import quiet
 from ..call.site import module_path
 from ..compare import cores
 from ..compare.choose import MODES, Chooser, kind_of, parse_budget
 from ..compare.ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, gradient_kind, make_ladder
 from ..compare.teller import Blame, Teller
+from ..compat import count_dispatch_modes, no_dispatch_modes
 from ..copies.invocation import Region, Site
 from ..copies.operands import Fetcher, Layouts, Operands, stage
 from ..copies.queue import Writer
@@ -184,14 +184,20 @@ class OpAutoCompare(Tool):
 
     def _copy_arguments(self, compared: ComparedCall) -> bool:
         call = compared.live
-        with quiet():
-            staged = self._layouts.stage(call.inputs.number, call.tensors, (call.args, call.kwargs))
+        staged = self._stage(call.inputs.number, call.tensors, (call.args, call.kwargs))
         if staged.opaque:
             self._chooser.settle(compared.kind)
             self._teller.skip(call, f"arguments of type {', '.join(staged.opaque)} cannot be copied")
             return False
         compared.before = staged
         return True
+
+    def _stage(self, number: int, tensors: list[Tensor], value: Any) -> Operands:
+        """A snapshot that the user's dispatch modes do not see; the interceptor has switched off function modes."""
+        if not count_dispatch_modes():
+            return self._layouts.stage(number, tensors, value)
+        with no_dispatch_modes():
+            return self._layouts.stage(number, tensors, value)
 
     def after(self, call: Call) -> None:
         compared: ComparedCall | None = call.notes.get(self)
@@ -214,10 +220,8 @@ class OpAutoCompare(Tool):
             del call.notes[self]
         else:
             number = inputs << 32 | outputs if inputs and outputs else 0  # never that of arguments alone
-            with quiet():
-                job.snapshot = self._layouts.stage(
-                    number, [*call.tensors, *call.results], (call.args, call.kwargs, call.result)
-                )
+            values = (call.args, call.kwargs, call.result)
+            job.snapshot = self._stage(number, [*call.tensors, *call.results], values)
             self._submit(job, compared)
         compared.live = weakref.proxy(call)  # which holds it
         if self._sampled:

@@ -16,7 +16,6 @@ import torch
 
 from ...call import facts
 from ...call.description import Tensor, map_tensors, tensors_in
-from ...call.devices import quiet
 from ...call.equality import equal, same_leaves, same_values
 from ...copies.operands import MOST_BORROWED
 from ...copies.queue import MemoryBudget, Reservation
@@ -69,20 +68,17 @@ class Host(Judge):
             whole=setup.precheck == "device",
         )
 
-    def admit(self, job: Job) -> None:
-        if job.phase == FORWARD:
-            assert isinstance(job.call, ComparedCall)
-            job.call.notes[self] = ForwardRun()  # now: a backward may be judged first
-
     def settle(self, job: Job) -> Judgement:
-        with quiet():
-            _fetch(job)
         call = job.call
         assert isinstance(call, ComparedCall)
-        found = self.comparer.compare(job, call.notes.get(self), self.setup.shown)
-        if found.verdict == WRONG or self.setup.shown:
-            with quiet():
-                _keep_values(job)
+        _fetch(job)
+        # of the forward and the backward, either may be judged first
+        forward: ForwardRun = call.notes.get(self) or call.notes.setdefault(self, ForwardRun())
+        found = self.comparer.compare(job, forward, self.setup.shown)
+        if found.verdict == WRONG or self.setup.shown:  # told after the fetcher has gone on: copy what was borrowed
+            assert job.snapshot is not None
+            assert job.fetcher is not None
+            job.values = job.fetcher.unpack(job.snapshot)
         return found
 
 
@@ -224,43 +220,43 @@ class Comparer:
     # -- judging --------------------------------------------------------------------------------------
 
     def _plan(self, kind: Hashable) -> verdict.Plan | None:
-        if kind is None or (kind not in self._plans and len(self._plans) >= _MAX_KINDS):
-            return None
-        return self._plans.setdefault(kind, verdict.Plan())
+        plan = self._plans.get(kind)
+        if plan is None and kind is not None and len(self._plans) < _MAX_KINDS:
+            plan = self._plans.setdefault(kind, verdict.Plan())
+        return plan
 
     def _judge_forward(self, job: Job, result: GoldenResult, kind: Hashable = None) -> Judgement:
         name = job.call.op
         if not result.comparable:
             return verdict.judge_call(name, result, outputs=job.values[2], rules=self.rules)
         options: dict[str, Any] = {"result": result, "rules": self.rules, "max_seconds": self.max_seconds}
-        inputs = self._judge_inputs(job, result, options)
+        run = result.run
+        assert run is not None
+        inputs = self._judge_inputs(job, result, run, kind, options)
         options["plan"] = self._plan(kind)
-        return inputs + verdict.judge(name, job.values[2], result.outputs, part="output", **options)
+        return inputs + verdict.judge(name, job.values[2], run.outputs, part="output", **options)
 
-    def _judge_inputs(self, job: Job, result: GoldenResult, options: dict[str, Any]) -> Judgement:
+    def _judge_inputs(
+        self, job: Job, result: GoldenResult, run: golden.Run, kind: Hashable, options: dict[str, Any]
+    ) -> Judgement:
         """Arguments after the call: for unchanged ones, equal bits are enough."""
         name, source = job.call.op, result.source
         ours = compared_arguments(job.values[0], job.values[1])
+        theirs = compared_arguments(run.args, run.kwargs)
         earlier = compared_arguments(source.args, source.kwargs)
-        theirs = compared_arguments(*result.inputs_after)
         if len(ours) != len(theirs) or not _unchanged(ours, earlier) or _wrote(result):
             return verdict.judge(name, ours, theirs, part="input", **options)
-        key = self._kind(job)
-        rows = self._unchanged_rows.get(key) if key is not None else None
+        rows = self._unchanged_rows.get(kind)
         if rows is None:
-            rows = self._rows_of_unchanged(name, list(verdict.leaves_of(ours)), list(verdict.leaves_of(theirs)))
-            if key is not None and len(self._unchanged_rows) < _MAX_KINDS:
-                self._unchanged_rows[key] = rows
+            leaves, references = [list(verdict.leaves_of(side)) for side in (ours, theirs)]
+            pairs = enumerate(itertools.zip_longest(leaves, references[: len(leaves)]))
+            alone = len(leaves) == 1
+            rows = tuple([self._unchanged_row(name, None if alone else n, *pair) for n, pair in pairs])
+            if kind is not None and len(self._unchanged_rows) < _MAX_KINDS:
+                self._unchanged_rows[kind] = rows
         return Judgement(RIGHT, "", rows)
 
-    def _rows_of_unchanged(self, name: str, leaves: list[Any], references: list[Any]) -> tuple[Row, ...]:
-        rows = []
-        for number, leaf in enumerate(leaves):
-            index = None if len(leaves) == 1 else number
-            rows.append(self._same_row(name, index, leaf, references[number] if number < len(references) else None))
-        return tuple(rows)
-
-    def _same_row(self, name: str, index: int | None, leaf: Any, reference: Any) -> Row:
+    def _unchanged_row(self, name: str, index: int | None, leaf: Any, reference: Any) -> Row:
         dtype = leaf.dtype if isinstance(leaf, Tensor) else None
         number = isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
         if dtype is None and not number:
@@ -277,7 +273,8 @@ class Comparer:
             return Judgement(NOT_COMPARABLE, result.reason)
         if facts.has_free_vectors(name) and result.source.outputs is None:
             return Judgement(NOT_COMPARABLE, "which signs the vectors had on the device is not known")
-        expected = result.grad_inputs or []
+        assert result.run is not None
+        expected = result.run.grad_inputs or []
         found = job.values[1]
         indices, present = gradient_indices(found, expected)
         judged = verdict.judge(
@@ -317,16 +314,9 @@ def _fetch(job: Job) -> None:
     job.args, job.kwargs = before.tensors(own)
 
 
-def _keep_values(job: Job) -> None:
-    """Copy what was borrowed: it is shown and saved after the fetcher has gone on."""
-    assert job.snapshot is not None
-    assert job.fetcher is not None
-    job.values = job.snapshot.tensors(job.fetcher.fetch(job.snapshot))
-
-
 def compared_arguments(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
     """What is compared of the arguments after a call: positional ones, and tensors given by keyword."""
-    return [*args, *tensors_in(kwargs)]
+    return [*args, *tensors_in(kwargs)] if kwargs else list(args)
 
 
 def gradient_indices(found: Sequence[Any], expected: Sequence[Any]) -> tuple[list[int | None], list[bool]]:

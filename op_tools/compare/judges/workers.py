@@ -13,7 +13,6 @@ import torch
 
 from ... import lifecycle, settings
 from ...call import facts
-from ...call.devices import quiet
 from ...copies.operands import Operands
 from ...judge.verdict import NOT_COMPARABLE, RIGHT, Judgement, Row
 from .. import cores, pool
@@ -117,8 +116,7 @@ class Workers(Judge):
             if not (call.region.grad_enabled and any(map(needs_gradients, layouts))):
                 keep = 0
         message = Message(job.number, job.phase, call.wire(), job.nbytes, keep)
-        with quiet():
-            sent = self.pool.send(lease, message, parts, job.fetcher, job)
+        sent = self.pool.send(lease, message, parts, job.fetcher, job)
         if sent and not backward:
             lease.there = True
             call.before = None  # no device memory is held for a backward to come
