@@ -245,7 +245,7 @@ class OpTimeMeasure(Tool):
         samples.add(elapsed)
         site = self.site(call)
         start = (timing.host_start - self._began) / 1e3
-        self._add_rows((self._run_key, call.id, site, phase, elapsed, start, timing.thread, call.step))
+        self.record(call.id, site, phase, elapsed, start, timing.thread, call.step)
         if self.view.full:
             self._show(timing, site, elapsed)
 
