@@ -120,8 +120,8 @@ class Tool(Hooks):
                 try:
                     self._run_key = next(_RUNS)  # the number of this run in its table
                     self._store = store.current()
-                    self._rows = self._store.table(self.table_name, {"run": "INTEGER", **self.columns})
-                    self._finding_rows = self._store.table("findings", _FINDING_COLUMNS)
+                    self._new_rows = self._store.table(self.table_name, {"run": "INTEGER", **self.columns})
+                    self._new_findings = self._store.table("findings", _FINDING_COLUMNS)
                     self._sites: dict[tuple[str, str, int, int], int] = {}
                     self._reported.clear()
                     self.calls = Counter()
@@ -244,7 +244,7 @@ class Tool(Hooks):
             self._findings_now.append(finding)
         if self._store is not None:
             tool, *rest = dataclasses.astuple(finding)
-            self._finding_rows.append((tool, self._run_key, *rest))
+            self._new_findings.append((tool, self._run_key, *rest))
         self.view.finding(finding)
 
     def findings(self) -> list[Finding]:
@@ -292,14 +292,14 @@ class Tool(Hooks):
 
     def record(self, *row: Any) -> None:
         """Append one row to the tool's table."""
-        rows = self._rows
+        rows = self._new_rows
         rows.append((self._run_key, *row))
         if not len(rows) % store.ASK_EVERY and self._store is not None:
             self._store.flush_when_due(rows)
 
     def record_all(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Append many rows at once (`tool.record_all([(1, "forward"), (1, "backward")])`)."""
-        run, waiting = self._run_key, self._rows
+        run, waiting = self._run_key, self._new_rows
         added = [(run, *row) for row in rows]
         waiting.extend(added)
         if len(waiting) % store.ASK_EVERY < len(added) and self._store is not None:
