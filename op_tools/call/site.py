@@ -33,11 +33,6 @@ _is_user_code: dict[CodeType, bool] = {}
 _texts: dict[tuple[CodeType, int], str] = {}
 
 
-def _belongs_to_user(code: CodeType) -> bool:
-    name = code.co_filename
-    return name == _REPLAY or not name.startswith(_INTERNAL)  # a replayed call is made there
-
-
 def call_site(depth: int = 2) -> str:
     """`file:line function: source line` of the nearest frame that is the user's (`call_site()`)."""
     try:
@@ -53,7 +48,8 @@ def call_site(depth: int = 2) -> str:
         if mine is None:
             if len(_is_user_code) > _MAX_KNOWN:
                 _is_user_code.clear()
-            mine = _is_user_code[code] = _belongs_to_user(code)
+            name = code.co_filename  # replayed calls are made in one of ours
+            mine = _is_user_code[code] = name == _REPLAY or not name.startswith(_INTERNAL)
         if mine:
             return _text(code, frame.f_lineno)
         frame = frame.f_back

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
@@ -23,32 +23,25 @@ from ...judge import golden, verdict
 from ...judge.golden import GoldenResult
 from ...judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
 from .. import cores, pieces
-from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup
+from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup, gradient_kind
 
 _MAX_KINDS: Final = 20_000
 _MAX_WAIT: Final = 60.0  # seconds
-
-
-class _Kept(NamedTuple):
-    """A golden forward pass that waits for its backward, and the memory it takes."""
-
-    result: GoldenResult
-    reservation: Reservation
 
 
 @dataclasses.dataclass(eq=False)
 class ForwardRun:
     """What the comparison of a forward leaves for that of its backward."""
 
-    kept: _Kept | None = None
+    golden: tuple[GoldenResult, Reservation] | None = None  # the golden forward pass, and the memory it takes
     returned: Any = None  # what the device returned, where signs are free
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
     lock: Any = dataclasses.field(default_factory=threading.Lock)
 
-    def take(self) -> _Kept | None:
+    def take(self) -> tuple[GoldenResult, Reservation] | None:
         """The golden forward pass, for one backward alone."""
         with self.lock:
-            kept, self.kept = self.kept, None
+            kept, self.golden = self.golden, None
         return kept
 
 
@@ -146,7 +139,7 @@ class Comparer:
             returned = forward.returned
             kept = forward.take()
             if kept is not None:
-                return golden.backward(kept.result, sent, returned)
+                return golden.backward(kept[0], sent, returned)
         keeps = not backward and forward is not None and region.grad_enabled
         room = self.budget.reserve(4 * job.nbytes) if keeps else None  # arguments and results in double precision
         result = golden.run(
@@ -165,7 +158,7 @@ class Comparer:
             outputs=returned,
         )
         if room is not None and result.graph is not None and forward is not None:
-            forward.kept = _Kept(dataclasses.replace(result), room)
+            forward.golden = (dataclasses.replace(result), room)
             result.graph = None
         return result
 
@@ -198,10 +191,7 @@ class Comparer:
         if not all(call.numbers) or job.piece or (self._casts and self._casts.of(call.op) is not None):
             return None
         key = (call.op, call.function, *call.numbers, call.region.autocast)
-        if job.phase == FORWARD:
-            return key
-        grads = (*job.values[0], *job.values[1])
-        return (*key, tuple([None if g is None else (g.shape, g.stride(), g.dtype) for g in grads]))
+        return key if job.phase == FORWARD else (*key, job.grad_kind or gradient_kind(*job.values))
 
     def _moved_as_before(self, job: Job) -> bool:
         """Whether the device moved the same values to the same places as the CPU does, in its own dtype."""

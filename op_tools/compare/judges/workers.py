@@ -49,7 +49,6 @@ class Workers(Judge):
         self._lock = threading.Lock()
         self._busy, self._began = 0.0, time.monotonic()  # seconds of comparing in this process, and since when
         self._device: torch.device | None = None
-        self._pid = os.getpid()
 
     def expects(self, call: ComparedCall) -> bool:
         if self._device is None:
@@ -165,22 +164,19 @@ class Workers(Judge):
             self.pool.let_go()
         self.pool = None
 
-    def finish_at_exit(self) -> None:
-        """A run that exits without `stop` still tells what its workers are comparing."""
-        if self.pool is not None and self._pid == os.getpid():
-            self.setup.wait()
-            self.close()
-
 
 _active: Final[weakref.WeakSet[Workers]] = weakref.WeakSet()
 
 
 def _finish_at_exit() -> None:
+    """A run that exits without `stop` still tells what its workers are comparing."""
     for workers in list(_active):
-        workers.finish_at_exit()
+        workers.setup.wait()
+        workers.close()
 
 
 lifecycle.at_exit(lifecycle.Exit.WORKERS, _finish_at_exit)
+lifecycle.after_fork_in_child(_active.clear)
 
 
 def _ranks_here() -> int:
