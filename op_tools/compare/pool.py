@@ -180,7 +180,12 @@ class _Process:
                 if self.ended:
                     raise BrokenPipeError
                 self.flights[flight.message.number] = flight
-            self._connection.send(("job", flight.message))
+            try:
+                self._connection.send(("job", flight.message))
+            except Exception:
+                if self.flights.pop(flight.message.number, None) is not None:
+                    raise
+                # else it exited in between, and the call is one of those that were lost with it
 
     def receive(self) -> list[Answer]:
         answers: list[Answer] = self._connection.recv()
@@ -291,7 +296,7 @@ class Pool:
                 worker.send(_Flight(start, given, message, weight), trees)
             sent = True
         except (OSError, pickle.PicklingError, TypeError, AttributeError):  # it has exited; an odd tree
-            worker.flights.pop(message.number, None)
+            pass
         finally:
             if not sent:
                 worker.give(start)
