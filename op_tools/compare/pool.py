@@ -32,7 +32,7 @@ from .worker import Answer, Message, Options, Spans
 
 _RING: Final = 64 << 20  # bytes of calls that wait for one worker
 _ONE_THREAD: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_CALL: Final = 1 << 17  # the fixed cost of a call, in bytes that take as long
+_CALL_COST: Final = 1 << 17  # of any call, in bytes that take as long
 _MAX_SECONDS_TO_END: Final = 5.0
 _MAX_TREES: Final = 50_000
 # what means the same in another process
@@ -262,14 +262,14 @@ class Pool:
         with self._lock:
             self._memories += 1
             lease = Lease(min(there, key=lambda worker: worker.load), self._memories)
-            lease.nbytes = nbytes + _CALL
+            lease.nbytes = nbytes + _CALL_COST
             lease.worker.load += lease.nbytes
             return lease
 
     def send(self, lease: Lease, message: Message, parts: Sequence[Operands], fetcher: Fetcher, given: Any) -> bool:
         """Copy a call to its process; whether it has gone there. The numbers of trees and spans are filled in."""
         worker = lease.worker
-        weight, lease.nbytes = lease.nbytes or message.nbytes + _CALL, 0
+        weight, lease.nbytes = lease.nbytes or message.nbytes + _CALL_COST, 0
         if message.phase == "backward":
             self._weigh(worker, weight)
         size = sum([padded(bytes_in(s)) for part in parts for s in part.storages])

@@ -202,10 +202,10 @@ class Comparer:
         except Exception:  # then it is compared in full
             return False
         if backward:
-            return _same(job.values[1], grads)
+            return same_leaves(job.values[1], grads, equal)
         after, kwargs_after, result = job.values
-        unchanged = _same(compared_arguments(after, kwargs_after), compared_arguments(job.args, job.kwargs))
-        return unchanged and _same(result, outputs)
+        arguments = compared_arguments(after, kwargs_after), compared_arguments(job.args, job.kwargs)
+        return same_leaves(*arguments, equal) and same_leaves(result, outputs, equal)
 
     # -- judging --------------------------------------------------------------------------------------
 
@@ -332,14 +332,8 @@ def _unchanged(after: Iterable[Any], before: Iterable[Any]) -> bool:
 
 
 def _has_kept_its_values(after: Tensor, before: Tensor) -> bool:
-    if after.layout == before.layout == torch.strided and after.dtype == before.dtype and not after.is_complex():
-        return torch.equal(after, before) or same_values(after, before)
-    return same_values(after, before)
-
-
-def _same(ours: Any, theirs: Any) -> bool:
-    """Whether two trees are the same in every shape, dtype and value."""
-    return same_leaves(ours, theirs, equal)
+    dense = after.layout == before.layout == torch.strided and after.dtype == before.dtype and not after.is_complex()
+    return (dense and torch.equal(after, before)) or same_values(after, before)
 
 
 def _wrote(result: GoldenResult) -> bool:
