@@ -395,21 +395,21 @@ def most_bytes() -> int:
 
 def sendable(staged: Operands) -> bool:
     """Whether a worker can be told all about a snapshot (`sendable(stage((x, 2)))`)."""
-    return staged.layout is not None and _nature(staged.layout)[0]
+    return staged.layout is not None and _properties(staged.layout)[0]
 
 
 def needs_gradients(layout: Layout) -> bool:
     """Whether any of the tensors may get a gradient (`needs_gradients(staged.layout)`)."""
-    return _nature(layout)[1]
+    return _properties(layout)[1]
 
 
-def _nature(layout: Layout) -> tuple[bool, bool]:
+def _properties(layout: Layout) -> tuple[bool, bool]:
     """Whether a tree means the same in another process, and whether gradients may come; worked out once."""
-    found: tuple[bool, bool] | None = layout.notes.get(_nature)
+    found: tuple[bool, bool] | None = layout.notes.get(_properties)
     if found is None:
         leaves = list(_leaves(layout.tree))
         gradients = any(isinstance(leaf, Ref) and leaf.requires_grad for leaf in leaves)
-        found = layout.notes[_nature] = (all(type(leaf) in _SIMPLE for leaf in leaves), gradients)
+        found = layout.notes[_properties] = (all(type(leaf) in _SIMPLE for leaf in leaves), gradients)
     return found
 
 
