@@ -24,7 +24,7 @@ _INTERNAL_FILES: Final = (  # wrappers around functions: decorators, threads, de
     os.path.abspath(typing_extensions.__file__),
 )
 _INTERNAL: Final = (_TORCH, _HERE, _DITORCH, "<frozen", "<ditorch", *_INTERNAL_FILES)
-_REPLAY: Final = os.path.join(_HERE, "replay", "captured.py")
+_REPLAY: Final = os.path.join(_HERE, "replay", "captured.py")  # makes the calls that are replayed
 _MAX_FRAMES: Final = 64  # below a call, until one of the user's
 _MAX_MODULE_FRAMES: Final = 256
 _MAX_KNOWN: Final = 50_000  # code made by exec in a loop must not pile up
@@ -48,7 +48,7 @@ def call_site(depth: int = 2) -> str:
         if mine is None:
             if len(_is_user_code) > _MAX_KNOWN:
                 _is_user_code.clear()
-            name = code.co_filename  # replayed calls are made in one of ours
+            name = code.co_filename
             mine = _is_user_code[code] = name == _REPLAY or not name.startswith(_INTERNAL)
         if mine:
             return _text(code, frame.f_lineno)

@@ -27,7 +27,7 @@ import torch
 from .. import lifecycle, settings
 from ..call.description import Tensor
 from ..call.devices import can_pin
-from ..copies.operands import Fetcher, Layout, Operands, Ref, bytes_in, padded
+from ..copies.operands import Fetcher, Layout, Operands, Ref, padded
 from .worker import Answer, Message, Options, Spans
 
 _RING: Final = 64 << 20  # bytes of calls that wait for one worker
@@ -272,7 +272,7 @@ class Pool:
         weight, lease.nbytes = lease.nbytes or message.nbytes + _CALL_COST, 0
         if message.phase == "backward":
             self._weigh(worker, weight)
-        size = sum([padded(bytes_in(s)) for part in parts for s in part.storages])
+        size = sum([padded(s.nbytes) for part in parts for s in part.storages])
         if size > _RING:
             if message.phase == "forward":
                 self._weigh(worker, -weight)
@@ -445,9 +445,8 @@ def _copied(parts: Sequence[Operands], start: int, buffer: Tensor, fetcher: Fetc
     spans = []
     storages = [storage for part in parts for storage in part.storages]
     for storage in storages:
-        count = bytes_in(storage)
-        spans.append((start, count))
-        start += padded(count)
+        spans.append((start, storage.nbytes))
+        start += padded(storage.nbytes)
     event = next((part.event for part in reversed(parts) if part.event is not None), None)
     fetcher.put(storages, event, buffer, spans)
     rest = iter(spans)

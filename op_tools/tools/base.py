@@ -121,7 +121,7 @@ class Tool(Hooks):
                     self._run_key = next(_RUNS)  # the number of this run in its table
                     self._store = store.current()
                     self._new_rows = self._store.table(self.table_name, {"run": "INTEGER", **self.columns})
-                    self._new_findings = self._store.table("findings", _FINDING_COLUMNS)
+                    self._add_finding = self._store.table("findings", _FINDING_COLUMNS).append
                     self._sites: dict[tuple[str, str, int, int], int] = {}
                     self._reported.clear()
                     self.calls = Counter()
@@ -244,7 +244,7 @@ class Tool(Hooks):
             self._findings_now.append(finding)
         if self._store is not None:
             tool, *rest = dataclasses.astuple(finding)
-            self._new_findings.append((tool, self._run_key, *rest))
+            self._add_finding((tool, self._run_key, *rest))
         self.view.finding(finding)
 
     def findings(self) -> list[Finding]:

@@ -42,9 +42,9 @@ class OpFallback(Tool):
     order = 80
     wants_backward = True
     wants_backward_start = True
-    wants_gradients = False
     wants_pointers = False
     columns: ClassVar[dict[str, str]] = {"call_id": "INTEGER", "site": "INTEGER", "ran_on": "TEXT", "step": "INTEGER"}
+    wants_gradients = False
 
     def prepare(self) -> None:
         # Copies may be kept only where every operator passes through here, so that every write is seen.

@@ -7,8 +7,10 @@ hangs leaves all its records behind.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
+import itertools
 import json
 import os
 import sqlite3
@@ -45,7 +47,7 @@ class Store:
         self._rows_written = 0
         self._tables: dict[str, tuple[str, Rows]] = {}  # by name: how to insert, and the rows that wait
         self._sites: dict[Hashable, int] = {}
-        self._next_site = 0
+        self._site_numbers = itertools.count()
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._due = time.monotonic() + _FLUSH_SECONDS
@@ -78,9 +80,7 @@ class Store:
         if number is None:
             if len(self._sites) >= _MAX_SITES:
                 self._sites.clear()
-            number = self._next_site
-            self._next_site += 1
-            self._sites[key] = number
+            number = self._sites[key] = next(self._site_numbers)
             self._site.append((number, op, location, json.dumps(describe())))
         return number
 
@@ -112,10 +112,8 @@ class Store:
             except sqlite3.Error as error:
                 self.failure = f"{type(error).__name__}: {error}"
                 self.dropped += len(batch)
-                try:
+                with contextlib.suppress(sqlite3.Error):
                     self._connection.execute("ROLLBACK")
-                except sqlite3.Error:
-                    pass
         if self.failure is not None:  # the disk is full or gone: keep memory flat and the run alive
             self.dropped += len(rows)
             rows.clear()
@@ -147,12 +145,9 @@ class Store:
         self._closed = True
         self._wake.set()
         self._thread.join(timeout=5)
-        with self._lock:
-            try:
-                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-                self._connection.close()
-            except sqlite3.Error:
-                pass
+        with self._lock, contextlib.suppress(sqlite3.Error):
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._connection.close()
 
 
 _current: Store | None = None
