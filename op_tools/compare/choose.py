@@ -17,8 +17,8 @@ from ..settings import SettingsError, options
 MODES: Final = options("OP_AUTOCOMPARE_MODE")
 _FIRST_DEBT: Final = 0.05  # seconds that calls of a new kind may overdraw in all
 _FIRST_COST: Final = 0.01  # seconds that a comparison is thought to cost before any is done
-_PLENTY: Final = 20
-_MOST_KINDS: Final = 100_000
+_COSTS_TO_SPARE: Final = 20  # with so many times its cost left over, any call is compared
+_MAX_KINDS: Final = 100_000
 
 
 def parse_budget(text: str, source: str) -> float:
@@ -83,12 +83,12 @@ class Chooser:
         with self._lock:
             if not self.chooses:
                 return True
-            taken = self._once(kind) if self.factor is None else self._affordable(kind)
+            taken = self._done[kind] == 0 if self.factor is None else self._affordable(kind, self.factor)
             if taken:
                 self._reserve(kind)
                 self._done[kind] += 1
                 self._taken += 1
-            elif len(self.left_out) < _MOST_KINDS:
+            elif len(self.left_out) < _MAX_KINDS:
                 self.left_out[kind] += 1
             return taken
 
@@ -98,7 +98,7 @@ class Chooser:
             return
         with self._lock:
             self._spent += seconds
-            if kind is not None and (kind in self._paid or len(self._paid) < _MOST_KINDS):
+            if kind is not None and (kind in self._paid or len(self._paid) < _MAX_KINDS):
                 self._paid[kind] = self._paid.get(kind, 0.0) + seconds
                 self._paid_in_all += seconds
             waiting = self._under_way.get(kind)
@@ -135,19 +135,10 @@ class Chooser:
             return self._paid[kind] / self._done[kind]
         return self._paid_in_all / self._taken if self._paid_in_all else _FIRST_COST
 
-    @property
-    def overhead(self) -> float:
-        """Seconds that were spent so far."""
-        return self._spent
-
-    def _once(self, kind: Hashable) -> bool:
-        return self._done[kind] == 0
-
-    def _affordable(self, kind: Hashable) -> bool:
-        assert self.factor is not None
+    def _affordable(self, kind: Hashable, factor: float) -> bool:
         elapsed = self._clock() - self._started
         # what the run itself took, if comparisons had cost nothing
-        allowed = (self.factor - 1.0) * max(elapsed - self._spent, 0.0)
+        allowed = (factor - 1.0) * max(elapsed - self._spent, 0.0)
         left = allowed - self._spent - self._reserved
         count, expected = self._done[kind], self._expected(kind)
         if count == 0:  # nothing is known of it yet: worth a small debt
@@ -157,7 +148,7 @@ class Chooser:
         # those that were looked at least come first; with much left over, anyone
         if count > self._least + 2:
             self._least = min(self._done.values())
-        return count <= self._least + 2 or left > _PLENTY * expected
+        return count <= self._least + 2 or left > _COSTS_TO_SPARE * expected
 
     def describe(self) -> str:
         """What was left out, in one line; empty when nothing was."""
@@ -166,11 +157,9 @@ class Chooser:
             return ""
         never = [kind for kind in self.left_out if self._done[kind] == 0]
         why = f"the budget of {self.factor:g}x" if self.factor is not None else "each kind of call once"
-        text = f"{skipped} calls left out ({why})"
+        rest = "every kind of call was compared at least once"
         if never:
             names = Counter(str(kind[0]) if isinstance(kind, tuple) else str(kind) for kind in never)
             listed = ", ".join(f"{name} {n}" for name, n in names.most_common(5))
-            text += f"; never compared: {len(never)} kinds of calls: {listed}"
-        else:
-            text += "; every kind of call was compared at least once"
-        return text
+            rest = f"never compared: {len(never)} kinds of calls: {listed}"
+        return f"{skipped} calls left out ({why}); {rest}"

@@ -57,7 +57,7 @@ def side_by_side(function: Callable[[Any], Any], values: Sequence[Any], most: in
 
     def work() -> None:
         limit_kernels(1)
-        for place in waiting:  # the lock of the interpreter makes this safe
+        for place in waiting:  # the GIL makes this safe
             if errors:
                 return
             try:

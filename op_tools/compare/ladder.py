@@ -25,7 +25,9 @@ from typing import Any, ClassVar, Final
 
 from ..call.description import Tensor
 from ..call.functions import function_of
-from ..copies.invocation import BACKWARD, FORWARD, Invocation
+from ..copies.invocation import BACKWARD as BACKWARD
+from ..copies.invocation import FORWARD as FORWARD
+from ..copies.invocation import Invocation
 from ..copies.operands import Fetcher, Operands
 from ..judge.golden import GoldenResult
 from ..judge.verdict import Judgement, Rules
@@ -76,6 +78,11 @@ class Job:
     moves_only: bool = False  # values are moved, nothing is computed
     error: BaseException | None = None
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+
+def arguments_kind(call: Invocation) -> Hashable:
+    """Equal for calls with the same arguments, apart from values, under the same numerics (`arguments_kind(call)`)."""
+    return (call.op, call.numbers[0], call.region.autocast, call.region.grad_enabled)
 
 
 def gradient_kind(sent: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> Hashable:
@@ -185,17 +192,3 @@ def make_ladder(setup: Setup) -> list[Judge]:
         found += [kind for kind in kinds if kind.__module__ == f"{judges.__name__}.{module.name}"]
     made = [kind.make(setup) for kind in sorted(found, key=lambda kind: kind.order)]
     return [judge for judge in made if judge is not None]
-
-
-__all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "PENDING",
-    "ComparedCall",
-    "Job",
-    "Judge",
-    "Places",
-    "Setup",
-    "gradient_kind",
-    "make_ladder",
-]

@@ -6,6 +6,7 @@ short message. Its backward goes to the same worker, which has kept the argument
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
@@ -19,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -31,19 +32,17 @@ from .worker import Answer, Message, Options, Spans
 
 _RING: Final = 64 << 20  # bytes of calls that wait for one worker
 _ONE_THREAD: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_CALL: Final = 1 << 17  # the fixed cost of a call, in bytes that take as long
+_CALL_COST: Final = 1 << 17  # of any call, in bytes that take as long
 _MAX_SECONDS_TO_END: Final = 5.0
 _MAX_TREES: Final = 50_000
 # what means the same in another process
 _SIMPLE: Final = frozenset(
     {
         *(int, float, bool, complex, str, type(None), type(...)),
-        *(torch.dtype, torch.memory_format, torch.layout, torch.Size),  # a device may not exist there
+        *(torch.dtype, torch.memory_format, torch.layout, torch.Size, Ref),  # a device may not exist there
     }
 )
-
-
-_numbers = itertools.count(1)
+_tree_numbers = itertools.count(1)
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
@@ -65,19 +64,14 @@ class Ring:
     def take(self, nbytes: int) -> int | None:
         """Where a span of so many bytes begins, or None while there is no room."""
         nbytes = max(nbytes, 1)  # a place of its own
-        if not self._taken:
-            start = 0
-        else:
-            first, last = self._taken[0][0], self._taken[-1][1]
-            start = last
-            if self._taken[-1][0] >= first:  # not around the end yet
-                if last + nbytes > self.size:
-                    start = 0
-                    if nbytes > first:
-                        return None
-            elif last + nbytes > first:
-                return None
-        if start + nbytes > self.size:
+        start, limit = 0, self.size
+        if self._taken:
+            (first, _, _), (last, start, _) = self._taken[0], self._taken[-1]
+            if last < first:  # around the end already
+                limit = first
+            elif start + nbytes > self.size:
+                start, limit = 0, first
+        if start + nbytes > limit:
             return None
         self._taken.append([start, start + nbytes, 0])
         return start
@@ -106,11 +100,13 @@ class Lease:
         self.worker.load -= self.nbytes  # if it was never sent
 
 
-class _Flight:
+class _Flight(NamedTuple):
     """A call that was sent and not answered."""
 
-    def __init__(self, start: int, given: Any, message: Message, weight: int) -> None:
-        self.start, self.given, self.message, self.weight = start, given, message, weight
+    start: int  # of its span in the ring
+    given: Any
+    message: Message
+    weight: int  # in the worker's load
 
 
 class _Process:
@@ -124,7 +120,7 @@ class _Process:
         self.load = 0  # bytes of calls that were given to it and are not done
         self.change = threading.Condition()
         self._sending = threading.Lock()
-        self._known: set[int] = set()
+        self.trees: set[int] = set()  # that it has
         self._ring = Ring(_RING)
         self._pinned = False
         ours, theirs = socket.socketpair()
@@ -173,10 +169,10 @@ class _Process:
 
     def send(self, flight: _Flight, trees: Sequence[tuple[int, Any]]) -> None:
         with self._sending:
-            new = [(number, tree) for number, tree in trees if number not in self._known]
-            for item in new:
-                self._connection.send(("tree", item))
-                self._known.add(item[0])
+            for number, tree in trees:
+                if number not in self.trees:
+                    self._connection.send(("tree", (number, tree)))
+                    self.trees.add(number)
             if self.unneeded:
                 forgotten = [self.unneeded.popleft() for _ in range(len(self.unneeded))]
                 self._connection.send(("forget", forgotten))
@@ -184,7 +180,12 @@ class _Process:
                 if self.ended:
                     raise BrokenPipeError
                 self.flights[flight.message.number] = flight
-            self._connection.send(("job", flight.message))
+            try:
+                self._connection.send(("job", flight.message))
+            except Exception:
+                if self.flights.pop(flight.message.number, None) is not None:
+                    raise
+                # else it exited in between, and the call is one of those that were lost with it
 
     def receive(self) -> list[Answer]:
         answers: list[Answer] = self._connection.recv()
@@ -206,17 +207,13 @@ class _Process:
             self._pinned = False
         self.forget()
         self.buffer = torch.empty(0, dtype=torch.uint8)
-        try:
+        with contextlib.suppress(BufferError):  # a tensor still refers to it; it goes with the last one
             self._mapped.close()
-        except BufferError:  # a tensor still refers to it; it goes with the last one
-            pass
 
     def forget(self) -> None:
         """Close this side of the conversation."""
-        try:
+        with contextlib.suppress(OSError):
             self._connection.close()
-        except OSError:
-            pass
 
 
 class Pool:
@@ -234,9 +231,8 @@ class Pool:
         answered: Callable[[Any, Answer | None], None],
     ) -> None:
         self._answered = answered
-        self.number = next(_numbers)
         self._processes: list[_Process] = []
-        self._memories = self._trees = 0
+        self._memories = 0
         self._lock = threading.Condition()
         self._sending = threading.Lock()
         self._flying = 0
@@ -244,40 +240,36 @@ class Pool:
         self._threads: list[threading.Thread] = []
         try:
             for _ in range(processes):
-                self._thread(self._serve, _Process(options, device))
+                worker = _Process(options, device)
+                self._processes.append(worker)
+                thread = threading.Thread(target=self._serve, args=(worker,), name="op_tools-pool", daemon=True)
+                thread.op_tools_internal = True  # type: ignore[attr-defined]
+                thread.start()
+                self._threads.append(thread)
         except BaseException:
             self.close()
             self.let_go()
             raise
         _pools.add(self)
 
-    def _thread(self, target: Callable[..., None], worker: _Process) -> None:
-        thread = threading.Thread(target=target, args=(worker,), name="op_tools-pool", daemon=True)
-        thread.op_tools_internal = True  # type: ignore[attr-defined]
-        self._processes.append(worker)
-        thread.start()
-        self._threads.append(thread)
-
     # -- for those who send ---------------------------------------------------------------------------
 
     def lease(self, nbytes: int) -> Lease | None:
         """The least-loaded worker, for a call of so many bytes and its backward, or None."""
-        there = [worker for worker in self._processes if worker.ready and not worker.ended]
+        there = [w for w in self._processes if w.ready and not w.ended and len(w.trees) < _MAX_TREES]
         if not there or self._closed:
             return None
         with self._lock:
-            if self._trees >= _MAX_TREES:  # which the processes keep
-                return None
             self._memories += 1
             lease = Lease(min(there, key=lambda worker: worker.load), self._memories)
-            lease.nbytes = nbytes + _CALL
+            lease.nbytes = nbytes + _CALL_COST
             lease.worker.load += lease.nbytes
             return lease
 
     def send(self, lease: Lease, message: Message, parts: Sequence[Operands], fetcher: Fetcher, given: Any) -> bool:
         """Copy a call to its process; whether it has gone there. The numbers of trees and spans are filled in."""
         worker = lease.worker
-        weight, lease.nbytes = lease.nbytes or message.nbytes + _CALL, 0
+        weight, lease.nbytes = lease.nbytes or message.nbytes + _CALL_COST, 0
         if message.phase == "backward":
             self._weigh(worker, weight)
         size = sum([padded(s.nbytes) for part in parts for s in part.storages])
@@ -296,21 +288,15 @@ class Pool:
         try:
             with self._sending:  # one at a time: threads that copy at once compete for the GIL
                 spans = _copied(parts, start, worker.buffer, fetcher)
-                trees = [(self._number(part), part.tree) for part in parts]
+                trees = [(_number(part), part.tree) for part in parts]
                 if parts:
                     message = message._replace(after=trees[-1][0], after_spans=spans[-1])
                 if len(parts) == 2:
                     message = message._replace(before=trees[0][0], before_spans=spans[0])
                 worker.send(_Flight(start, given, message, weight), trees)
             sent = True
-        except (
-            OSError,
-            pickle.PicklingError,
-            TypeError,
-            AttributeError,
-        ):  # it has exited; an odd tree
-            with worker.change:
-                worker.flights.pop(message.number, None)
+        except (OSError, pickle.PicklingError, TypeError, AttributeError):  # it has exited; an odd tree
+            pass
         finally:
             if not sent:
                 worker.give(start)
@@ -321,18 +307,6 @@ class Pool:
     def _weigh(self, worker: _Process, weight: int) -> None:
         with self._lock:
             worker.load += weight
-
-    def _number(self, staged: Operands) -> int:
-        """The number of a tree, given once to each layout."""
-        layout = staged.layout
-        assert layout is not None
-        with self._lock:
-            key = ("pool", self.number)
-            number = layout.notes.get(key)
-            if number is None:
-                self._trees += 1
-                number = layout.notes[key] = self._trees
-            return int(number)
 
     def drain(self) -> None:
         """Wait until all that was sent is answered (`pool.drain()`)."""
@@ -360,7 +334,7 @@ class Pool:
         """Let go of the memory, once nobody sends any more (`pool.let_go()`)."""
         for worker in self._processes:
             worker.let_go()
-        self._answered = _nobody
+        self._answered = lambda given, answer: None  # nobody waits for one any more
 
     # -- what comes back ------------------------------------------------------------------------------
 
@@ -371,7 +345,7 @@ class Pool:
                 self._lock.notify_all()
             while True:
                 for answer in worker.receive():
-                    self._land(worker, answer)
+                    self._land(worker, worker.flights.pop(answer.number), answer)
         except (EOFError, OSError):
             pass
         with worker.change:
@@ -380,14 +354,11 @@ class Pool:
             worker.flights.clear()
             worker.change.notify_all()
         for flight in lost:
-            self._answered(flight.given, None)
-            self._landed()
+            self._land(worker, flight, None)
         with self._lock:
             self._lock.notify_all()
 
-    def _land(self, worker: _Process, answer: Answer) -> None:
-        with worker.change:
-            flight = worker.flights.pop(answer.number)
+    def _land(self, worker: _Process, flight: _Flight, answer: Answer | None) -> None:
         worker.give(flight.start)
         self._weigh(worker, -flight.weight)
         try:
@@ -399,10 +370,6 @@ class Pool:
         with self._lock:
             self._flying -= 1
             self._lock.notify_all()
-
-
-def _nobody(given: Any, answer: Answer | None) -> None:
-    """Answers that nobody waits for."""
 
 
 def forget_in_child() -> None:
@@ -428,66 +395,59 @@ def most_bytes() -> int:
 
 def sendable(staged: Operands) -> bool:
     """Whether a worker can be told all about a snapshot (`sendable(stage((x, 2)))`)."""
-    layout = staged.layout
-    if layout is None:
-        return False
-    found = layout.notes.get(sendable)
-    if found is None:
-        found = layout.notes[sendable] = _is_simple(layout.tree)
-    return bool(found)
+    return staged.layout is not None and _properties(staged.layout)[0]
 
 
 def needs_gradients(layout: Layout) -> bool:
     """Whether any of the tensors may get a gradient (`needs_gradients(staged.layout)`)."""
-    found = layout.notes.get(needs_gradients)
+    return _properties(layout)[1]
+
+
+def _properties(layout: Layout) -> tuple[bool, bool]:
+    """Whether a tree means the same in another process, and whether gradients may come; worked out once."""
+    found: tuple[bool, bool] | None = layout.notes.get(_properties)
     if found is None:
-        found = layout.notes[needs_gradients] = any(ref.requires_grad for ref in _refs(layout.tree))
-    return bool(found)
+        leaves = list(_leaves(layout.tree))
+        gradients = any(isinstance(leaf, Ref) and leaf.requires_grad for leaf in leaves)
+        found = layout.notes[_properties] = (all(type(leaf) in _SIMPLE for leaf in leaves), gradients)
+    return found
 
 
-def _is_simple(value: Any) -> bool:
+def _leaves(value: Any) -> Iterator[Any]:
     kind = type(value)
-    if kind in (list, tuple):
-        return all(map(_is_simple, value))
     if kind is dict:
-        return all(type(key) is str and _is_simple(v) for key, v in value.items())
-    if kind is slice:
-        return all(map(_is_simple, (value.start, value.stop, value.step)))
-    return kind is Ref or kind in _SIMPLE
-
-
-def _refs(value: Any) -> Iterator[Ref]:
-    if isinstance(value, Ref):
+        value = [*value, *value.values()]
+    elif kind is slice:
+        value = (value.start, value.stop, value.step)
+    elif kind not in (list, tuple):
         yield value
-    elif isinstance(value, (list, tuple)):
-        for member in value:
-            yield from _refs(member)
-    elif isinstance(value, dict):
-        yield from _refs(list(value.values()))
+        return
+    for member in value:
+        yield from _leaves(member)
+
+
+def _number(staged: Operands) -> int:
+    """The number of a tree, given once to each layout."""
+    assert staged.layout is not None
+    notes = staged.layout.notes
+    return int(notes.get(_number) or notes.setdefault(_number, next(_tree_numbers)))
 
 
 def _command(sock: int, memory: int) -> list[str]:
     root = str(Path(__file__).resolve().parents[2])
     path = [root, *[p for p in sys.path if p and p != root]]
-    code = (
-        f"import sys; sys.path[:] = {path!r}; from op_tools.compare.worker import main; main({sock}, {memory}, {_RING})"
-    )
-    return [sys.executable, "-c", code]
+    main = f"from op_tools.compare.worker import main; main({sock}, {memory}, {_RING})"
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {main}"]
 
 
 def _copied(parts: Sequence[Operands], start: int, buffer: Tensor, fetcher: Fetcher) -> list[Spans]:
     """Copy the storages of all parts one behind the other, and wait for it; where they are."""
-    spans: list[Spans] = []
-    places: list[tuple[int, int]] = []
-    for part in parts:
-        mine = []
-        for storage in part.storages:
-            count = storage.nbytes
-            mine.append((start, count))
-            start += padded(count)
-        spans.append(tuple(mine))
-        places += mine
+    spans = []
     storages = [storage for part in parts for storage in part.storages]
+    for storage in storages:
+        spans.append((start, storage.nbytes))
+        start += padded(storage.nbytes)
     event = next((part.event for part in reversed(parts) if part.event is not None), None)
-    fetcher.put(storages, event, buffer, places)
-    return spans
+    fetcher.put(storages, event, buffer, spans)
+    rest = iter(spans)
+    return [tuple(itertools.islice(rest, len(part.storages))) for part in parts]

@@ -79,36 +79,34 @@ class Teller:
 
     def _tell_ready(self, at_once: bool = True) -> None:
         try:
-            if self._tell_in_turn(at_once):
-                return
+            while True:
+                with self._change:
+                    job = self._ready.get(self.told)
+                    if job is None:
+                        self._stop_telling()
+                        return
+                    if not at_once and (job.golden is not None or job.error is not None):
+                        break  # there may be files to write: not on the run's thread
+                    del self._ready[self.told]
+                    self.told += 1
+                try:
+                    if not self.abandoned or job.judgement is not None:
+                        self._tell(job)
+                except Exception as error:
+                    self._tool.failed(job.live, error)
+                finally:  # let go of all its tensors
+                    job.before = job.snapshot = job.golden = job.fetcher = job.grads = None
+                    job.values, job.args, job.kwargs = (), (), {}
+                    job.done.set()
             self._background(self._tell_ready)
         except BaseException:  # Ctrl-C in the run's thread: others go on with the rest
-            with self._change:
-                self._telling = False
-                self._change.notify_all()
+            self._stop_telling()
             raise
 
-    def _tell_in_turn(self, at_once: bool) -> bool:
-        """Tell what is ready; False where the rest is for another thread."""
-        while True:
-            with self._change:
-                job = self._ready.get(self.told)
-                if job is None:
-                    self._telling = False
-                    self._change.notify_all()
-                    return True
-                if not at_once and (job.golden is not None or job.error is not None):
-                    return False  # there may be files to write: not on the run's thread
-                del self._ready[self.told]
-                self.told += 1
-            try:
-                if not self.abandoned or job.judgement is not None:
-                    self._tell(job)
-            except Exception as error:
-                self._tool.failed(job.live, error)
-            finally:
-                _release(job)
-                job.done.set()
+    def _stop_telling(self) -> None:
+        with self._change:
+            self._telling = False
+            self._change.notify_all()
 
     def wait(self) -> None:
         """Wait until nothing is being told."""
@@ -158,21 +156,18 @@ class Teller:
 
     def _blame(self, job: Job, call: ComparedCall, judgement: Judgement) -> None:
         worst = max((r for r in judgement.rows if r.verdict == WRONG), key=lambda r: r.excess)
-        module, step = call.site.module, call.site.step
         folder = ""
         if self._saved < _MAX_SAVED and job.golden is not None:
             self._saved += 1
             folder = self._save(job, call, worst)
         if len(self.blames) < _MAX_BLAMES:
             reason = f"{worst.label}: {worst.reason}"
-            where = (call.site.location, module, step, folder)
+            where = (*call.site[:3], folder)
             self.blames.append(Blame(job.event, call.id, call.op, job.phase, reason, worst.excess, *where))
-        self._tool.found(
-            job.live,
-            "difference",
-            f"{worst.label} is wrong{f' in module {module}' if module else ''}: {worst.reason} "
-            f"(max_abs_diff {worst.max_abs_diff:.6g}, {worst.max_ulp:.3g} ulp)",
-        )
+        where_in_model = f" in module {call.site.module}" if call.site.module else ""
+        distance = f"max_abs_diff {worst.max_abs_diff:.6g}, {worst.max_ulp:.3g} ulp"
+        message = f"{worst.label} is wrong{where_in_model}: {worst.reason} ({distance})"
+        self._tool.found(job.live, "difference", message)
 
     def _save(self, job: Job, call: ComparedCall, worst: Row) -> str:
         """The saved call, both sides, and a script that repeats it; what cannot be saved is left out."""
@@ -242,12 +237,6 @@ class Teller:
         )
 
 
-def _release(job: Job) -> None:
-    """Let go of all its tensors."""
-    job.before = job.snapshot = job.golden = job.fetcher = job.grads = None
-    job.values, job.args, job.kwargs = (), (), {}
-
-
 # --- blame --------------------------------------------------------------------------------------------
 
 
@@ -314,25 +303,16 @@ class Lineage:
                     maker[pointer] = event
         return event
 
-    def parents(self, event: int) -> tuple[int, ...]:
-        """The events whose values this one used directly (`lineage.parents(event)`)."""
-        return self._parents.get(event, ())
-
     def ancestors_among(self, event: int, wanted: set[int]) -> set[int]:
         """Which of the wanted events had a part in this one's inputs (`lineage.ancestors_among(e, wrong)`)."""
         if not wanted:
             return set()
-        oldest = min(wanted)
-        seen, stack, found = {event}, list(self.parents(event)), set()
+        oldest, seen, stack = min(wanted), {event}, [event]
         while stack:
-            one = stack.pop()
-            if one in seen or one < oldest:
-                continue
-            seen.add(one)
-            if one in wanted:
-                found.add(one)
-            stack.extend(self.parents(one))
-        return found
+            new = [p for p in self._parents.get(stack.pop(), ()) if p >= oldest and p not in seen]
+            seen.update(new)
+            stack += new
+        return (seen - {event}) & wanted
 
     def reached_by(self, event: int) -> int:
         """How many later events used values that come from this one (`lineage.reached_by(event)`)."""

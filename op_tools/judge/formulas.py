@@ -18,7 +18,7 @@ from ..call import facts
 from ..call.description import Tensor, tensors_in
 from ..call.operators.registry import FUNCTIONS, Kind, Registry, kernel_names, last_name
 from ..native.measuring import Bound
-from .rounding import Precision, Structure, roundings, weights_of_products
+from .rounding import Precision, Structure, roundings
 
 if TYPE_CHECKING:
     from .golden import Source
@@ -41,6 +41,14 @@ class Terms(NamedTuple):
     def added_to(self, bound: Bound) -> tuple[Bound, Tensor]:
         """The bound that follows, and its squares (`measures.beyond(sides, *terms.added_to(bound))`)."""
         return bound._replace(of_squares=self.of_squares, of_result=self.of_result), self.squares
+
+
+def weights_of_products(precision: Precision, structure: Structure) -> tuple[float, float]:
+    """What the probes of a sum of products tend to: its variance is the first of these times the sum of its squared
+    terms, plus the second times its square (see `Noise._units`)."""
+    grown = precision.inner * math.sqrt(structure.longest_sum)
+    steps = structure.steps_in_low if precision.stored > precision.inner else 1.0
+    return 2 * (max(grown, precision.stored) * steps) ** 2, grown**2
 
 
 class FormulaQuery(NamedTuple):

@@ -82,10 +82,10 @@ class Source:
         """All tensors among the arguments, in order (`source.tensors[0]`)."""
         return tuple(tensors_in((self.args, self.kwargs)))
 
-    @property
+    @functools.cached_property
     def may_mutate(self) -> bool:
         """Whether the call may write to its arguments (`facts.may_mutate`)."""
-        return facts.may_mutate(self.name, self.kwargs)
+        return not (_is_plain(self.name) and not self.kwargs) and facts.may_mutate(self.name, self.kwargs)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Source:
         """The same call on other tensors (`source.mapped(torch.square)`)."""
@@ -255,7 +255,7 @@ def autocast_rounds_to(name: str, low: torch.dtype, result: Any) -> torch.dtype 
 def _why_not(source: Source, max_bytes: int | None) -> str:
     if source.traits.collective:
         return "a collective: its result depends on other processes"
-    if facts.last_name(source.name) in facts.UNINITIALISED:
+    if not _is_plain(source.name) and facts.last_name(source.name) in facts.UNINITIALISED:
         return "returns uninitialised memory"
     needed = 0
     for tensor in source.tensors:
@@ -395,7 +395,7 @@ def _gradients_of(pairs: Sequence[tuple[Tensor, Tensor | None]], leaves: list[Te
 
 
 def _detached(value: Any) -> Any:
-    return map_tensors(value, lambda t: t.detach() if t.requires_grad else t)
+    return value.detach() if type(value) is Tensor else map_tensors(value, Tensor.detach)
 
 
 def _map_settings(value: Any, cast: Cast) -> Any:

@@ -82,14 +82,6 @@ class Structure:
     opaque: Mapping[Any, bool]  # operators whose steps cannot be seen: whether they have a float32 kernel, too
 
 
-def weights_of_products(precision: Precision, structure: Structure) -> tuple[float, float]:
-    """What the probes of a sum of products tend to: its variance is the first of these times the sum of its squared
-    terms, plus the second times its square (see `Noise._units`)."""
-    grown = precision.inner * math.sqrt(structure.longest_sum)
-    steps = structure.steps_in_low if precision.stored > precision.inner else 1.0
-    return 2 * (max(grown, precision.stored) * steps) ** 2, grown**2
-
-
 def roundings(kind: str, length: int, straight: bool = False, lanes: int = _LANES) -> float:
     """How many roundings a term meets on its way into a sum; they add up like a random walk.
 

@@ -14,11 +14,11 @@ from ..call import facts
 from ..call.description import Tensor, tensors_in
 from ..call.equality import leaves_of
 from . import formulas
-from .formulas import FormulaQuery, Terms
+from .formulas import FormulaQuery, Terms, weights_of_products
 from .golden import GoldenResult, Run
 from .measures import wide
 from .noise import PROBES, AllSigns, Noise, Signs
-from .rounding import Precision, Trace, weights_of_products
+from .rounding import Precision, Trace
 from .rounding import Structure as Structure
 
 FEWEST_PROBES: Final = 4  # also when time is short

@@ -20,14 +20,14 @@ import torch
 
 from .. import settings
 from ..call.description import Tensor
-from ..call.devices import quiet
 from ..call.site import module_path
 from ..compare import cores
 from ..compare.choose import MODES, Chooser, kind_of, parse_budget
 from ..compare.ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, gradient_kind, make_ladder
 from ..compare.teller import Blame, Teller
+from ..compat import count_dispatch_modes, no_dispatch_modes
 from ..copies.invocation import Region, Site
-from ..copies.operands import Fetcher, Layouts, Operands, stage
+from ..copies.operands import Fetcher, Layouts, Operands
 from ..copies.queue import Writer
 from ..judge import golden
 from ..judge.verdict import Judgement, Rules
@@ -40,7 +40,6 @@ _WATCHING_COST: Final = 1e-5  # seconds that the interceptor needs for a call, w
 _MAX_GRADIENT_KINDS: Final = 20_000
 _MAX_WAITING: Final = 2_000  # jobs
 _MAX_CORES: Final = 4  # for one comparison, unless it is large
-PRECHECKS: Final = settings.options("OP_AUTOCOMPARE_FIRST_LOOK")  # where a call like an earlier one is judged first
 
 
 class OpAutoCompare(Tool):
@@ -104,7 +103,7 @@ class OpAutoCompare(Tool):
             self.view.full,
             self._at_once,
             self._sampled,
-            _precheck(self._precheck),
+            _choice("look", self._precheck, "OP_AUTOCOMPARE_FIRST_LOOK"),
             self._threads,
             queue_bytes,
             int(settings.number("OP_AUTOCOMPARE_MAX_BYTES")),
@@ -124,9 +123,8 @@ class OpAutoCompare(Tool):
         self._layouts = Layouts()
         self._gradient_kinds: dict[Any, int] = {}
         self._workers = threading.local()
-        self._fetchers: list[
-            Fetcher
-        ] = []  # a forked child drops what threads hold; freeing pinned memory there aborts it
+        # held here, too: a forked child drops what threads hold, and freeing pinned memory there aborts it
+        self._fetchers: list[Fetcher] = []
         measuring.prepare()
         self.csv_path: Path | None = None
 
@@ -171,27 +169,33 @@ class OpAutoCompare(Tool):
             live=call,
             kind=kind,
         )
-        expected = False
         look = (call.op, call.inputs.number)
         for judge in self._expecting:
             if look not in judge.never_settles and judge.expects(compared):
-                expected = True
+                call.notes[self] = compared
                 break
-        if expected or self._copy_arguments(compared):
-            call.notes[self] = compared
+        else:
+            if self._copy_arguments(compared):
+                call.notes[self] = compared
         if self._sampled:
             self._chooser.spend(kind, time.perf_counter() - started)
 
     def _copy_arguments(self, compared: ComparedCall) -> bool:
         call = compared.live
-        with quiet():
-            staged = self._layouts.stage(call.inputs.number, call.tensors, (call.args, call.kwargs))
+        staged = self._stage(call.inputs.number, call.tensors, (call.args, call.kwargs))
         if staged.opaque:
             self._chooser.settle(compared.kind)
             self._teller.skip(call, f"arguments of type {', '.join(staged.opaque)} cannot be copied")
             return False
         compared.before = staged
         return True
+
+    def _stage(self, number: int, tensors: list[Tensor], value: Any) -> Operands:
+        """A snapshot that the user's dispatch modes do not see; the interceptor has switched off function modes."""
+        if not count_dispatch_modes():
+            return self._layouts.stage(number, tensors, value)
+        with no_dispatch_modes():
+            return self._layouts.stage(number, tensors, value)
 
     def after(self, call: Call) -> None:
         compared: ComparedCall | None = call.notes.get(self)
@@ -214,10 +218,8 @@ class OpAutoCompare(Tool):
             del call.notes[self]
         else:
             number = inputs << 32 | outputs if inputs and outputs else 0  # never that of arguments alone
-            with quiet():
-                job.snapshot = self._layouts.stage(
-                    number, [*call.tensors, *call.results], (call.args, call.kwargs, call.result)
-                )
+            values = (call.args, call.kwargs, call.result)
+            job.snapshot = self._stage(number, [*call.tensors, *call.results], values)
             self._submit(job, compared)
         compared.live = weakref.proxy(call)  # which holds it
         if self._sampled:
@@ -236,7 +238,14 @@ class OpAutoCompare(Tool):
         grads = (grad_outputs, grad_inputs)
         job = Job(compared, BACKWARD, event=event, live=call, grads=grads, grad_kind=gradient_kind(*grads))
         if not self._settle_live(job) and self._has_arguments(compared):
-            job.snapshot = _copy_gradients(job, self._layouts, self._gradient_kinds)
+            given = [g for g in (*grad_outputs, *grad_inputs) if g is not None]
+            number = 0
+            if all(g.layout == torch.strided for g in given):
+                number = self._gradient_kinds.get(job.grad_kind, 0)
+                if not number and len(self._gradient_kinds) < _MAX_GRADIENT_KINDS:
+                    number = -1 - len(self._gradient_kinds)  # descriptions have positive numbers
+                    self._gradient_kinds[job.grad_kind] = number
+            job.snapshot = self._layouts.stage(number, given, grads)
             job.grads = None
             if self._sampled:
                 self._chooser.begin(compared.kind)
@@ -327,28 +336,25 @@ class OpAutoCompare(Tool):
     # -- tell, at the end -----------------------------------------------------------------------------
 
     def finish(self) -> None:
+        teller = self._teller
         try:
-            self._drain()
+            left = teller.numbered - teller.told
+            if left > 50 and self.view.on and sys.stderr.isatty():
+                console.wait_with_progress("comparing", left, lambda: teller.numbered - teller.told)
+            self.wait()
         except KeyboardInterrupt:
-            self._teller.abandoned = True  # what is queued is dropped; what was found is kept
+            teller.abandoned = True  # what is queued is dropped; what was found is kept
             raise
         finally:
             for judge in self._ladder:
                 judge.close()
             self._queue.close()
-            self._teller.wait()
+            teller.wait()
             for judge in self._ladder:
                 judge.release()
             self._fetchers.clear()
             assert self._store is not None
-            self.csv_path = self._teller.write_table(self._store, self.table_name, self._run_key, self.only is None)
-
-    def _drain(self) -> None:
-        teller = self._teller
-        left = teller.numbered - teller.told
-        if left > 50 and self.view.on and sys.stderr.isatty():
-            console.wait_with_progress("comparing", left, lambda: teller.numbered - teller.told)
-        self.wait()
+            self.csv_path = teller.write_table(self._store, self.table_name, self._run_key, self.only is None)
 
     def summary(self) -> list[str]:
         notes = [line for judge in self._ladder for line in judge.summary()]
@@ -388,33 +394,17 @@ class OpAutoCompare(Tool):
         row["allclose"] = bool(row["allclose"])
 
 
-def _copy_gradients(job: Job, layouts: Layouts, kinds: dict[Any, int]) -> Operands:
-    assert job.grads is not None
-    sent, found = job.grads
-    grads = [*sent, *found]
-    number = 0
-    if all(g is None or g.layout == torch.strided for g in grads):
-        number = kinds.get(job.grad_kind, 0)
-        if not number and len(kinds) < _MAX_GRADIENT_KINDS:
-            number = kinds[job.grad_kind] = -1 - len(kinds)  # descriptions have positive numbers
-    if not number:
-        return stage((sent, found))
-    return layouts.stage(number, [g for g in grads if g is not None], (sent, found))
-
-
-def _precheck(given: str | None) -> str:
+def _choice(keyword: str, given: str | None, variable: str) -> str:
     if given is None:
-        return settings.choice("OP_AUTOCOMPARE_FIRST_LOOK")
-    if given not in PRECHECKS:
-        raise settings.SettingsError(f"OpAutoCompare(look={given!r}): choose one of {', '.join(PRECHECKS)}")
+        return settings.choice(variable)
+    known = settings.options(variable)
+    if given not in known:
+        raise settings.SettingsError(f"OpAutoCompare({keyword}={given!r}): choose one of {', '.join(known)}")
     return given
 
 
 def _chooser(mode: str | None, budget: str | float | None) -> Chooser:
-    if mode is None:
-        mode = settings.choice("OP_AUTOCOMPARE_MODE")
-    elif mode not in MODES:
-        raise settings.SettingsError(f"OpAutoCompare(mode={mode!r}): choose one of {', '.join(MODES)}")
+    mode = _choice("mode", mode, "OP_AUTOCOMPARE_MODE")
     variable = "OpAutoCompare(budget=...)"
     if budget is None:
         variable, budget = "OP_AUTOCOMPARE_BUDGET", settings.read("OP_AUTOCOMPARE_BUDGET") or None

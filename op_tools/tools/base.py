@@ -121,8 +121,8 @@ class Tool(Hooks):
                 try:
                     self._run_key = next(_RUNS)  # the number of this run in its table
                     self._store = store.current()
-                    self._add_rows = self._store.table(self.table_name, {"run": "INTEGER", **self.columns})
-                    self._add_finding = self._store.table("findings", _FINDING_COLUMNS)
+                    self._new_rows = self._store.table(self.table_name, {"run": "INTEGER", **self.columns})
+                    self._add_finding = self._store.table("findings", _FINDING_COLUMNS).append
                     self._sites: dict[tuple[str, str, int, int], int] = {}
                     self._reported.clear()
                     self.calls = Counter()
@@ -293,12 +293,18 @@ class Tool(Hooks):
 
     def record(self, *row: Any) -> None:
         """Append one row to the tool's table."""
-        self._add_rows((self._run_key, *row))
+        rows = self._new_rows
+        rows.append((self._run_key, *row))
+        if not len(rows) % store.ASK_EVERY and self._store is not None:
+            self._store.flush_when_due(rows)
 
     def record_all(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Append many rows at once (`tool.record_all([(1, "forward"), (1, "backward")])`)."""
-        run = self._run_key
-        self._add_rows(*[(run, *row) for row in rows])
+        run, waiting = self._run_key, self._new_rows
+        added = [(run, *row) for row in rows]
+        waiting.extend(added)
+        if len(waiting) % store.ASK_EVERY < len(added) and self._store is not None:
+            self._store.flush_when_due(waiting)
 
     def records(self) -> list[dict[str, Any]]:
         """What was recorded since the last start, one dict per row (`tool.records()[0]["op"]`)."""

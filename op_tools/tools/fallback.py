@@ -44,10 +44,7 @@ class OpFallback(Tool):
     wants_backward_start = True
     wants_pointers = False
     columns: ClassVar[dict[str, str]] = {"call_id": "INTEGER", "site": "INTEGER", "ran_on": "TEXT", "step": "INTEGER"}
-
-    @property
-    def wants_gradients(self) -> bool:
-        return False
+    wants_gradients = False
 
     def prepare(self) -> None:
         # Copies may be kept only where every operator passes through here, so that every write is seen.

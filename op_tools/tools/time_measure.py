@@ -88,10 +88,6 @@ class OpTimeMeasure(Tool):
     }
 
     @property
-    def wants_gradients(self) -> bool:
-        return self.view.full
-
-    @property
     def wants_backward(self) -> bool:  # type: ignore[override]
         """Hooks on the nodes are needed where C++ does not listen, or where the gradients are shown."""
         return self._clock is None
@@ -107,6 +103,7 @@ class OpTimeMeasure(Tool):
 
     def prepare(self) -> None:
         self._folder = settings.results_dir() / "op_time_measure_result"
+        self.wants_gradients = self.view.full
         self._spans = object()  # key of the notes of a call whose backward pass is on its way
         self._waiting: deque[_Timing] = deque()
         self._free: dict[str, list[Any]] = {}
@@ -248,7 +245,7 @@ class OpTimeMeasure(Tool):
         samples.add(elapsed)
         site = self.site(call)
         start = (timing.host_start - self._began) / 1e3
-        self._add_rows((self._run_key, call.id, site, phase, elapsed, start, timing.thread, call.step))
+        self.record(call.id, site, phase, elapsed, start, timing.thread, call.step)
         if self.view.full:
             self._show(timing, site, elapsed)
 

@@ -12,7 +12,6 @@ import csv
 import functools
 import itertools
 import json
-import operator
 import os
 import sqlite3
 import threading
@@ -25,15 +24,18 @@ from typing import Any, Final
 from .. import lifecycle, settings
 
 _BATCH_ROWS: Final = 4_000
+ASK_EVERY: Final = 64  # rows: so often whoever adds them calls `flush_when_due`
 _MAX_SITES: Final = 50_000
 _FLUSH_SECONDS: Final = 0.5  # seconds after which records are on disk
+
+Rows = deque[tuple[Any, ...]]
 
 
 class Store:
     """Append-only tables of one process; reading flushes first, so what was added is what is read.
 
-    >>> store = Store(Path("/tmp/example.sqlite"))            # doctest: +SKIP
-    >>> store.table("ops", {"name": "TEXT"})(("torch.add",))  # doctest: +SKIP
+    >>> store = Store(Path("/tmp/example.sqlite"))                   # doctest: +SKIP
+    >>> store.table("ops", {"name": "TEXT"}).append(("torch.add",))  # doctest: +SKIP
     """
 
     def __init__(self, path: Path, max_rows: int = 5_000_000) -> None:
@@ -43,15 +45,13 @@ class Store:
         self.dropped = 0
         self._max_rows = max_rows
         self._rows_written = 0
-        self._waiting: deque[tuple[str, tuple[Any, ...]]] = deque()
-        self._inserts: dict[str, str] = {}
+        self._tables: dict[str, tuple[str, Rows]] = {}  # by name: how to insert, and the rows that wait
         self._sites: dict[Hashable, int] = {}
         self._site_numbers = itertools.count()
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._due = time.monotonic() + _FLUSH_SECONDS
         self._closed = False
-        self._foreign = False  # in a forked child
         path.parent.mkdir(parents=True, exist_ok=True)
         self._connection = sqlite3.connect(str(path), check_same_thread=False, isolation_level=None)
         # A write-ahead log keeps what was committed readable after kill -9.
@@ -64,25 +64,15 @@ class Store:
         self._thread.op_tools_internal = True  # type: ignore[attr-defined]
         self._thread.start()
 
-    def table(self, name: str, columns: Mapping[str, str]) -> Callable[..., None]:
-        """Declare a table and get the function that appends rows to it (`store.table(...)((1, "a"), (2, "b"))`)."""
-        if name not in self._inserts:
+    def table(self, name: str, columns: Mapping[str, str]) -> Rows:
+        """Declare a table; rows that are appended to what this returns get into it (`.append((1, "a"))`)."""
+        if name not in self._tables:
             declared = ", ".join(f"{column} {kind}" for column, kind in columns.items())
             with self._lock:
                 self._connection.execute(f"CREATE TABLE IF NOT EXISTS {name} ({declared})")
-            self._inserts[name] = f"INSERT OR IGNORE INTO {name} VALUES ({', '.join('?' * len(columns))})"
-        waiting = self._waiting
-
-        def add(*rows: tuple[Any, ...]) -> None:
-            if self._foreign:
-                return
-            for row in rows:
-                waiting.append((name, row))
-            size = len(waiting)
-            if size >= _BATCH_ROWS or (size % 64 < len(rows) and time.monotonic() > self._due):
-                self.flush()
-
-        return add
+                insert = f"INSERT OR IGNORE INTO {name} VALUES ({', '.join('?' * len(columns))})"
+                self._tables[name] = (insert, deque())
+        return self._tables[name][1]
 
     def site(self, key: Hashable, op: str, location: str, describe: Callable[[], Any]) -> int:
         """The number of a call site and signature; its description is written the first time only."""
@@ -91,26 +81,32 @@ class Store:
             if len(self._sites) >= _MAX_SITES:
                 self._sites.clear()
             number = self._sites[key] = next(self._site_numbers)
-            self._site((number, op, location, json.dumps(describe())))
+            self._site.append((number, op, location, json.dumps(describe())))
         return number
+
+    def flush_when_due(self, rows: Rows) -> None:
+        """Write everything if many of these rows wait, or if the last time was long ago."""
+        if len(rows) >= _BATCH_ROWS or time.monotonic() > self._due:
+            self.flush()
 
     def flush(self) -> None:
         """Write everything that was added so far (`store.flush()`)."""
+        if self.pid != os.getpid():  # a forked child: the file is its parent's
+            return
         with self._lock:
-            self._write()
+            for insert, rows in self._tables.values():
+                self._write(insert, rows)
             self._due = time.monotonic() + _FLUSH_SECONDS
 
-    def _write(self) -> None:
-        while self._waiting and self.failure is None:
-            batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), _BATCH_ROWS))]
+    def _write(self, insert: str, rows: Rows) -> None:
+        while rows and self.failure is None:
+            batch = [rows.popleft() for _ in range(min(len(rows), _BATCH_ROWS))]
             if self._rows_written + len(batch) > self._max_rows:
                 self.dropped += len(batch)
                 continue
             try:
                 self._connection.execute("BEGIN")
-                # rows of one table follow each other mostly, so few statements are needed
-                for name, pairs in itertools.groupby(batch, key=operator.itemgetter(0)):
-                    self._connection.executemany(self._inserts[name], [row for _, row in pairs])
+                self._connection.executemany(insert, batch)
                 self._connection.execute("COMMIT")
                 self._rows_written += len(batch)
             except sqlite3.Error as error:
@@ -119,12 +115,12 @@ class Store:
                 with contextlib.suppress(sqlite3.Error):
                     self._connection.execute("ROLLBACK")
         if self.failure is not None:  # the disk is full or gone: keep memory flat and the run alive
-            self.dropped += len(self._waiting)
-            self._waiting.clear()
+            self.dropped += len(rows)
+            rows.clear()
 
     def _write_forever(self) -> None:
         while not self._wake.wait(_FLUSH_SECONDS):
-            if self._waiting and time.monotonic() > self._due + _FLUSH_SECONDS:
+            if any(rows for _, rows in self._tables.copy().values()) and time.monotonic() > self._due + _FLUSH_SECONDS:
                 self.flush()
 
     def rows(self, query: str, parameters: Sequence[Any] = ()) -> list[dict[str, Any]]:
@@ -182,8 +178,6 @@ def current() -> Store:
 def forget_in_child() -> None:
     """After a fork the child must neither write to nor close its parent's file."""
     global _current, _guard
-    if _current is not None:
-        _current._foreign = True
     _current, _guard = None, threading.Lock()
 
 

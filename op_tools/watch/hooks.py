@@ -21,6 +21,7 @@ class Hooks:
     transforms: ClassVar[bool] = False  # replaces how the operator runs, instead of watching it
     wants_backward: bool = False
     wants_backward_start: bool = False
+    wants_gradients: bool = True  # `after_backward` looks at the gradients; where no tool does, its lists are empty
     wants_pointers: ClassVar[bool] = True  # looks at the addresses of tensors; with a full console all do
     view: View
 
@@ -38,11 +39,6 @@ class Hooks:
     def names_skips(self) -> bool:
         """Whether operators that are left alone are named on the console."""
         return False
-
-    @property
-    def wants_gradients(self) -> bool:
-        """Whether `after_backward` looks at the gradients; where no tool does, its lists are empty."""
-        return True
 
     def wants(self, traits: OpTraits) -> bool:
         """Whether the tool works on an operator at all; asked once per function."""

@@ -21,6 +21,7 @@ import torch
 from ...call import facts
 from ...call.description import Tensor, map_tensors, tensors_in
 from ...call.devices import module_of, quiet
+from ...call.equality import same_leaves
 from ...copies.invocation import Region
 from ...copies.materialise import Copier
 from ...copies.operands import Operands, is_plain, stage
@@ -29,7 +30,7 @@ from ...judge import golden, uncertainty, verdict
 from ...judge.golden import DOUBLE, GoldenResult, Run, Source
 from ...judge.verdict import RIGHT, Judgement
 from ...native import device_measures
-from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup
+from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup, arguments_kind
 from .host import compared_arguments, gradient_indices
 
 _MAX_KINDS: Final = 20_000
@@ -108,8 +109,8 @@ class DevicePrecheck(Judge):
     # -- what is known ------------------------------------------------------------------------------------
 
     def expects(self, call: ComparedCall) -> bool:
-        key = _key(call)
-        kind = self._kinds.get(key) if key is not None else None
+        key = arguments_kind(call)
+        kind = self._kinds.get(key)
         if kind is None:
             return False
         reservation = None
@@ -124,13 +125,8 @@ class DevicePrecheck(Judge):
         call, result, judgement = job.call, job.golden, job.judgement
         if result is None or judgement is None or judgement.verdict != RIGHT or len(self._kinds) >= _MAX_KINDS:
             return
-        key = _key(call)
-        if key is None:
-            return
-        if job.phase == BACKWARD:
-            key = (key, job.grad_kind)
-        live = job.live
-        if key in self._kinds or not _may_be_checked(call, result) or not has_double(live.device):
+        key = arguments_kind(call) if job.phase == FORWARD else (arguments_kind(call), job.grad_kind)
+        if key in self._kinds or not _may_be_checked(call, result) or not has_double(job.live.device):
             return
         if job.moves_only:
             self._kinds[key] = Kind(call.numbers[1], judgement=judgement)
@@ -196,7 +192,7 @@ class DevicePrecheck(Judge):
             args, kwargs = facts.adapt(call.op, *copied)
             outputs = call.function(*args, **kwargs)
         if kind.judgement is not None:
-            if not _same(live.result, outputs):
+            if not same_leaves(live.result, outputs, _same_leaf):
                 raise verdict.Unresolved
             judgement = kind.judgement
         else:
@@ -245,7 +241,7 @@ class DevicePrecheck(Judge):
         by_leaf = {id(leaf): grad for leaf, grad in zip(unique, grads)}
         expected = [None if leaf is None else by_leaf[id(leaf)] for leaf in leaves]
         if kind.judgement is not None:
-            return kind.judgement if _same(list(found), expected) else None
+            return kind.judgement if same_leaves(found, expected, _same_leaf) else None
         result = GoldenResult(True, "", source, DOUBLE, Run(None, source.args, source.kwargs, expected))
         indices, present = gradient_indices(found, expected)
         judged = self._judged(list(found), expected, result, "grad_input", kind.structures[0], indices)
@@ -285,9 +281,8 @@ def _copier(region: Region, grad: bool) -> Copier:
 
 def _source(call: ComparedCall, args: Any, kwargs: Any) -> Source:
     region = call.region
-    return Source(
-        *(call.function, call.op, call.traits, args, kwargs, None, region.device, region.rounded_to, region.autocast)
-    )
+    numerics = (region.device, region.rounded_to, region.autocast)
+    return Source(call.function, call.op, call.traits, args, kwargs, None, *numerics)
 
 
 def _held() -> Callable[[Tensor], Tensor]:
@@ -304,51 +299,30 @@ def _held() -> Callable[[Tensor], Tensor]:
 
 @contextlib.contextmanager
 def _plain_region(region: Region, grad: bool) -> Any:
-    with golden.neutral(grad):
-        if region.autocast is None:
-            yield
-        else:
-            with torch.autocast(region.device, enabled=False):
-                yield
-
-
-def _key(call: Any) -> Hashable:
-    number, region = call.numbers[0], call.region
-    return (call.op, number, region.autocast, region.grad_enabled) if number else None
+    autocast = region.autocast is not None
+    with golden.neutral(grad), torch.autocast(region.device, enabled=False) if autocast else contextlib.nullcontext():
+        yield
 
 
 def _may_be_checked(call: Any, result: GoldenResult) -> bool:
     source, traits, grad_enabled = result.source, call.traits, call.region.grad_enabled
-    if not call.numbers[1] or not result.comparable or result.note or dict(result.cast) != DOUBLE:
+    if not all(call.numbers) or not result.comparable or result.note or dict(result.cast) != DOUBLE:
         return False
     if traits.collective or traits.factory or source.kwargs.get("out") is not None:
         return False
     if traits.mutates:
         if not source.tensors or (grad_enabled and any(t.requires_grad for t in source.tensors)):
             return False
-    elif facts.may_mutate(source.name, source.kwargs):
+    elif source.may_mutate:
         return False
     if "as_strided" in source.name:  # looks at what lies between the elements
         return False
-    if facts.has_free_vectors(source.name):
+    if facts.has_free_vectors(source.name) or facts.on_cpu(source.name, source.function) is not source.function:
         return False
-    if facts.on_cpu(source.name, source.function) is not source.function or _names_a_dtype(source):
+    if any(isinstance(v, (torch.dtype, torch.device)) for v in (*source.args, *source.kwargs.values())):
         return False
-    return all(_may_be_copied(t) for t in source.tensors)
-
-
-def _may_be_copied(tensor: Tensor) -> bool:
     # where indices decide, another dtype takes the same way through the kernel: no second opinion
-    return is_plain(tensor) and not tensor.is_complex() and tensor.dtype in DOUBLE
-
-
-def _names_a_dtype(source: Source) -> bool:
-    return any(isinstance(v, (torch.dtype, torch.device)) for v in (*source.args, *source.kwargs.values()))
-
-
-def _same(ours: Any, theirs: Any) -> bool:
-    left, right = list(verdict.leaves_of(ours)), list(verdict.leaves_of(theirs))
-    return len(left) == len(right) and all(map(_same_leaf, left, right))
+    return all(is_plain(t) and not t.is_complex() and t.dtype in DOUBLE for t in source.tensors)
 
 
 def _same_leaf(a: Any, b: Any) -> bool:

@@ -10,13 +10,12 @@ import dataclasses
 import itertools
 import threading
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
 from ...call import facts
 from ...call.description import Tensor, map_tensors, tensors_in
-from ...call.devices import quiet
 from ...call.equality import equal, same_leaves, same_values
 from ...copies.operands import MAX_BORROWED
 from ...copies.queue import MemoryBudget, Reservation
@@ -24,32 +23,25 @@ from ...judge import golden, verdict
 from ...judge.golden import GoldenResult
 from ...judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
 from .. import cores, pieces
-from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup
+from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup, gradient_kind
 
 _MAX_KINDS: Final = 20_000
 _MAX_WAIT: Final = 60.0  # seconds
-
-
-class _Kept(NamedTuple):
-    """A golden forward pass that waits for its backward, and the memory it takes."""
-
-    result: GoldenResult
-    reservation: Reservation
 
 
 @dataclasses.dataclass(eq=False)
 class ForwardRun:
     """What the comparison of a forward leaves for that of its backward."""
 
-    kept: _Kept | None = None
+    golden: tuple[GoldenResult, Reservation] | None = None  # the golden forward pass, and the memory it takes
     returned: Any = None  # what the device returned, where signs are free
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
     lock: Any = dataclasses.field(default_factory=threading.Lock)
 
-    def take(self) -> _Kept | None:
+    def take(self) -> tuple[GoldenResult, Reservation] | None:
         """The golden forward pass, for one backward alone."""
         with self.lock:
-            kept, self.kept = self.kept, None
+            kept, self.golden = self.golden, None
         return kept
 
 
@@ -69,20 +61,17 @@ class Host(Judge):
             whole=setup.precheck == "device",
         )
 
-    def admit(self, job: Job) -> None:
-        if job.phase == FORWARD:
-            assert isinstance(job.call, ComparedCall)
-            job.call.notes[self] = ForwardRun()  # now: a backward may be judged first
-
     def settle(self, job: Job) -> Judgement:
-        with quiet():
-            _fetch(job)
         call = job.call
         assert isinstance(call, ComparedCall)
-        found = self.comparer.compare(job, call.notes.get(self), self.setup.shown)
-        if found.verdict == WRONG or self.setup.shown:
-            with quiet():
-                _keep_values(job)
+        _fetch(job)
+        # of the forward and the backward, either may be judged first
+        forward: ForwardRun = call.notes.get(self) or call.notes.setdefault(self, ForwardRun())
+        found = self.comparer.compare(job, forward, self.setup.shown)
+        if found.verdict == WRONG or self.setup.shown:  # told after the fetcher has gone on: copy what was borrowed
+            assert job.snapshot is not None
+            assert job.fetcher is not None
+            job.values = job.fetcher.unpack(job.snapshot)
         return found
 
 
@@ -150,7 +139,7 @@ class Comparer:
             returned = forward.returned
             kept = forward.take()
             if kept is not None:
-                return golden.backward(kept.result, sent, returned)
+                return golden.backward(kept[0], sent, returned)
         keeps = not backward and forward is not None and region.grad_enabled
         room = self.budget.reserve(4 * job.nbytes) if keeps else None  # arguments and results in double precision
         result = golden.run(
@@ -169,7 +158,7 @@ class Comparer:
             outputs=returned,
         )
         if room is not None and result.graph is not None and forward is not None:
-            forward.kept = _Kept(dataclasses.replace(result), room)
+            forward.golden = (dataclasses.replace(result), room)
             result.graph = None
         return result
 
@@ -202,10 +191,7 @@ class Comparer:
         if not all(call.numbers) or job.piece or (self._casts and self._casts.of(call.op) is not None):
             return None
         key = (call.op, call.function, *call.numbers, call.region.autocast)
-        if job.phase == FORWARD:
-            return key
-        grads = (*job.values[0], *job.values[1])
-        return (*key, tuple([None if g is None else (g.shape, g.stride(), g.dtype) for g in grads]))
+        return key if job.phase == FORWARD else (*key, job.grad_kind or gradient_kind(*job.values))
 
     def _moved_as_before(self, job: Job) -> bool:
         """Whether the device moved the same values to the same places as the CPU does, in its own dtype."""
@@ -216,51 +202,51 @@ class Comparer:
         except Exception:  # then it is compared in full
             return False
         if backward:
-            return _same(job.values[1], grads)
+            return same_leaves(job.values[1], grads, equal)
         after, kwargs_after, result = job.values
-        unchanged = _same(compared_arguments(after, kwargs_after), compared_arguments(job.args, job.kwargs))
-        return unchanged and _same(result, outputs)
+        arguments = compared_arguments(after, kwargs_after), compared_arguments(job.args, job.kwargs)
+        return same_leaves(*arguments, equal) and same_leaves(result, outputs, equal)
 
     # -- judging --------------------------------------------------------------------------------------
 
     def _plan(self, kind: Hashable) -> verdict.Plan | None:
-        if kind is None or (kind not in self._plans and len(self._plans) >= _MAX_KINDS):
-            return None
-        return self._plans.setdefault(kind, verdict.Plan())
+        plan = self._plans.get(kind)
+        if plan is None and kind is not None and len(self._plans) < _MAX_KINDS:
+            plan = self._plans.setdefault(kind, verdict.Plan())
+        return plan
 
     def _judge_forward(self, job: Job, result: GoldenResult, kind: Hashable = None) -> Judgement:
         name = job.call.op
         if not result.comparable:
             return verdict.judge_call(name, result, outputs=job.values[2], rules=self.rules)
         options: dict[str, Any] = {"result": result, "rules": self.rules, "max_seconds": self.max_seconds}
-        inputs = self._judge_inputs(job, result, options)
+        run = result.run
+        assert run is not None
+        inputs = self._judge_inputs(job, result, run, kind, options)
         options["plan"] = self._plan(kind)
-        return inputs + verdict.judge(name, job.values[2], result.outputs, part="output", **options)
+        return inputs + verdict.judge(name, job.values[2], run.outputs, part="output", **options)
 
-    def _judge_inputs(self, job: Job, result: GoldenResult, options: dict[str, Any]) -> Judgement:
+    def _judge_inputs(
+        self, job: Job, result: GoldenResult, run: golden.Run, kind: Hashable, options: dict[str, Any]
+    ) -> Judgement:
         """Arguments after the call: for unchanged ones, equal bits are enough."""
         name, source = job.call.op, result.source
         ours = compared_arguments(job.values[0], job.values[1])
+        theirs = compared_arguments(run.args, run.kwargs)
         earlier = compared_arguments(source.args, source.kwargs)
-        theirs = compared_arguments(*result.inputs_after)
         if len(ours) != len(theirs) or not _unchanged(ours, earlier) or _wrote(result):
             return verdict.judge(name, ours, theirs, part="input", **options)
-        key = self._kind(job)
-        rows = self._unchanged_rows.get(key) if key is not None else None
+        rows = self._unchanged_rows.get(kind)
         if rows is None:
-            rows = self._rows_of_unchanged(name, list(verdict.leaves_of(ours)), list(verdict.leaves_of(theirs)))
-            if key is not None and len(self._unchanged_rows) < _MAX_KINDS:
-                self._unchanged_rows[key] = rows
+            leaves, references = [list(verdict.leaves_of(side)) for side in (ours, theirs)]
+            pairs = enumerate(itertools.zip_longest(leaves, references[: len(leaves)]))
+            alone = len(leaves) == 1
+            rows = tuple([self._unchanged_row(name, None if alone else n, *pair) for n, pair in pairs])
+            if kind is not None and len(self._unchanged_rows) < _MAX_KINDS:
+                self._unchanged_rows[kind] = rows
         return Judgement(RIGHT, "", rows)
 
-    def _rows_of_unchanged(self, name: str, leaves: list[Any], references: list[Any]) -> tuple[Row, ...]:
-        rows = []
-        for number, leaf in enumerate(leaves):
-            index = None if len(leaves) == 1 else number
-            rows.append(self._same_row(name, index, leaf, references[number] if number < len(references) else None))
-        return tuple(rows)
-
-    def _same_row(self, name: str, index: int | None, leaf: Any, reference: Any) -> Row:
+    def _unchanged_row(self, name: str, index: int | None, leaf: Any, reference: Any) -> Row:
         dtype = leaf.dtype if isinstance(leaf, Tensor) else None
         number = isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
         if dtype is None and not number:
@@ -277,7 +263,8 @@ class Comparer:
             return Judgement(NOT_COMPARABLE, result.reason)
         if facts.has_free_vectors(name) and result.source.outputs is None:
             return Judgement(NOT_COMPARABLE, "which signs the vectors had on the device is not known")
-        expected = result.grad_inputs or []
+        assert result.run is not None
+        expected = result.run.grad_inputs or []
         found = job.values[1]
         indices, present = gradient_indices(found, expected)
         judged = verdict.judge(
@@ -317,16 +304,9 @@ def _fetch(job: Job) -> None:
     job.args, job.kwargs = before.tensors(own)
 
 
-def _keep_values(job: Job) -> None:
-    """Copy what was borrowed: it is shown and saved after the fetcher has gone on."""
-    assert job.snapshot is not None
-    assert job.fetcher is not None
-    job.values = job.snapshot.tensors(job.fetcher.fetch(job.snapshot))
-
-
 def compared_arguments(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
     """What is compared of the arguments after a call: positional ones, and tensors given by keyword."""
-    return [*args, *tensors_in(kwargs)]
+    return [*args, *tensors_in(kwargs)] if kwargs else list(args)
 
 
 def gradient_indices(found: Sequence[Any], expected: Sequence[Any]) -> tuple[list[int | None], list[bool]]:
@@ -352,14 +332,8 @@ def _unchanged(after: Iterable[Any], before: Iterable[Any]) -> bool:
 
 
 def _has_kept_its_values(after: Tensor, before: Tensor) -> bool:
-    if after.layout == before.layout == torch.strided and after.dtype == before.dtype and not after.is_complex():
-        return torch.equal(after, before) or same_values(after, before)
-    return same_values(after, before)
-
-
-def _same(ours: Any, theirs: Any) -> bool:
-    """Whether two trees are the same in every shape, dtype and value."""
-    return same_leaves(ours, theirs, equal)
+    dense = after.layout == before.layout == torch.strided and after.dtype == before.dtype and not after.is_complex()
+    return (dense and torch.equal(after, before)) or same_values(after, before)
 
 
 def _wrote(result: GoldenResult) -> bool:

@@ -14,7 +14,7 @@ import torch
 from ...call.description import Tensor
 from ...copies.operands import Operands, is_plain
 from ...judge.verdict import RIGHT, Judgement
-from ..ladder import FORWARD, ComparedCall, Job, Judge, Places, Setup
+from ..ladder import FORWARD, ComparedCall, Job, Judge, Places, Setup, arguments_kind
 
 _MAX_KINDS: Final = 20_000
 
@@ -72,7 +72,7 @@ class Views(Judge):
         self.known: dict[Hashable, View] = {}
 
     def expects(self, call: ComparedCall) -> bool:
-        view = self.known.get(_kind(call))
+        view = self.known.get(arguments_kind(call))
         if view is None:
             return False
         call.notes[self] = view
@@ -95,7 +95,7 @@ class Views(Judge):
                 return None
             sent, found = job.grads
             job.places = places([g for g in sent if g is not None], [g for g in found if g is not None])
-            view, results = self.known.get((_kind(call), "backward")), job.grad_kind
+            view, results = self.known.get((arguments_kind(call), "backward")), job.grad_kind
         if view is not None and view.results == results and view.places == job.places:
             return view.judgement
         if job.phase == FORWARD:
@@ -113,13 +113,7 @@ class Views(Judge):
         if len(self.known) < _MAX_KINDS:
             assert job.before is not None
             forward = job.phase == FORWARD
-            kind = _kind(call) if forward else (_kind(call), "backward")
+            kind = arguments_kind(call) if forward else (arguments_kind(call), "backward")
             sizes = tuple([s.nbytes for s in job.before.storages])
             results = call.numbers[1] if forward else job.grad_kind
             self.known[kind] = View(results, job.places, found, job.before.tree, sizes)
-
-
-def _kind(call: Any) -> Hashable:
-    """The same for calls with the same arguments, apart from values."""
-    region = call.region
-    return (call.op, call.numbers[0], region.autocast, region.grad_enabled)

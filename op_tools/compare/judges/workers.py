@@ -13,7 +13,6 @@ import torch
 
 from ... import lifecycle, settings
 from ...call import facts
-from ...call.devices import quiet
 from ...copies.operands import Operands
 from ...judge.verdict import NOT_COMPARABLE, RIGHT, Judgement, Row
 from .. import cores, pool
@@ -50,7 +49,6 @@ class Workers(Judge):
         self._lock = threading.Lock()
         self._busy, self._began = 0.0, time.monotonic()  # seconds of comparing in this process, and since when
         self._device: torch.device | None = None
-        self._pid = os.getpid()
 
     def expects(self, call: ComparedCall) -> bool:
         if self._device is None:
@@ -117,8 +115,7 @@ class Workers(Judge):
             if not (call.region.grad_enabled and any(map(needs_gradients, layouts))):
                 keep = 0
         message = Message(job.number, job.phase, call.wire(), job.nbytes, keep)
-        with quiet():
-            sent = self.pool.send(lease, message, parts, job.fetcher, job)
+        sent = self.pool.send(lease, message, parts, job.fetcher, job)
         if sent and not backward:
             lease.there = True
             call.before = None  # no device memory is held for a backward to come
@@ -167,22 +164,19 @@ class Workers(Judge):
             self.pool.let_go()
         self.pool = None
 
-    def finish_at_exit(self) -> None:
-        """A run that exits without `stop` still tells what its workers are comparing."""
-        if self.pool is not None and self._pid == os.getpid():
-            self.setup.wait()
-            self.close()
-
 
 _active: Final[weakref.WeakSet[Workers]] = weakref.WeakSet()
 
 
 def _finish_at_exit() -> None:
+    """A run that exits without `stop` still tells what its workers are comparing."""
     for workers in list(_active):
-        workers.finish_at_exit()
+        workers.setup.wait()
+        workers.close()
 
 
 lifecycle.at_exit(lifecycle.Exit.WORKERS, _finish_at_exit)
+lifecycle.after_fork_in_child(_active.clear)
 
 
 def _ranks_here() -> int:

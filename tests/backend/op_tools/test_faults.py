@@ -126,7 +126,7 @@ def test_records_that_cannot_be_written_are_dropped_and_said(device: str) -> Non
                 assert small_step(device) == bare
             seen._store.flush()
             assert seen._store.failure is not None
-            assert not seen._store._waiting
+            assert not any(rows for _, rows in seen._store._tables.values())
         finally:
             seen._store._connection.execute("PRAGMA query_only=OFF")
             seen._store.failure = None

@@ -159,6 +159,29 @@ def test_a_process_that_is_killed_while_it_works(device: str, one_process: Any) 
     assert rows == ["right"] * 2 * calls, "they are compared here"
 
 
+def test_a_process_that_exits_while_it_is_sent_a_call(device: str, one_process: Any) -> None:
+    pool = one_process.judge(Workers).pool
+    (helper,) = pool._processes
+    one_process.wait()
+    send = helper._connection.send
+
+    def send_to_nobody(message: Any) -> None:
+        if message[0] != "job":
+            send(message)
+            return
+        os.kill(helper.process.pid, signal.SIGKILL)
+        end = time.monotonic() + 30
+        while helper.flights and time.monotonic() < end:  # the run has noticed, and compares the call itself
+            time.sleep(0.01)
+        raise BrokenPipeError
+
+    helper._connection.send = send_to_nobody
+    torch.tanh(torch.randn(4, 4, device=device))
+    rows = [row["verdict"] for row in one_process.records() if "tanh" in row["name"]]
+    assert rows == ["right"] * 2
+    assert (pool._flying, helper.load) == (0, 0), "it came back once"
+
+
 def test_own_functions_stay_here_and_backward_may_go_twice(device: str, one_process: Any) -> None:
     x = torch.randn(3, 3, device=device, requires_grad=True)
     vectors = torch.linalg.svd(x.detach())

@@ -49,7 +49,7 @@ def test_an_address_belongs_to_its_last_maker() -> None:
     first = lineage.made_from([], [7])
     second = lineage.made_from([], [7])
     reader = lineage.made_from([7], [8])
-    assert lineage.parents(reader) == (second,)
+    assert lineage.ancestors_among(reader, {first, second}) == {second}
     assert first != second
 
 

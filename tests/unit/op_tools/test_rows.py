@@ -44,7 +44,7 @@ def test_names_and_labels() -> None:
 @settings(deadline=None, max_examples=40)
 def test_what_sqlite_gives_back_is_shown_as_the_row_is(tmp_path_factory: pytest.TempPathFactory, row: Row) -> None:
     store = Store(tmp_path_factory.mktemp("records") / "rows.sqlite")
-    store.table("rows", rows.SQL)(row.stored())
+    store.table("rows", rows.SQL).append(row.stored())
     (stored,) = store.tuples("SELECT * FROM rows")
     store.close()
     assert not any(isinstance(value, float) and math.isnan(value) for value in stored)

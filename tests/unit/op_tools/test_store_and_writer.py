@@ -16,9 +16,9 @@ from op_tools.view.store import Store, write_csv
 
 def test_rows_are_readable_while_the_store_is_open() -> None:
     records = Store(Path("r.sqlite").absolute())
-    add = records.table("ops", {"name": "TEXT", "n": "INTEGER"})
+    rows = records.table("ops", {"name": "TEXT", "n": "INTEGER"})
     for n in range(10):
-        add(("torch.add", n))
+        rows.append(("torch.add", n))
     records.flush()
     with sqlite3.connect("r.sqlite") as other:
         assert other.execute("SELECT count(*) FROM ops").fetchone() == (10,)
@@ -35,7 +35,7 @@ def test_many_rows_are_added_at_once() -> None:
 
 def test_an_idle_run_is_written_without_being_asked() -> None:
     records = Store(Path("r.sqlite").absolute())
-    records.table("ops", {"name": "TEXT"})(("torch.add",))
+    records.table("ops", {"name": "TEXT"}).append(("torch.add",))
     end = time.monotonic() + 20
     count = 0
     while not count and time.monotonic() < end:
@@ -48,14 +48,16 @@ def test_an_idle_run_is_written_without_being_asked() -> None:
 
 def test_the_number_of_rows_is_bounded() -> None:
     records = Store(Path("r.sqlite").absolute(), max_rows=100)
-    add = records.table("ops", {"n": "INTEGER"})
+    rows = records.table("ops", {"n": "INTEGER"})
     for n in range(20_000):
-        add((n,))
+        rows.append((n,))
+        records.flush_when_due(rows)
+        assert len(rows) < 4000
     records.flush()
     (row,) = records.rows("SELECT count(*) AS n FROM ops")
     assert row["n"] <= 4000
     assert records.dropped >= 16_000
-    assert len(records._waiting) == 0
+    assert not rows
     records.close()
 
 
@@ -72,13 +74,14 @@ def test_a_site_is_described_once() -> None:
 
 def test_a_forked_child_does_not_write_to_its_parents_file() -> None:
     records = Store(Path("r.sqlite").absolute())
-    add = records.table("ops", {"n": "INTEGER"})
-    add((1,))
+    rows = records.table("ops", {"n": "INTEGER"})
+    rows.append((1,))
     child = os.fork()
     if child == 0:
         try:
             store.forget_in_child()
-            add((2,))
+            rows.append((2,))
+            records.flush()
             records.close()
         finally:
             os._exit(0)
