@@ -7,6 +7,7 @@ follow. An operator that a device fuses into a kernel the CPU does not have runs
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar, Final
@@ -17,11 +18,10 @@ from ..call.description import Tensor, TensorMeta, labelled, map_tensors, tensor
 from ..call.devices import accelerator_type, autocast_dtype
 from ..copies.host_copies import HostCopies
 from ..copies.pinned_results import LIBRARY, PinnedResults
-from ..view import console
 from ..watch import patches
 from ..watch.intercept import Call
 from .base import Tool
-from .on_cpu import NoCpuKernel, OnCpu, RandomStream, cpu_argument
+from .on_cpu import NoCpuKernel, OnCpu, cpu_argument, random_stream
 
 _MAX_MISSING: Final = 10_000
 _USERS: Final = itertools.count(1)
@@ -44,10 +44,7 @@ class OpFallback(Tool):
     wants_backward_start = True
     wants_pointers = False
     columns: ClassVar[dict[str, str]] = {"call_id": "INTEGER", "site": "INTEGER", "ran_on": "TEXT", "step": "INTEGER"}
-
-    @property
-    def wants_gradients(self) -> bool:
-        return False
+    wants_gradients = False
 
     def prepare(self) -> None:
         # Copies may be kept only where every operator passes through here, so that every write is seen.
@@ -68,7 +65,7 @@ class OpFallback(Tool):
             return run(call.args, call.kwargs)
         if call.traits.transfer:
             return run(call.args, call.kwargs)
-        self.announce(call)
+        self.count(call)
         like = (call.function, call.inputs.number)
         missing = self._missing.get(like) if call.inputs.number else None
         ran_on = "cpu"
@@ -103,9 +100,7 @@ class OpFallback(Tool):
     def _show(self, call: Call, site: int) -> None:
         before, after = call.inputs, call.outputs
         address = self._copies.address
-        inputs = [*tensors_in(call.args), *tensors_in(call.kwargs)]
-        on_cpu = [address(t) for t in inputs]
-        results = [address(t) for t in tensors_in(call.result)]
+        on_cpu, results = [address(t) for t in call.tensors], [address(t) for t in call.results]
         pointers = (*before.data_ptrs, *on_cpu, *after.data_ptrs, *results)
 
         def rows() -> list[tuple[str, TensorMeta | str]]:
@@ -119,7 +114,7 @@ class OpFallback(Tool):
         self.view.block(
             f"{call.op}    forward_id: {call.id}",
             call.location,
-            self.view.tables.render(site, call.op, rows, pointers, console.DEFAULT_COLUMNS),
+            self.view.tables.render(site, call.op, rows, pointers),
         )
 
     def before_node(self, call: Call, node: int) -> Any:
@@ -190,7 +185,8 @@ def _run_whole(call: Call, host: HostCopies) -> Any:
     kwargs = {k: cpu_argument(k, map_tensors(v, fetch)) for k, v in call.kwargs.items()}
     before = {key: copy._version for key, copy in copies.items()}
     low = autocast_dtype(device.type)
-    stream = RandomStream(call.traits.random is not False, device, call.kwargs.get("generator"))
+    random = call.traits.random is not False
+    stream = random_stream(device, call.kwargs.get("generator")) if random else contextlib.nullcontext()
     with stream, torch.autocast("cpu", dtype=low, enabled=low is not None):
         result = call.function(*args, **kwargs)
     originals = {id(t): t for t in tensors_in((call.args, call.kwargs))}

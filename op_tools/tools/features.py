@@ -8,7 +8,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from torch.overrides import get_testing_overrides
@@ -34,7 +34,7 @@ class FeatureHandle:
     >>> handle.remove()                                               # doctest: +SKIP
     """
 
-    def __init__(self, tool: Tool, ops: list[str], undo: list[Callable[[], None]]) -> None:
+    def __init__(self, tool: Tool, ops: list[str], undo: contextlib.ExitStack) -> None:
         self.tool, self.ops = tool, ops
         self._undo = undo
         _handles.append(self)
@@ -43,18 +43,14 @@ class FeatureHandle:
         """End the feature; calling it twice does no harm."""
         if self in _handles:
             _handles.remove(self)
-            self.tool.stop()
-            while self._undo:
-                self._undo.pop()()
+            self._undo.close()
 
     undo = remove
 
     def __enter__(self) -> FeatureHandle:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
     def __repr__(self) -> str:
@@ -90,18 +86,16 @@ def apply_feature(
         raise SettingsError(f"condition_func must be callable, not {type(condition_func).__name__}")
     wanted = _resolve(ops)
     names = {name for name, _ in wanted}
-    undo: list[Callable[[], None]] = []
     tool = known[feature]()
     tool.only = lambda traits: traits.name in names
     tool.condition = condition_func
-    try:
-        undo += (_wrap(name, function) for name, function in wanted if not _passes_through_mode(name, function))
+    with contextlib.ExitStack() as undo:
+        for name, function in wanted:
+            if not _passes_through_mode(name, function):
+                undo.callback(_wrap(name, function))
         tool.start()
-    except BaseException:
-        for one in undo:
-            one()
-        raise
-    return FeatureHandle(tool, sorted(names), undo)
+        undo.callback(tool.stop)
+        return FeatureHandle(tool, sorted(names), undo.pop_all())
 
 
 # -- finding functions --------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import torch
 from ..call.description import Described, Tensor, TensorMeta, labelled
 from ..call.devices import can_pin, event_class, quiet
 from ..call.facts import UNINITIALISED, last_name
+from ..copies.operands import mark_after
 from ..native.statistics import BROKEN, NAMES, Batch, Measure, batch_for, is_dense
 from ..view import console
 from ..watch.intercept import Call
@@ -97,9 +98,7 @@ class OpOverflowCheck(Tool):
 
     def _all(self, tensors: Iterable[Tensor | None]) -> tuple[Any, ...]:
         found: list[Any] = []
-        index = -1
-        for tensor in tensors:
-            index += 1
+        for index, tensor in enumerate(tensors):
             if tensor is None:
                 continue
             seen = self._known.get(id(tensor))
@@ -160,7 +159,7 @@ class OpOverflowCheck(Tool):
             call.notes[self] = self._all(call.tensors)
 
     def after(self, call: Call) -> None:
-        self.announce(call)
+        self.count(call)
         arriving = call.notes.pop(self, ())
         with self._guard:
             if last_name(call.op) in UNINITIALISED:
@@ -187,18 +186,13 @@ class OpOverflowCheck(Tool):
         batches = [*self._full, *self._batches.values()]
         self._full, self._batches = [], {}
         for batch in batches:
-            values = batch.values()
-            event = None
-            if values.device.type != "cpu":
-                kind = event_class(values.device.type)
-                if kind is not None and can_pin(values.device.type):
-                    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-                    host.copy_(values, non_blocking=True)
-                    event = kind()
-                    event.record()
-                    values = host
-                else:
-                    values = values.cpu()
+            values, event = batch.values(), None
+            if can_pin(values.device.type) and event_class(values.device.type) is not None:
+                host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+                host.copy_(values, non_blocking=True)
+                event, values = mark_after((values,)), host
+            else:
+                values = values.cpu()
             self._flights.append(_Flight(values, event, batch, entries if batch is batches[-1] else []))
         if not batches and entries:
             self._flights.append(_Flight(torch.empty(0), None, None, entries))

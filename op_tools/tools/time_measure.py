@@ -91,20 +91,6 @@ class OpTimeMeasure(Tool):
     def wants_gradients(self) -> bool:
         return self.view.full
 
-    @property
-    def wants_backward(self) -> bool:  # type: ignore[override]
-        """Hooks on the nodes are needed where C++ does not listen, or where the gradients are shown."""
-        return self._clock is None
-
-    def _listen(self) -> BackwardClock | None:
-        if self.view.full or self.only is not None:
-            return None
-        device_type = accelerator_type()
-        if device_type != "cpu" and event_class(device_type) is None:
-            return None
-        self._clock_device = device_type
-        return BackwardClock.listening(device_type)
-
     def prepare(self) -> None:
         self._folder = settings.results_dir() / "op_time_measure_result"
         self._spans = object()  # key of the notes of a call whose backward pass is on its way
@@ -114,8 +100,11 @@ class OpTimeMeasure(Tool):
         self._reading = threading.Lock()
         self._began = time.perf_counter_ns()
         self._device_types: set[str] = set()
-        self._clock_device = ""
-        self._clock = self._listen()
+        here = accelerator_type()
+        can_listen = not self.view.full and self.only is None and (here == "cpu" or event_class(here) is not None)
+        self._clock_device = here if can_listen else ""
+        self._clock = BackwardClock.listening(here) if can_listen else None
+        self.wants_backward = self._clock is None  # hooks on the nodes, where C++ does not listen
         self.csv_path: Path | None = None
         self.trace_path: Path | None = None
 
@@ -156,7 +145,7 @@ class OpTimeMeasure(Tool):
             end = clock.sequence()
             if end > number:
                 clock.note(number, end, call)
-        self.announce(call)
+        self.count(call)
         self._wait_for(_Timing(call, "forward", (first, last), host_start, device_type, _thread(get_ident()), None))
 
     def before_node(self, call: Call, node: int) -> Any:
@@ -182,7 +171,7 @@ class OpTimeMeasure(Tool):
             _Timing(call, "backward", spans[1:], spans[0], call.notes[self], _thread(get_ident()), described)
         )
 
-    def after_passes(self, graph_is_kept: bool) -> None:
+    def after_backward_passes(self, graph_is_kept: bool) -> None:
         clock = self._clock
         if clock is None:
             return
@@ -234,11 +223,8 @@ class OpTimeMeasure(Tool):
                 elif not last.query():
                     return
             waiting.popleft()
-            elapsed = 0.0
-            for first, last in zip(spans[::2], spans[1::2]):
-                elapsed += first.elapsed_time(last)
             self._free.setdefault(timing.device_type, []).extend(spans)
-            self._keep(timing, elapsed)
+            self._keep(timing, sum([first.elapsed_time(last) for first, last in zip(spans[::2], spans[1::2])]))
 
     def _keep(self, timing: _Timing, elapsed: float) -> None:
         call, phase = timing.call, timing.phase
@@ -290,7 +276,12 @@ class OpTimeMeasure(Tool):
             self._read(wait=True)
         if self._clock_device and LIBRARIES.failure:
             self.slowed("backward clock", f"hooks on autograd nodes measure backward times: {LIBRARIES.failure}")
-        timings = self._timings()
+        assert self._store is not None
+        query = (
+            "SELECT r.call_id, s.op, r.phase, r.elapsed_ms, r.start_us, r.thread, r.step, s.location "
+            "FROM op_time_measure r JOIN sites s ON s.site = r.site WHERE r.run = ? ORDER BY r.call_id"
+        )
+        timings = self._store.tuples(query, (self._run_key,))
         rows = _pairs(timings)
         if self.view.full and rows:
             self.view.block(console.table(console.TIME_COLUMNS, [[str(c) for c in row] for row in rows]))
@@ -300,14 +291,6 @@ class OpTimeMeasure(Tool):
         self.trace_path = self.csv_path.with_name(self.csv_path.name.replace("info", "trace")).with_suffix(".json")
         _write_trace(self.trace_path, timings)
         self.view.say(f"op elasped info saved to {self.csv_path}")
-
-    def _timings(self) -> list[tuple[Any, ...]]:
-        assert self._store is not None
-        query = (
-            "SELECT r.call_id, s.op, r.phase, r.elapsed_ms, r.start_us, r.thread, r.step, s.location "
-            "FROM op_time_measure r JOIN sites s ON s.site = r.site WHERE r.run = ? ORDER BY r.call_id"
-        )
-        return self._store.tuples(query, (self._run_key,))
 
     def by_op(self) -> list[dict[str, Any]]:
         """Calls, total, mean, p50, p99 and share by operator and phase, the costliest first.

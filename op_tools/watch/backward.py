@@ -68,8 +68,7 @@ def edges_of(tensors: list[Tensor]) -> Edges | None:
     """Note where gradients of these arguments would flow to; None when none of them needs one."""
     targets: dict[Any, tuple[int, ...]] = {}
     bases: dict[tuple[Any, int], tuple[int, _Slice]] = {}
-    index = 0
-    for tensor in tensors:
+    for index, tensor in enumerate(tensors):
         if tensor.requires_grad:
             node = tensor.grad_fn
             key = id(tensor) if node is None else (node, tensor.output_nr)
@@ -81,11 +80,10 @@ def edges_of(tensors: list[Tensor]) -> Edges | None:
                 node = base.grad_fn
                 if node is not None:
                     bases.setdefault((node, base.output_nr), (index, _place(tensor, base)))
-        index += 1
     if not targets and not bases:
         # closures may bring in tensors that need gradients; such calls have none among their arguments
         return None
-    return Edges(index, targets, bases, _sequence_now())
+    return Edges(len(tensors), targets, bases, _sequence_now())
 
 
 def attach(call: Call, edges: Edges, outputs: list[Tensor], listeners: tuple[Hooks, ...]) -> None:
@@ -99,11 +97,7 @@ def attach(call: Call, edges: Edges, outputs: list[Tensor], listeners: tuple[Hoo
         number = tensor.output_nr
         if (node, number) in targets:
             continue  # an input handed back as it is
-        present = sources.get(node)
-        if present is None:
-            sources[node] = [(number, index)]
-        else:
-            present.append((number, index))
+        sources.setdefault(node, []).append((number, index))
     if not sources:
         return
     starters = tuple([t for t in listeners if t.wants_backward_start])
@@ -149,9 +143,7 @@ def _hooks_of_call(
     while stack:
         node = stack.pop()
         targets: list[tuple[int, tuple[int, ...], _Slice | None]] = []
-        edge = -1
-        for following in node.next_functions:  # pairs of a node and the number of its output
-            edge += 1
+        for edge, following in enumerate(node.next_functions):  # pairs of a node and the number of its output
             if following[0] is None:
                 continue
             inputs = known.get(following)

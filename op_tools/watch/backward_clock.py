@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 from ..compat import sequence_number
@@ -20,7 +19,7 @@ from .backward import WITHOUT_KERNEL
 
 _SOURCE: Final = compiling.SOURCES / "backward_clock.cpp"
 _CALLBACK: Final = "at::addGlobalCallback, of backward functions"
-_MAX_CALLS: Final = 50_000  # of a thread that may still be run backward
+_MAX_NODES: Final = 200_000  # of a thread that may still be run backward
 _MAX_SPANS: Final = 1_024
 _LIGHT: Final = "\n".join(sorted(WITHOUT_KERNEL)).encode()
 
@@ -53,42 +52,29 @@ class Pass(NamedTuple):
 class _Thread:
     """Calls of one thread by the numbers of their nodes; another thread may run them backward."""
 
-    __slots__ = ("calls", "ends", "lock", "number", "starts")
+    __slots__ = ("calls", "end", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.lock = threading.Lock()
-        self.starts: list[int] = []
-        self.ends: list[int] = []
-        self.calls: list[Any] = []
+        self.end = 0
+        self.calls: dict[int, Any] = {}  # its methods need no lock
 
     def note(self, start: int, end: int, call: Any) -> bool:
         """False where node numbers have started again: Python gave the thread's number to a new thread."""
-        with self.lock:
-            if self.ends and start < self.ends[-1]:
-                return False
-            if len(self.calls) >= _MAX_CALLS:
-                self._keep(range(_MAX_CALLS // 2, len(self.calls)))
-            self.starts.append(start)
-            self.ends.append(end)
-            self.calls.append(call)
-            return True
-
-    def find(self, sequence: int) -> Any:
-        """The call that a node belongs to, or None."""
-        with self.lock:
-            place = bisect_right(self.starts, sequence) - 1
-            return self.calls[place] if place >= 0 and sequence < self.ends[place] else None
+        if start < self.end:
+            return False
+        if len(self.calls) >= _MAX_NODES:
+            for oldest in list(self.calls)[: _MAX_NODES // 2]:
+                self.calls.pop(oldest, None)
+        self.end = end
+        self.calls.update(dict.fromkeys(range(start, end), call))
+        return True
 
     def forget(self, ids: set[int]) -> None:
         """These calls have been run backward, and will not be again."""
-        with self.lock:
-            self._keep([place for place, call in enumerate(self.calls) if id(call) not in ids])
-
-    def _keep(self, places: Sequence[int]) -> None:
-        self.starts = [self.starts[i] for i in places]
-        self.ends = [self.ends[i] for i in places]
-        self.calls = [self.calls[i] for i in places]
+        for number, call in self.calls.copy().items():
+            if id(call) in ids:
+                self.calls.pop(number, None)
 
 
 class BackwardClock:
@@ -133,7 +119,7 @@ class BackwardClock:
                 count = self._short.op_tools_clock_take(self._taken, _MAX_SPANS)
                 for span in self._taken[:count]:
                     thread = self._by_number.get(span.thread)
-                    call = None if thread is None else thread.find(span.sequence)
+                    call = None if thread is None else thread.calls.get(span.sequence)
                     if call is None:
                         self._short.op_tools_clock_release(span.first, span.last)
                     else:
