@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from ..call import facts
-from ..call.description import Tensor, describe, map_tensors, tensors_in
+from ..call.description import Described, Tensor, describe, map_tensors, tensors_in
 from ..call.devices import event_class, quiet, synchronize
 from ..call.equality import same_bits
 from ..compat import no_torch_function
@@ -27,7 +27,7 @@ from .bits import differences, on_host, same
 from .captured import CapturedOp
 from .outcome import ERROR, IDENTICAL, NOT_COMPARABLE, RAN, RIGHT, WRONG, Options, Outcome, Shown, op_from
 
-_MOST_OF_FREE: Final = 0.5  # share of the free memory that one call may fill
+_MAX_SHARE_OF_FREE: Final = 0.5  # share of the free memory that one call may fill
 _ASK_ABOVE: Final = 32 << 20  # bytes that a call needs before the free memory is looked up
 
 
@@ -129,11 +129,11 @@ class Runs:
         synchronize(kind)
         times.append(marks[0].elapsed_time(marks[1]) if marks else (time.perf_counter() - began) * 1e3)
 
-    def try_apart(self, captured: Any) -> None:
+    def try_distinct_leaves(self, captured: Any) -> None:
         """Arguments of one place were taken for one tensor: if the gradients do not fit, try them as two."""
         if captured is None or self.grads is None or same(self.grads, captured):
             return
-        self.op.apart = True
+        self.op.distinct_leaves = True
         kept = (self.op.args, self.op.kwargs, self.op.result, self.op._leaves)
         self.op.prepare()
         self.op.run_forward()
@@ -141,7 +141,7 @@ class Runs:
         if grads is not None and same([None if g is None else on_host(g) for g in grads], captured):
             self.grads, self.device_grads = list(captured), grads
         else:
-            self.op.apart = False
+            self.op.distinct_leaves = False
             self.op.args, self.op.kwargs, self.op.result, self.op._leaves = kept
 
 
@@ -210,8 +210,8 @@ class Check:
             _warm_up(op.device)
         self.runs = Runs(op, self.options, outcome)
         self.runs.all()
-        if op.has_twins:
-            self.runs.try_apart(self._captured_gradients())
+        if op.has_aliased_leaves:
+            self.runs.try_distinct_leaves(self._captured_gradients())
         if self.options.describe:
             self._describe()
 
@@ -334,12 +334,11 @@ class Check:
     def _describe(self) -> None:
         op = self.op
         if self.options.forward:
-            parts = (("inputs", describe(op.args, op.kwargs)), ("outputs", describe((op.result,))))
+            parts = [("inputs", describe(op.args, op.kwargs)), ("outputs", describe((op.result,)))]
             self.outcome.shown_forward = Shown(parts)
         if self.runs.grads is not None:
-            sent = describe(tuple(g for g in op.grad_outputs or () if g is not None))
-            found = describe(tuple(g for g in self.runs.device_grads if g is not None))
-            self.outcome.shown_backward = Shown((("grad_outputs", sent), ("grad_inputs", found)))
+            sent, found = _describe_present(op.grad_outputs), _describe_present(self.runs.device_grads)
+            self.outcome.shown_backward = Shown([("grad_outputs", sent), ("grad_inputs", found)])
 
     def _describe_golden(self, reference: golden.GoldenResult) -> None:
         if not self.options.describe or reference.run is None:
@@ -347,14 +346,16 @@ class Check:
         cast = str(reference.cast_info) if reference.cast_info else ""
         forward, backward = self.outcome.shown_forward, self.outcome.shown_backward
         if forward is not None:
-            more = (
-                ("inputs(cpu)", describe(*reference.inputs_after)),
-                ("outputs(cpu)", describe((reference.outputs,))),
-            )
-            self.outcome.shown_forward = Shown(forward.parts + more, cast)
+            inputs, outputs = describe(*reference.inputs_after), describe((reference.outputs,))
+            forward.parts += [("inputs(cpu)", inputs), ("outputs(cpu)", outputs)]
+            forward.cast = cast
         if backward is not None:
-            found = describe(tuple(g for g in reference.grad_inputs or () if g is not None))
-            self.outcome.shown_backward = Shown((*backward.parts, ("grad_inputs(cpu)", found)), cast)
+            backward.parts.append(("grad_inputs(cpu)", _describe_present(reference.grad_inputs)))
+            backward.cast = cast
+
+
+def _describe_present(grads: Sequence[Tensor | None] | None) -> Described:
+    return describe(tuple([g for g in grads or () if g is not None]))
 
 
 @functools.cache
@@ -385,7 +386,7 @@ def _free_memory() -> int | None:
 def _memory_for_one(needed: int) -> int | None:
     """The most bytes that a call may take; None (no limit) for small calls and where free memory is unknown."""
     free = _free_memory() if needed > _ASK_ABOVE else None
-    return None if free is None else int(free * _MOST_OF_FREE)
+    return None if free is None else int(free * _MAX_SHARE_OF_FREE)
 
 
 def _check_memory(op: CapturedOp) -> None:

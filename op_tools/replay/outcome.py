@@ -48,11 +48,11 @@ class Options:
             raise ValueError("only forward and only backward exclude each other")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Shown:
     """Descriptions of the tensors of one pass, for its table."""
 
-    parts: tuple[tuple[str, Described], ...]
+    parts: list[tuple[str, Described]]
     cast: str = ""
 
 

@@ -19,7 +19,7 @@ from ..view import console, rows, store
 from .captured import CapturedOp
 from .outcome import ERROR, IDENTICAL, WRONG, Options, Outcome, Shown, counts
 
-_MOST_FAILURES: Final = 50
+_MAX_FAILURES: Final = 50
 
 
 class Report:
@@ -126,9 +126,9 @@ class Report:
             ]
             lines.append(console.table(["name", "captures", *found], body))
         failed = [o for o in self.outcomes if not o.passed]
-        lines += [_failure(o) for o in failed[:_MOST_FAILURES]]
-        if len(failed) > _MOST_FAILURES:
-            lines.append(f"and {len(failed) - _MOST_FAILURES} more (--json or --csv has them all)")
+        lines += [_failure(o) for o in failed[:_MAX_FAILURES]]
+        if len(failed) > _MAX_FAILURES:
+            lines.append(f"and {len(failed) - _MAX_FAILURES} more (--json or --csv has them all)")
         seconds = time.perf_counter() - self._began
         ran = sum(o.status != ERROR for o in self.outcomes)
         rate = f" in {seconds:.1f} s ({len(self.outcomes) / seconds:.1f} captures/s)" if seconds > 0 else ""
