@@ -158,6 +158,7 @@ class Check:
 
     op: CapturedOp
     runs: Runs
+    rules: verdict.Rules
 
     def __init__(self, folder: Path, options: Options, rules: verdict.Rules | None = None) -> None:
         self.options, self.outcome = options, Outcome(folder, op_from(folder), ERROR)
@@ -166,22 +167,37 @@ class Check:
 
     def run(self) -> None:
         """Read the capture and run it (`check.run()`)."""
-        options = self.options
+        options, outcome = self.options, self.outcome
         with self._caught():
-            self.op = CapturedOp(self.outcome.folder, options.device, options.dtype, options.contiguous)
-            self._run()
+            op = self.op = CapturedOp(outcome.folder, options.device, options.dtype, options.contiguous)
+            outcome.op, outcome.location, outcome.device = op.name, op.site.location, str(op.device)
+            if op.note:
+                outcome.notes.append(op.note)
+            _check_memory(op)
+            if options.time:
+                _warm_up(op.device)
+            self.runs = Runs(op, options, outcome)
+            self.runs.all()
+            if op.has_aliased_leaves:
+                self.runs.try_distinct_leaves(self._captured_gradients())
+            if options.describe:
+                self._describe()
             self._ran = True
 
     def conclude(self) -> Outcome:
         """Judge the results and return the outcome (`check.conclude().status`)."""
-        if self._ran:
-            with self._caught():
-                self._conclude()
-        return self.outcome
-
-    @functools.cached_property
-    def rules(self) -> verdict.Rules:
-        return self._rules or verdict.Rules.from_environment()
+        options, outcome = self.options, self.outcome
+        if not self._ran:
+            return outcome
+        with self._caught():
+            if not options.forward and not outcome.went_backward:
+                outcome.status, outcome.reason = NOT_COMPARABLE, "it has no backward pass"
+            elif not options.acc_check:
+                outcome.status = RAN
+            else:
+                self.rules = self._rules or verdict.Rules.from_environment()
+                self._judge(self.op.captured("output") if options.forward else None, self._captured_gradients())
+        return outcome
 
     @contextlib.contextmanager
     def _caught(self) -> Iterator[None]:
@@ -199,29 +215,6 @@ class Check:
             hint = f"; an argument of type {lost[0]} was captured as a tuple" if lost else ""
             outcome.status, outcome.reason = ERROR, one_line(error) + hint
         outcome.seconds += time.perf_counter() - began
-
-    def _run(self) -> None:
-        op, outcome = self.op, self.outcome
-        outcome.op, outcome.location, outcome.device = op.name, op.site.location, str(op.device)
-        if op.note:
-            outcome.notes.append(op.note)
-        _check_memory(op)
-        if self.options.time:
-            _warm_up(op.device)
-        self.runs = Runs(op, self.options, outcome)
-        self.runs.all()
-        if op.has_aliased_leaves:
-            self.runs.try_distinct_leaves(self._captured_gradients())
-        if self.options.describe:
-            self._describe()
-
-    def _conclude(self) -> None:
-        if not self.options.forward and not self.outcome.went_backward:
-            self.outcome.status, self.outcome.reason = NOT_COMPARABLE, "it has no backward pass"
-        elif not self.options.acc_check:
-            self.outcome.status = RAN
-        else:
-            self._judge(self.op.captured("output") if self.options.forward else None, self._captured_gradients())
 
     def _captured_gradients(self) -> Any:
         return self.op.captured("grad_inputs") if self.options.backward and self.options.acc_check else None

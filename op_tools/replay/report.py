@@ -103,11 +103,8 @@ class Report:
     def _write_times(self) -> None:
         folder = settings.results_dir() / "op_time_measure_result"
         path = folder / f"op_elasped_info_pid{settings.process_label()}_{store.time_label()}.csv"
-        times, number = [], 0
-        for outcome in self.outcomes:
-            for run in range(max(len(outcome.forward_ms), len(outcome.backward_ms))):
-                number += 1
-                times.append(_times_row(outcome, number, run))
+        runs = [(o, run) for o in self.outcomes for run in range(max(len(o.forward_ms), len(o.backward_ms)))]
+        times = [_times_row(outcome, number, run) for number, (outcome, run) in enumerate(runs, 1)]
         store.write_csv(path, console.TIME_COLUMNS, times)
         if self._on:
             console.emit(f"op elasped info saved to {path}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -17,7 +18,7 @@ import torch
 
 from .. import settings
 from ..call.description import Described, Descriptions, Tensor, TensorMeta, describe, labelled
-from ..call.devices import accelerator_type, autocast_dtype, get_rng_state, module_of, quiet
+from ..call.devices import accelerator_type, autocast_dtype, get_rng_state, quiet
 from ..copies.invocation import Invocation, Region, Site
 from ..copies.operands import MOST_BORROWED, Fetcher, Layouts, Operands, mark_after, measure
 from ..copies.queue import Writer
@@ -277,13 +278,10 @@ class _Claim:
 
 def _default_queue() -> int:
     """A few percent of the device memory, where the snapshots are."""
-    kind = accelerator_type()
-    if kind == "cuda":
-        try:
-            free, total = module_of(kind).mem_get_info()
+    if accelerator_type() == "cuda":
+        with contextlib.suppress(Exception):
+            free, total = torch.cuda.mem_get_info()
             return int(min(total // 16, free // 4))
-        except Exception:
-            pass
     return 512 * _MEBI
 
 

@@ -54,11 +54,11 @@ class OpDtypeCast(Tool):
         self._result_dtypes: dict[Any, tuple[torch.dtype | None, ...]] = {}
 
     def _map_for(self, op: str) -> tuple[str, dict[torch.dtype, torch.dtype]]:
-        if self.only is None and op in self._by_op:
-            return self._by_op[op]
+        known = self._by_op.get(op)
+        if known is not None and self.only is None:
+            return known
         variable, text = self._casts.text(op)
         text = text or _DEFAULT
-        known = self._by_op.get(op)
         if known is None or known[0] != text:
             known = self._by_op[op] = (text, settings.parse_dtype_map(text, variable))
         return known
@@ -177,8 +177,5 @@ def _probe(call: Call) -> tuple[torch.dtype | None, ...]:
 
 
 def _promoted(call: Call) -> tuple[torch.dtype | None, ...]:
-    dtype: torch.dtype | None = None
-    for tensor in tensors_in((call.args, call.kwargs)):
-        if tensor.dtype in _FLOATING:
-            dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
-    return (dtype,) * 64
+    given = [t.dtype for t in tensors_in((call.args, call.kwargs)) if t.dtype in _FLOATING]
+    return (functools.reduce(torch.promote_types, given) if given else None,) * 64

@@ -8,6 +8,7 @@ follow. An operator that a device fuses into a kernel the CPU does not have runs
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar, Final
@@ -23,6 +24,7 @@ from ..watch.intercept import Call
 from .base import Tool
 from .on_cpu import NoCpuKernel, OnCpu, cpu_argument, random_stream
 
+_Move = Callable[[Tensor], Tensor]
 _MAX_MISSING: Final = 10_000
 _USERS: Final = itertools.count(1)
 _WITH_PINNED_RESULTS: Final = frozenset({"cuda"})  # elsewhere results are copied to pinned memory, if there is any
@@ -145,26 +147,17 @@ class _CannotRunWhole(Exception):
     """The operator writes to its arguments or returns views of them: it cannot run as a whole on copies."""
 
 
-class _ToHost(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    """A tensor that `there` moves between device and host; `back` does the same to its gradient."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, host: HostCopies) -> Tensor:
-        ctx.device, ctx.host = tensor.device, host
-        return host.on_host(tensor)
+    def forward(ctx: Any, tensor: Tensor, there: _Move, back: _Move) -> Tensor:
+        ctx.back = back
+        return there(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.host.on_device(grad, ctx.device), None
-
-
-class _ToDevice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, device: torch.device, host: HostCopies) -> Tensor:
-        ctx.host = host
-        return host.on_device(tensor, device)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.host.on_host(grad), None, None
+        return ctx.back(grad), None, None
 
 
 def _run_whole(call: Call, host: HostCopies) -> Any:
@@ -178,7 +171,8 @@ def _run_whole(call: Call, host: HostCopies) -> Any:
         if tensor.device.type == "cpu":
             return tensor
         if id(tensor) not in copies:
-            copies[id(tensor)] = _ToHost.apply(tensor, host)  # type: ignore[no-untyped-call]
+            to_device = functools.partial(host.on_device, device=tensor.device)
+            copies[id(tensor)] = _Moved.apply(tensor, host.on_host, to_device)  # type: ignore[no-untyped-call]
         return copies[id(tensor)]
 
     args = map_tensors(call.args, fetch)
@@ -196,7 +190,8 @@ def _run_whole(call: Call, host: HostCopies) -> Any:
     for key, copy in written.items():
         host.drop_storage(originals[key])
         originals[key].copy_(copy)
-    return map_tensors(result, lambda t: _ToDevice.apply(t, device, host))  # type: ignore[no-untyped-call]
+    to_device = functools.partial(host.on_device, device=device)
+    return map_tensors(result, lambda t: _Moved.apply(t, to_device, host.on_host))  # type: ignore[no-untyped-call]
 
 
 def _as_cpu(rows: list[tuple[str, TensorMeta | str]]) -> list[tuple[str, TensorMeta | str]]:

@@ -132,13 +132,10 @@ def _by_name(name: str) -> Any:
             found: Any = importlib.import_module(module_name) if module_name != "__main__" else sys.modules["__main__"]
         except ImportError:
             continue
-        try:
-            for part in parts[split:]:
-                found = getattr(found, part)
-        except AttributeError:
-            break
-        if callable(found) or isinstance(found, ModuleType):
-            return found
+        with contextlib.suppress(AttributeError):
+            found = functools.reduce(getattr, parts[split:], found)
+            if callable(found) or isinstance(found, ModuleType):
+                return found
         break
     known = {name_of(f) for f in get_testing_overrides()} if parts[0] == "torch" else set()
     near = near_misses(name, known)
@@ -218,6 +215,3 @@ def _owners(name: str) -> Iterable[Any]:
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and getattr(module, "__name__", "") != __name__:
             yield module
-
-
-__all__ = ["FeatureHandle", "apply_feature", "features"]

@@ -183,9 +183,7 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], where: int | str) -
 def cpu_argument(name: str, value: Any) -> Any:
     if name == "device" and value is not None:
         return torch.device("cpu")
-    if name == "pin_memory":
-        return None
-    return value
+    return None if name == "pin_memory" else value
 
 
 def _device_of(tensors: list[Tensor], kwargs: dict[str, Any]) -> torch.device | None:
@@ -193,12 +191,10 @@ def _device_of(tensors: list[Tensor], kwargs: dict[str, Any]) -> torch.device | 
         if not tensor.is_cpu and not tensor.is_meta:
             return tensor.device
     wanted = kwargs.get("device")
-    if wanted is not None and torch.device(wanted).type not in ("cpu", "meta"):
-        device = torch.device(wanted)
-        if device.index is None:
-            device = torch.device(device.type, module_of(device.type).current_device())
-        return device
-    return None
+    if wanted is None or torch.device(wanted).type in ("cpu", "meta"):
+        return None
+    device = torch.device(wanted)
+    return device if device.index is not None else torch.device(device.type, module_of(device.type).current_device())
 
 
 def _moves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
-from ..call.description import Described, Tensor, TensorMeta, labelled
+from ..call.description import Described, Tensor, TensorMeta, labelled, short
 from ..call.devices import can_pin, event_class, quiet
 from ..call.facts import UNINITIALISED, last_name
 from ..copies.operands import mark_after
@@ -139,9 +139,8 @@ class OpOverflowCheck(Tool):
         seen = self._known.get(id(base))
         if seen is None or seen() is not base or base is None or seen.version != view._version:
             return None
-        if view.numel() != base.numel() or view.data_ptr() != base.data_ptr() or view.dtype != base.dtype:
-            return None
-        if not (is_dense(view) and is_dense(base)):
+        same = view.numel() == base.numel() and view.data_ptr() == base.data_ptr() and view.dtype == base.dtype
+        if not (same and is_dense(view) and is_dense(base)):
             return None
         self.reused += 1
         return seen.measure
@@ -256,10 +255,9 @@ class OpOverflowCheck(Tool):
             for index, measure in _pairs(measures):
                 label, meta = labels[index] if index < len(labels) else (f"{role}[{index}]", None)
                 row = dict(zip(NAMES, self._rows.get(measure.number, _UNKNOWN)))
-                shape = str(tuple(meta.shape)) if meta is not None else ""
-                dtype = str(meta.dtype).removeprefix("torch.") if meta is not None else ""
+                look = ["", ""] if meta is None else [str(tuple(meta.shape)), short(meta.dtype)]
                 cells = [f"{row[k]:.6g}" for k in ("min", "max", "mean", "std", "norm")]
-                rows.append([f"{call.op} {label}", shape, dtype, str(bool(row["inf"])), str(bool(row["nan"])), *cells])
+                rows.append([f"{call.op} {label}", *look, str(bool(row["inf"])), str(bool(row["nan"])), *cells])
         return console.table(header, rows)
 
     # -- results --------------------------------------------------------------------------------------

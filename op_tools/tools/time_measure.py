@@ -239,30 +239,20 @@ class OpTimeMeasure(Tool):
             self._show(timing, site, elapsed)
 
     def _show(self, timing: _Timing, site: int, elapsed: float) -> None:
-        call = timing.call
-        if timing.phase == "forward":
-            pointers = call.inputs.data_ptrs + call.outputs.data_ptrs
-            shown = self.view.tables.render(
-                site, call.op, lambda: console.call_rows(call.inputs, call.outputs), pointers
-            )
-            lines = [call.location, shown]
-        else:
-            outputs, inputs = timing.described
-            lines = [
-                self.view.tables.render(
-                    (call.op, outputs.args, inputs.args),
-                    call.op,
-                    lambda: (
-                        labelled(outputs, "grad_outputs", "gradients") + labelled(inputs, "grad_inputs", "gradients")
-                    ),
-                    outputs.data_ptrs + inputs.data_ptrs,
-                )
-            ]
+        call, forward = timing.call, timing.phase == "forward"
+        first, second = (call.inputs, call.outputs) if forward else timing.described
+        names = ("inputs", "outputs", "inputs") if forward else ("grad_outputs", "grad_inputs", "gradients")
+        shown = self.view.tables.render(
+            site if forward else (call.op, first.args, second.args),
+            call.op,
+            lambda: labelled(first, names[0], names[2]) + labelled(second, names[1], names[2]),
+            first.data_ptrs + second.data_ptrs,
+        )
         times = console.table(
             ["name", "forward_id", f"{timing.phase}_elasped", "unit"],
             [[call.op, str(call.id), f"{elapsed:.8f}", "ms"]],
         )
-        self.view.block(*lines, times)
+        self.view.block(*([call.location] if forward else []), shown, times)
 
     # -- results --------------------------------------------------------------------------------------
 
@@ -318,14 +308,9 @@ class OpTimeMeasure(Tool):
         rows = self.by_op()
         if not rows:
             return []
-        header = ["name", "phase", "calls", "total_ms", "mean_ms", "p50_ms", "p99_ms", "share"]
-        body = [
-            [row["name"], row["phase"], str(row["calls"])]
-            + [f"{row[key]:.4f}" for key in header[3:7]]
-            + [f"{row['share']:.1%}"]
-            for row in rows[:30]
-        ]
-        facts = console.table(header, body).splitlines()
+        formats = {"share": ".1%", **dict.fromkeys(("total_ms", "mean_ms", "p50_ms", "p99_ms"), ".4f")}
+        body = [[format(value, formats.get(key, "")) for key, value in row.items()] for row in rows[:30]]
+        facts = console.table(list(rows[0]), body).splitlines()
         if len(rows) > 30:
             facts.append(f"and {len(rows) - 30} more rows: by_op() has them all")
         if self.calls and not self._device_types:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, Final, NamedTuple
 
 from ..compat import sequence_number
@@ -29,13 +29,8 @@ class Span(ctypes.Structure):
 
     _fields_ = (
         ("thread", ctypes.c_uint64),
-        ("sequence", ctypes.c_int64),
-        ("runner", ctypes.c_int64),
-        ("light", ctypes.c_int64),
-        ("began", ctypes.c_int64),
-        ("ended", ctypes.c_int64),
-        ("first", ctypes.c_void_p),
-        ("last", ctypes.c_void_p),
+        *[(name, ctypes.c_int64) for name in ("sequence", "runner", "light", "began", "ended")],
+        *[(name, ctypes.c_void_p) for name in ("first", "last")],
     )
 
 
@@ -70,10 +65,10 @@ class _Thread:
         self.calls.update(dict.fromkeys(range(start, end), call))
         return True
 
-    def forget(self, ids: set[int]) -> None:
+    def forget(self, calls: Container[Any]) -> None:
         """These calls have been run backward, and will not be again."""
         for number, call in self.calls.copy().items():
-            if id(call) in ids:
+            if call in calls:
                 self.calls.pop(number, None)
 
 
@@ -113,8 +108,8 @@ class BackwardClock:
     def passes(self, graph_is_kept: bool) -> list[Pass]:
         """Backward passes heard since the last time; call it when no pass is under way (`clock.passes(False)`)."""
         with self._guard:
-            found: dict[int, tuple[Any, list[Span]]] = {}  # by the id of the call
-            heard: dict[int, set[int]] = {}  # ids of calls by the number of their thread
+            found: dict[Any, list[Span]] = {}  # by call
+            heard: set[int] = set()  # numbers of threads
             while True:
                 count = self._short.op_tools_clock_take(self._taken, _MAX_SPANS)
                 for span in self._taken[:count]:
@@ -123,14 +118,13 @@ class BackwardClock:
                     if call is None:
                         self._short.op_tools_clock_release(span.first, span.last)
                     else:
-                        found.setdefault(id(call), (call, []))[1].append(Span.from_buffer_copy(span))
-                        heard.setdefault(span.thread, set()).add(id(call))
+                        found.setdefault(call, []).append(Span.from_buffer_copy(span))
+                        heard.add(span.thread)
                 if count < _MAX_SPANS:
                     break
-            if not graph_is_kept:
-                for number, ids in heard.items():
-                    self._by_number[number].forget(ids)
-            return [self._pass(call, spans) for call, spans in found.values()]
+            for number in () if graph_is_kept else heard:
+                self._by_number[number].forget(found)
+            return [self._pass(call, spans) for call, spans in found.items()]
 
     def release(self, events: tuple[int | None, ...]) -> None:
         """Nobody will ask how far apart these are (`clock.release(one.events)`)."""

@@ -326,8 +326,6 @@ class Interceptor(TorchFunctionMode):
     def passes_ended(self, graph_is_kept: bool) -> None:
         """Backward passes have ended, and none is under way (`INTERCEPTOR.passes_ended(False)`)."""
         for tool in self.tools:
-            if type(tool).after_backward_passes is Hooks.after_backward_passes:
-                continue
             try:
                 tool.after_backward_passes(graph_is_kept)
             except Exception as error:
