@@ -97,9 +97,10 @@ def _in_processes(folders: Sequence[Path], options: Options, jobs: int) -> Itera
         yield from threads.map(replay_one, folders)
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
-        for worker in workers:
-            if worker not in idle:
-                worker.process.terminate()  # which ends the wait of its thread
+        with starting:
+            for worker in workers:
+                if worker not in idle:
+                    worker.process.terminate()  # which ends the wait of its thread
         threads.shutdown()
         for worker in workers:
             worker.close()

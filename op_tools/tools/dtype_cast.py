@@ -131,17 +131,16 @@ def _restored(
     result: Any, back: dict[int, Tensor], expected: tuple[torch.dtype | None, ...], actions: list[tuple[str, str]]
 ) -> Any:
     """The result in the dtypes that are expected; `back` has the originals of arguments that are handed back."""
-    wanted = iter(expected)
-    number = itertools.count()
+    numbered = enumerate(itertools.chain(expected, itertools.repeat(None)))
 
     def restore(tensor: Tensor) -> Tensor:
-        original, dtype = back.get(id(tensor)), next(wanted, None)
+        number, dtype = next(numbered)
+        original = back.get(id(tensor))
         if original is not None:
             dtype = original.dtype
-        label = f"output[{next(number)}]"
-        if dtype is None or (original is None and dtype == tensor.dtype):
+        elif dtype is None or dtype == tensor.dtype:
             return tensor
-        actions.append((label, f"{tensor.dtype} -> {dtype}"))
+        actions.append((f"output[{number}]", f"{tensor.dtype} -> {dtype}"))
         return tensor.to(dtype) if original is None else original
 
     return map_tensors(result, restore)

@@ -95,11 +95,10 @@ class OpTimeMeasure(Tool):
         self._folder = settings.results_dir() / "op_time_measure_result"
         self._spans = object()  # key of the notes of a call whose backward pass is on its way
         self._waiting: deque[_Timing] = deque()
-        self._free: dict[str, list[Any]] = {}
+        self._free: dict[str, list[Any]] = {}  # device events that have been read, by device type
         self._samples: dict[tuple[str, str], _Samples] = {}
         self._reading = threading.Lock()
         self._began = time.perf_counter_ns()
-        self._device_types: set[str] = set()
         here = accelerator_type()
         can_listen = not self.view.full and self.only is None and (here == "cpu" or event_class(here) is not None)
         self._clock_device = here if can_listen else ""
@@ -122,7 +121,6 @@ class OpTimeMeasure(Tool):
             kind = event_class(device_type)
             if kind is None:
                 return time.perf_counter_ns()
-            self._device_types.add(device_type)
             event = kind(enable_timing=True)
         event.record()
         return event
@@ -313,7 +311,7 @@ class OpTimeMeasure(Tool):
         facts = console.table(list(rows[0]), body).splitlines()
         if len(rows) > 30:
             facts.append(f"and {len(rows) - 30} more rows: by_op() has them all")
-        if self.calls and not self._device_types:
+        if self.calls and not self._free:
             facts.append("times of the host clock (the device has no timing events)")
         return [*facts, f"times in {self.csv_path}", f"trace for Perfetto or chrome://tracing in {self.trace_path}"]
 

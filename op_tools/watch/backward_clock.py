@@ -58,11 +58,13 @@ class _Thread:
         """False where node numbers have started again: Python gave the thread's number to a new thread."""
         if start < self.end:
             return False
-        if len(self.calls) >= _MAX_NODES:
-            for oldest in list(self.calls)[: _MAX_NODES // 2]:
-                self.calls.pop(oldest, None)
+        calls = self.calls
+        if len(calls) >= _MAX_NODES:
+            for oldest in list(calls)[: _MAX_NODES // 2]:
+                calls.pop(oldest, None)
         self.end = end
-        self.calls.update(dict.fromkeys(range(start, end), call))
+        for number in range(start, end):
+            calls[number] = call
         return True
 
     def forget(self, calls: Container[Any]) -> None:

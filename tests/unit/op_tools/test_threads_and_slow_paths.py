@@ -162,7 +162,7 @@ def test_the_last_free_event_is_given_to_one_thread(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(time_measure, "event_class", lambda device_type: Event)
     tool = op_tools.OpTimeMeasure()
-    tool._free, tool._device_types = {"cuda": Emptied()}, set()
+    tool._free = {"cuda": Emptied()}
     assert tool._mark("cuda") is made[0]
 
 
