@@ -186,7 +186,7 @@ class OpOverflowCheck(Tool):
         self._full, self._batches = [], {}
         for batch in batches:
             values, event = batch.values(), None
-            if can_pin(values.device.type) and event_class(values.device.type) is not None:
+            if event_class(values.device.type) is not None and can_pin(values.device.type):
                 host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
                 host.copy_(values, non_blocking=True)
                 event, values = mark_after((values,)), host

@@ -221,8 +221,9 @@ class OpTimeMeasure(Tool):
                 elif not last.query():
                     return
             waiting.popleft()
-            self._free.setdefault(timing.device_type, []).extend(spans)
-            self._keep(timing, sum([first.elapsed_time(last) for first, last in zip(spans[::2], spans[1::2])]))
+            elapsed = sum([first.elapsed_time(last) for first, last in zip(spans[::2], spans[1::2])])
+            self._free.setdefault(timing.device_type, []).extend(spans)  # others may record them again from now on
+            self._keep(timing, elapsed)
 
     def _keep(self, timing: _Timing, elapsed: float) -> None:
         call, phase = timing.call, timing.phase
