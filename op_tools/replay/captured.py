@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Final
@@ -76,7 +76,7 @@ class CapturedOp:
         self.kwargs: dict[str, Any] = {}
         self.result: Any = None
         self.grad_outputs: list[Tensor | None] | None = None
-        self.apart = False  # whether arguments with the same place in memory are different tensors to autograd
+        self.distinct_leaves = False  # whether autograd takes arguments with the same place in memory for several
         self._leaves: list[Tensor | None] = []
         self._parts: dict[str, Any] = {}
 
@@ -129,9 +129,8 @@ class CapturedOp:
 
     def prepare(self) -> None:
         """Make fresh arguments on the device, with the captured layout and aliasing (`op.prepare()`)."""
-        copier = Copier(
-            self.device, enter=self.writes and self.region.grad_enabled, distinct_leaves=self.apart, whole=True
-        )
+        enter = self.writes and self.region.grad_enabled
+        copier = Copier(self.device, enter=enter, distinct_leaves=self.distinct_leaves, whole=True)
         with no_torch_function():
             args, kwargs = copier.copy((self.host_args, self.host_kwargs))
         self.args = tuple([self._device_in(a) for a in args])
@@ -140,14 +139,14 @@ class CapturedOp:
         self.result = None
 
     @property
-    def has_twins(self) -> bool:
+    def has_aliased_leaves(self) -> bool:
         """Whether two arguments that require grad have one place in memory: one tensor, or a tensor and a full view."""
         places = [place_of(t) for t in tensors_in((self.host_args, self.host_kwargs)) if t.requires_grad]
         return len(set(places)) < len(places)
 
     def reference_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the reference run on the CPU (`golden.run(op.function, *op.reference_arguments())`)."""
-        if not self.apart or self.writes:
+        if not self.distinct_leaves or self.writes:
             return self.host_args, self.host_kwargs
         args, kwargs = Copier(distinct_leaves=True, own_memory=True).copy((self.host_args, self.host_kwargs))
         return args, kwargs
@@ -160,41 +159,34 @@ class CapturedOp:
             return self.device
         return self.device if key == "device" and type(value) is int else value
 
-    @contextlib.contextmanager
-    def _random_state(self) -> Iterator[None]:
-        rng = self.region.rng
-        if rng is None:
-            yield
-            return
-        before, before_device = torch.get_rng_state(), get_rng_state(self.device)
-        try:
-            if isinstance(rng.get("cpu"), Tensor):
-                torch.set_rng_state(rng["cpu"])
-            if isinstance(rng.get("device"), Tensor) and str(rng.get("type", "")).split(":")[0] == self.device.type:
-                set_rng_state(self.device, rng["device"])
-            yield
-        finally:
-            torch.set_rng_state(before)
-            if before_device is not None:
-                set_rng_state(self.device, before_device)
-
     # -- running --------------------------------------------------------------------------------------
 
     def run_forward(self, around: AbstractContextManager[Any] | None = None) -> Any:
         """Run the operator as it was called, inside the context `around` if given (`op.run_forward()`)."""
-        with self._random_state(), self._modes(), around or contextlib.nullcontext():
+        with contextlib.ExitStack() as modes:
+            self._set_random_states(modes)
+            modes.enter_context(torch.set_grad_enabled(self.region.grad_enabled))
+            if self.region.autocast is not None:
+                modes.enter_context(torch.autocast(self.device.type, dtype=self.region.autocast))
+            if self.traits.factory and self.kwargs.get("device") is None and not any(tensors_in(self.args)):
+                modes.enter_context(self.device)
+            modes.enter_context(around or contextlib.nullcontext())
             self.result = self.function(*self.args, **self.kwargs)
         return self.result
 
-    @contextlib.contextmanager
-    def _modes(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(self.region.grad_enabled))
-            if self.region.autocast is not None:
-                stack.enter_context(torch.autocast(self.device.type, dtype=self.region.autocast))
-            if self.traits.factory and self.kwargs.get("device") is None and not any(tensors_in(self.args)):
-                stack.enter_context(self.device)
-            yield
+    def _set_random_states(self, undo: contextlib.ExitStack) -> None:
+        """Let the call draw what it drew when it was captured; `undo` gives the generators their states back."""
+        rng = self.region.rng
+        if rng is None:
+            return
+        drawn_here = str(rng.get("type", "")).split(":")[0] == self.device.type
+        on_device = rng.get("device") if drawn_here else None
+        for device, state in ((torch.device("cpu"), rng.get("cpu")), (self.device, on_device)):
+            before = get_rng_state(device)
+            if before is not None:
+                undo.callback(set_rng_state, device, before)
+            if isinstance(state, Tensor):
+                set_rng_state(device, state)
 
     @property
     def can_go_backward(self) -> bool:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 from ..call import facts
-from ..call.description import Tensor, describe, map_tensors, tensors_in
+from ..call.description import Described, Tensor, describe, map_tensors, tensors_in
 from ..call.devices import event_class, quiet, synchronize
 from ..call.equality import same_bits
 from ..compat import no_torch_function
@@ -27,7 +27,7 @@ from .bits import differences, on_host, same
 from .captured import CapturedOp
 from .outcome import ERROR, IDENTICAL, NOT_COMPARABLE, RAN, RIGHT, WRONG, Options, Outcome, Shown, op_from
 
-_MOST_OF_FREE: Final = 0.5  # share of the free memory that one call may fill
+_MAX_SHARE_OF_FREE: Final = 0.5  # share of the free memory that one call may fill
 _ASK_ABOVE: Final = 32 << 20  # bytes that a call needs before the free memory is looked up
 
 
@@ -129,11 +129,11 @@ class Runs:
         synchronize(kind)
         times.append(marks[0].elapsed_time(marks[1]) if marks else (time.perf_counter() - began) * 1e3)
 
-    def try_apart(self, captured: Any) -> None:
+    def try_distinct_leaves(self, captured: Any) -> None:
         """Arguments of one place were taken for one tensor: if the gradients do not fit, try them as two."""
         if captured is None or self.grads is None or same(self.grads, captured):
             return
-        self.op.apart = True
+        self.op.distinct_leaves = True
         kept = (self.op.args, self.op.kwargs, self.op.result, self.op._leaves)
         self.op.prepare()
         self.op.run_forward()
@@ -141,7 +141,7 @@ class Runs:
         if grads is not None and same([None if g is None else on_host(g) for g in grads], captured):
             self.grads, self.device_grads = list(captured), grads
         else:
-            self.op.apart = False
+            self.op.distinct_leaves = False
             self.op.args, self.op.kwargs, self.op.result, self.op._leaves = kept
 
 
@@ -158,6 +158,7 @@ class Check:
 
     op: CapturedOp
     runs: Runs
+    rules: verdict.Rules
 
     def __init__(self, folder: Path, options: Options, rules: verdict.Rules | None = None) -> None:
         self.options, self.outcome = options, Outcome(folder, op_from(folder), ERROR)
@@ -166,22 +167,37 @@ class Check:
 
     def run(self) -> None:
         """Read the capture and run it (`check.run()`)."""
-        options = self.options
+        options, outcome = self.options, self.outcome
         with self._caught():
-            self.op = CapturedOp(self.outcome.folder, options.device, options.dtype, options.contiguous)
-            self._run()
+            op = self.op = CapturedOp(outcome.folder, options.device, options.dtype, options.contiguous)
+            outcome.op, outcome.location, outcome.device = op.name, op.site.location, str(op.device)
+            if op.note:
+                outcome.notes.append(op.note)
+            _check_memory(op)
+            if options.time:
+                _warm_up(op.device)
+            self.runs = Runs(op, options, outcome)
+            self.runs.all()
+            if op.has_aliased_leaves:
+                self.runs.try_distinct_leaves(self._captured_gradients())
+            if options.describe:
+                self._describe()
             self._ran = True
 
     def conclude(self) -> Outcome:
         """Judge the results and return the outcome (`check.conclude().status`)."""
-        if self._ran:
-            with self._caught():
-                self._conclude()
-        return self.outcome
-
-    @functools.cached_property
-    def rules(self) -> verdict.Rules:
-        return self._rules or verdict.Rules.from_environment()
+        options, outcome = self.options, self.outcome
+        if not self._ran:
+            return outcome
+        with self._caught():
+            if not options.forward and not outcome.went_backward:
+                outcome.status, outcome.reason = NOT_COMPARABLE, "it has no backward pass"
+            elif not options.acc_check:
+                outcome.status = RAN
+            else:
+                self.rules = self._rules or verdict.Rules.from_environment()
+                self._judge(self.op.captured("output") if options.forward else None, self._captured_gradients())
+        return outcome
 
     @contextlib.contextmanager
     def _caught(self) -> Iterator[None]:
@@ -199,29 +215,6 @@ class Check:
             hint = f"; an argument of type {lost[0]} was captured as a tuple" if lost else ""
             outcome.status, outcome.reason = ERROR, one_line(error) + hint
         outcome.seconds += time.perf_counter() - began
-
-    def _run(self) -> None:
-        op, outcome = self.op, self.outcome
-        outcome.op, outcome.location, outcome.device = op.name, op.site.location, str(op.device)
-        if op.note:
-            outcome.notes.append(op.note)
-        _check_memory(op)
-        if self.options.time:
-            _warm_up(op.device)
-        self.runs = Runs(op, self.options, outcome)
-        self.runs.all()
-        if op.has_twins:
-            self.runs.try_apart(self._captured_gradients())
-        if self.options.describe:
-            self._describe()
-
-    def _conclude(self) -> None:
-        if not self.options.forward and not self.outcome.went_backward:
-            self.outcome.status, self.outcome.reason = NOT_COMPARABLE, "it has no backward pass"
-        elif not self.options.acc_check:
-            self.outcome.status = RAN
-        else:
-            self._judge(self.op.captured("output") if self.options.forward else None, self._captured_gradients())
 
     def _captured_gradients(self) -> Any:
         return self.op.captured("grad_inputs") if self.options.backward and self.options.acc_check else None
@@ -334,12 +327,11 @@ class Check:
     def _describe(self) -> None:
         op = self.op
         if self.options.forward:
-            parts = (("inputs", describe(op.args, op.kwargs)), ("outputs", describe((op.result,))))
+            parts = [("inputs", describe(op.args, op.kwargs)), ("outputs", describe((op.result,)))]
             self.outcome.shown_forward = Shown(parts)
         if self.runs.grads is not None:
-            sent = describe(tuple(g for g in op.grad_outputs or () if g is not None))
-            found = describe(tuple(g for g in self.runs.device_grads if g is not None))
-            self.outcome.shown_backward = Shown((("grad_outputs", sent), ("grad_inputs", found)))
+            sent, found = _describe_present(op.grad_outputs), _describe_present(self.runs.device_grads)
+            self.outcome.shown_backward = Shown([("grad_outputs", sent), ("grad_inputs", found)])
 
     def _describe_golden(self, reference: golden.GoldenResult) -> None:
         if not self.options.describe or reference.run is None:
@@ -347,14 +339,16 @@ class Check:
         cast = str(reference.cast_info) if reference.cast_info else ""
         forward, backward = self.outcome.shown_forward, self.outcome.shown_backward
         if forward is not None:
-            more = (
-                ("inputs(cpu)", describe(*reference.inputs_after)),
-                ("outputs(cpu)", describe((reference.outputs,))),
-            )
-            self.outcome.shown_forward = Shown(forward.parts + more, cast)
+            inputs, outputs = describe(*reference.inputs_after), describe((reference.outputs,))
+            forward.parts += [("inputs(cpu)", inputs), ("outputs(cpu)", outputs)]
+            forward.cast = cast
         if backward is not None:
-            found = describe(tuple(g for g in reference.grad_inputs or () if g is not None))
-            self.outcome.shown_backward = Shown((*backward.parts, ("grad_inputs(cpu)", found)), cast)
+            backward.parts.append(("grad_inputs(cpu)", _describe_present(reference.grad_inputs)))
+            backward.cast = cast
+
+
+def _describe_present(grads: Sequence[Tensor | None] | None) -> Described:
+    return describe(tuple([g for g in grads or () if g is not None]))
 
 
 @functools.cache
@@ -385,7 +379,7 @@ def _free_memory() -> int | None:
 def _memory_for_one(needed: int) -> int | None:
     """The most bytes that a call may take; None (no limit) for small calls and where free memory is unknown."""
     free = _free_memory() if needed > _ASK_ABOVE else None
-    return None if free is None else int(free * _MOST_OF_FREE)
+    return None if free is None else int(free * _MAX_SHARE_OF_FREE)
 
 
 def _check_memory(op: CapturedOp) -> None:

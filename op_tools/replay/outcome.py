@@ -20,7 +20,6 @@ NOT_COMPARABLE: Final = "not comparable"
 RAN: Final = "ran"
 ERROR: Final = "error"
 STATUSES: Final = (IDENTICAL, RIGHT, RAN, NOT_COMPARABLE, WRONG, ERROR)
-_FAILED: Final = frozenset({WRONG, ERROR})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +47,11 @@ class Options:
             raise ValueError("only forward and only backward exclude each other")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Shown:
     """Descriptions of the tensors of one pass, for its table."""
 
-    parts: tuple[tuple[str, Described], ...]
+    parts: list[tuple[str, Described]]
     cast: str = ""
 
 
@@ -84,7 +83,7 @@ class Outcome:
     @property
     def passed(self) -> bool:
         """Whether nothing is wrong with it (`outcome.passed`)."""
-        return self.status not in _FAILED
+        return self.status not in (WRONG, ERROR)
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able values (`json.dumps(outcome.as_dict())`)."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import multiprocessing
 import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from .. import lifecycle
 from ..judge import verdict
@@ -29,21 +29,20 @@ def replay_all(folders: Sequence[Path], options: Options, jobs: int = 0) -> Iter
         overlap = options.acc_check and not options.time
         yield from _overlapped(folders, options) if overlap else (replay(folder, options) for folder in folders)
         return
-    with contextlib.closing(_Pool(folders, options, min(jobs, len(folders)))) as pool:
-        yield from pool.outcomes()
+    yield from _in_processes(folders, options, min(jobs, len(folders)))
 
 
 # --- in this process -----------------------------------------------------------------------------------------
 
 
-_MOST_JUDGES: Final = 4  # more of them wait for the GIL
+_MAX_JUDGES: Final = 4  # more of them wait for the GIL
 _LARGE: Final = 1 << 28  # bytes of a capture that is judged before the next one is read
 
 
 def _overlapped(folders: Sequence[Path], options: Options) -> Iterator[Outcome]:
     """While captures are judged, the next one runs on the device."""
     rules = verdict.Rules.from_environment()
-    judges = min(_MOST_JUDGES, max(1, (os.cpu_count() or 1) - 1))
+    judges = min(_MAX_JUDGES, max(1, (os.cpu_count() or 1) - 1))
     waiting: deque[Future[Outcome]] = deque()
 
     def done(most: int) -> Iterator[Outcome]:
@@ -74,84 +73,65 @@ def _nbytes(folder: Path) -> int:
 # --- in processes --------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
+def _in_processes(folders: Sequence[Path], options: Options, jobs: int) -> Iterator[Outcome]:
+    """In worker processes, each with a thread here that gives it one capture at a time."""
+    cores = max(1, (os.cpu_count() or 1) // jobs)
+    workers: list[_Worker] = []
+    idle: list[_Worker] = []
+    starting = threading.Lock()
+
+    def replay_one(folder: Path) -> Outcome:
+        with starting:
+            if not idle:
+                with _limited_threads(cores):
+                    idle.append(_Worker(options))
+                workers.append(idle[-1])
+            worker = idle.pop()
+        outcome = worker.replay(folder)
+        if worker.process.is_alive():
+            idle.append(worker)
+        return outcome
+
+    threads = ThreadPoolExecutor(jobs, "op_tools-replay")
+    try:
+        yield from threads.map(replay_one, folders)
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+        with starting:
+            for worker in workers:
+                if worker not in idle:
+                    worker.process.terminate()  # which ends the wait of its thread
+        threads.shutdown()
+        for worker in workers:
+            worker.close()
+
+
 class _Worker:
-    process: Any
-    connection: Connection
-    number: int | None = None  # of the capture it is working on
+    """A process that replays one capture at a time, so that a crash can be blamed on a capture."""
 
-
-class _Pool:
-    """Worker processes with one capture each at a time, so that a crash can be blamed on a capture."""
-
-    def __init__(self, folders: Sequence[Path], options: Options, jobs: int) -> None:
-        self._folders, self._options = folders, options
-        self._threads = max(1, (os.cpu_count() or 1) // jobs)
-        self._context = multiprocessing.get_context("spawn")
-        self._next = 0
-        self._done: dict[int, Outcome] = {}
-        self._workers = [self._start() for _ in range(jobs)]
-
-    def _start(self) -> _Worker:
-        ours, theirs = self._context.Pipe()
-        with _limited_threads(self._threads):
-            process = self._context.Process(target=_work, args=(theirs, self._options), daemon=True)
-            process.start()
+    def __init__(self, options: Options) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self.process = context.Process(target=_work, args=(theirs, options), daemon=True)
+        self.process.start()
         theirs.close()
-        return _Worker(process, ours)
 
-    def outcomes(self) -> Iterator[Outcome]:
-        for number in range(len(self._folders)):
-            while number not in self._done:
-                self._step()
-            yield self._done.pop(number)
-
-    def _step(self) -> None:
-        for worker in list(self._workers):
-            if worker.number is None and self._next < len(self._folders):
-                self._give(worker)
-        ready = wait([w.connection for w in self._workers])
-        for worker in [w for w in self._workers if w.connection in ready]:
-            self._take(worker)
-
-    def _give(self, worker: _Worker) -> None:
-        worker.number, self._next = self._next, self._next + 1
+    def replay(self, folder: Path) -> Outcome:
         try:
-            worker.connection.send(self._folders[worker.number])
-        except OSError:  # it died meanwhile; reading from its pipe will tell
-            pass
-
-    def _take(self, worker: _Worker) -> None:
-        try:
-            outcome = worker.connection.recv()
+            self._connection.send(folder)
+            outcome: Outcome = self._connection.recv()
+            return outcome
         except (EOFError, OSError):
-            self._bury(worker)
-            return
-        assert worker.number is not None
-        self._done[worker.number] = outcome
-        worker.number = None
-
-    def _bury(self, worker: _Worker) -> None:
-        worker.process.join()
-        self._workers.remove(worker)
-        worker.connection.close()
-        if worker.number is not None:
-            reason = f"the process that ran it died ({_death(worker.process.exitcode)})"
-            folder = self._folders[worker.number]
-            self._done[worker.number] = Outcome(folder, op_from(folder), ERROR, reason)
-        if self._next < len(self._folders):
-            self._workers.append(self._start())
+            self.process.join()
+            reason = f"the process that ran it died ({_death(self.process.exitcode)})"
+            return Outcome(folder, op_from(folder), ERROR, reason)
 
     def close(self) -> None:
-        """Stop all workers, busy or not (`pool.close()`)."""
-        for worker in self._workers:
-            worker.connection.close()
-        for worker in self._workers:
-            if worker.number is None:
-                worker.process.join(timeout=5)
-            if worker.process.is_alive():
-                worker.process.terminate()
-                worker.process.join(timeout=5)
+        self._connection.close()
+        self.process.join(timeout=5)
+        if self.process.is_alive():
+            self.process.terminate()
+            self.process.join(timeout=5)
 
 
 def _death(code: int | None) -> str:

@@ -19,7 +19,7 @@ from ..view import console, rows, store
 from .captured import CapturedOp
 from .outcome import ERROR, IDENTICAL, WRONG, Options, Outcome, Shown, counts
 
-_MOST_FAILURES: Final = 50
+_MAX_FAILURES: Final = 50
 
 
 class Report:
@@ -103,11 +103,8 @@ class Report:
     def _write_times(self) -> None:
         folder = settings.results_dir() / "op_time_measure_result"
         path = folder / f"op_elasped_info_pid{settings.process_label()}_{store.time_label()}.csv"
-        times, number = [], 0
-        for outcome in self.outcomes:
-            for run in range(max(len(outcome.forward_ms), len(outcome.backward_ms))):
-                number += 1
-                times.append(_times_row(outcome, number, run))
+        runs = [(o, run) for o in self.outcomes for run in range(max(len(o.forward_ms), len(o.backward_ms)))]
+        times = [_times_row(outcome, number, run) for number, (outcome, run) in enumerate(runs, 1)]
         store.write_csv(path, console.TIME_COLUMNS, times)
         if self._on:
             console.emit(f"op elasped info saved to {path}")
@@ -126,9 +123,9 @@ class Report:
             ]
             lines.append(console.table(["name", "captures", *found], body))
         failed = [o for o in self.outcomes if not o.passed]
-        lines += [_failure(o) for o in failed[:_MOST_FAILURES]]
-        if len(failed) > _MOST_FAILURES:
-            lines.append(f"and {len(failed) - _MOST_FAILURES} more (--json or --csv has them all)")
+        lines += [_failure(o) for o in failed[:_MAX_FAILURES]]
+        if len(failed) > _MAX_FAILURES:
+            lines.append(f"and {len(failed) - _MAX_FAILURES} more (--json or --csv has them all)")
         seconds = time.perf_counter() - self._began
         ran = sum(o.status != ERROR for o in self.outcomes)
         rate = f" in {seconds:.1f} s ({len(self.outcomes) / seconds:.1f} captures/s)" if seconds > 0 else ""

@@ -202,7 +202,7 @@ class OpAutoCompare(Tool):
         if compared is None:
             return
         started = time.perf_counter()
-        self.announce(call)
+        self.count(call)
         low = compared.region.autocast
         if low is not None:
             rounded_to = golden.autocast_rounds_to(call.op, low, call.result)

@@ -8,7 +8,6 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterable
-from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 
 from .. import settings
@@ -166,16 +165,13 @@ class Tool(Hooks):
     def __enter__(self: _Self) -> _Self:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     # -- which calls ----------------------------------------------------------------------------------
 
     @property
     def gated(self) -> bool:
-        """Whether each call must be asked about, besides its operator."""
         conditions = (self.condition, self._steps, self._ranks, self._max_calls)
         return any(condition is not None for condition in conditions)
 
@@ -185,31 +181,26 @@ class Tool(Hooks):
         return self.only is None and bool(self.filter.include or self.filter.exclude)
 
     def wants(self, traits: OpTraits) -> bool:
-        """Whether the tool works on an operator at all; asked once per function."""
-        if self.only is not None:
-            return self.only(traits)
-        return self.filter.matches(traits.name)
+        return self.filter.matches(traits.name) if self.only is None else self.only(traits)
 
     def accepts(self, call: Call) -> bool:
-        """Whether the tool works on this very call; asked only of gated tools."""
         if self._ranks is not None and settings.rank() not in self._ranks:
             return False
         if self._steps is not None and call.step not in self._steps:
             return False
         if self._max_calls is not None and self.calls[call.op] >= self._max_calls:
             return False
-        if self.condition is not None:
-            try:
-                wanted = bool(self.condition(*call.args, **call.kwargs))
-            except Exception as error:
-                self.failed(call, error, "condition_func raised")
-                wanted = False
-            if not wanted:
-                self.view.skip(self.hook, call.op)
-            return wanted
-        return True
+        if self.condition is None:
+            return True
+        try:
+            if self.condition(*call.args, **call.kwargs):
+                return True
+        except Exception as error:
+            self.failed(call, error, "condition_func raised")
+        self.view.skip(self.hook, call.op)
+        return False
 
-    def announce(self, call: Call) -> None:
+    def count(self, call: Call) -> None:
         """Count the call, and say `apply OpXHook on ...` where that is documented."""
         with self._counting:
             self.calls[call.op] += 1
@@ -230,10 +221,9 @@ class Tool(Hooks):
 
     def _is_first(self, op: str, kind: str) -> bool:
         with self._counting:
-            if (op, kind) in self._reported:
-                return False
+            known = len(self._reported)
             self._reported.add((op, kind))
-            return True
+            return len(self._reported) > known
 
     def found(self, call: Call, kind: str, message: str, once: bool = False) -> None:
         """Report something about a call; `once` keeps it to one report per operator and kind."""
@@ -334,22 +324,19 @@ class Tool(Hooks):
             raise ImportError("to_pandas() needs pandas: pip install pandas, or use records()") from None
         return pandas.DataFrame(self.records())
 
-    def _first_rows(self) -> tuple[list[str], list[list[Any]]]:
-        rows = self.records()[:_MAX_SHOWN]
-        header = [k for k in rows[0] if k != "described"] if rows else []
-        return header, [[row.get(k, "") for k in header] for row in rows]
-
     def _repr_html_(self) -> str:
-        header, rows = self._first_rows()
-        return console.html_table(header, rows) if rows else f"<p>{self.name}: no records</p>"
+        rows = self.records()[:_MAX_SHOWN]
+        if not rows:
+            return f"<p>{self.name}: no records</p>"
+        return console.html_table(list(rows[0]), [list(row.values()) for row in rows])
 
     def __rich__(self) -> Any:
         from rich.table import Table
 
-        header, rows = self._first_rows()
-        shown = Table(*header, title=self.name)
+        rows = self.records()[:_MAX_SHOWN]
+        shown = Table(*(rows[0] if rows else ()), title=self.name)
         for row in rows:
-            shown.add_row(*map(str, row))
+            shown.add_row(*map(str, row.values()))
         return shown
 
 

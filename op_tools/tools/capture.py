@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import json
 import os
@@ -16,7 +18,7 @@ import torch
 
 from .. import settings
 from ..call.description import Described, Descriptions, Tensor, TensorMeta, describe, labelled
-from ..call.devices import accelerator_type, autocast_dtype, get_rng_state, module_of, quiet
+from ..call.devices import accelerator_type, autocast_dtype, get_rng_state, quiet
 from ..copies.invocation import Invocation, Region, Site
 from ..copies.operands import MAX_BORROWED, Fetcher, Layouts, Operands, mark_after, measure
 from ..copies.queue import Writer
@@ -72,7 +74,6 @@ class OpCapture(Tool):
         self.write_seconds = 0.0
         self._broken = 0
         self._dropped = 0
-        self._counting = threading.Lock()  # for counters of all writer threads; never held while writing
 
     # -- on threads of the training --------------------------------------------------------------------
 
@@ -214,16 +215,14 @@ class OpCapture(Tool):
     def _show(self, call: Call, paths: list[Path], gradients: tuple[Described, Described] | None) -> None:
         lines = [f"{path} saved" for path in paths]
         stamp = f"forward_id:{call.id}/{paths[0].parent.name}"
-        key: Any
+        first, second = gradients or (call.inputs, call.outputs)
+        key: Any = (call.op, first.args, second.args)
         if gradients is None:
-            first, second, key = call.inputs, call.outputs, self.site(call)
-            lines.insert(0, f"apply {self.hook} on {call.op}")
-            lines.append(f"{call.op}    {stamp}    {call.location}")
+            names, key = ("inputs", "outputs"), self.site(call)
+            lines = [f"apply {self.hook} on {call.op}", *lines, f"{call.op}    {stamp}    {call.location}"]
         else:
-            first, second = gradients
-            key = (call.op, first.args, second.args)
+            names = ("grad_output", "grad_inputs")
             lines.append(f"{call.op} {stamp}")
-        names = ("inputs", "outputs") if gradients is None else ("grad_output", "grad_inputs")
         shown = self.view.tables.render(
             key,
             call.op,
@@ -252,15 +251,14 @@ class OpCapture(Tool):
         return sorted(super().records(), key=lambda row: row["call_id"])
 
 
+@dataclasses.dataclass(slots=True)
 class _Shown:
     """A block that the console shows, in the order of the calls, once its files are written."""
 
-    __slots__ = ("call", "done", "gradients", "paths")
-
-    def __init__(self, call: Call, gradients: Any) -> None:
-        self.call, self.gradients = call, gradients
-        self.paths: list[Path] = []
-        self.done = False
+    call: Call
+    gradients: tuple[Described, Described] | None
+    paths: list[Path] = dataclasses.field(default_factory=list)
+    done: bool = False
 
 
 class _Claim:
@@ -280,13 +278,10 @@ class _Claim:
 
 def _default_queue() -> int:
     """A few percent of the device memory, where the snapshots are."""
-    kind = accelerator_type()
-    if kind == "cuda":
-        try:
-            free, total = module_of(kind).mem_get_info()
+    if accelerator_type() == "cuda":
+        with contextlib.suppress(Exception):
+            free, total = torch.cuda.mem_get_info()
             return int(min(total // 16, free // 4))
-        except Exception:
-            pass
     return 512 * _MEBI
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any, ClassVar, Final
@@ -53,11 +54,11 @@ class OpDtypeCast(Tool):
         self._result_dtypes: dict[Any, tuple[torch.dtype | None, ...]] = {}
 
     def _map_for(self, op: str) -> tuple[str, dict[torch.dtype, torch.dtype]]:
-        if self.only is None and op in self._by_op:
-            return self._by_op[op]
+        known = self._by_op.get(op)
+        if known is not None and self.only is None:
+            return known
         variable, text = self._casts.text(op)
         text = text or _DEFAULT
-        known = self._by_op.get(op)
         if known is None or known[0] != text:
             known = self._by_op[op] = (text, settings.parse_dtype_map(text, variable))
         return known
@@ -70,8 +71,7 @@ class OpDtypeCast(Tool):
         if not any(t.dtype in mapping for t in tensors_in((call.args, call.kwargs))):
             return run(call.args, call.kwargs)
         expected = self._expected_dtypes(call)
-        cast: dict[int, Tensor] = {}
-        originals: dict[int, Tensor] = {}
+        cast: dict[int, tuple[Tensor, Tensor]] = {}  # the original and its copy, by the id of the original
         actions: list[tuple[str, str]] = []
 
         def change(index: int, tensor: Tensor) -> Tensor:
@@ -79,49 +79,23 @@ class OpDtypeCast(Tool):
             if target is None:
                 return tensor
             if id(tensor) not in cast:
-                cast[id(tensor)] = tensor.to(target)
-                originals[id(tensor)] = tensor
+                cast[id(tensor)] = (tensor, tensor.to(target))
             actions.append((f"input[{index}]", f"{tensor.dtype} -> {target}"))
-            return cast[id(tensor)]
+            return cast[id(tensor)][1]
 
         args = [map_tensors(arg, functools.partial(change, index)) for index, arg in enumerate(call.args)]
         named = enumerate(call.kwargs.items(), len(args))
         kwargs = {key: map_tensors(value, functools.partial(change, index)) for index, (key, value) in named}
-        versions = {key: version_of(tensor) for key, tensor in cast.items()}
+        versions = [version_of(copy) for _, copy in cast.values()]
         with torch.autocast(call.device.type, enabled=False):
             result = run(tuple(args), kwargs)
-        for number, tensor in cast.items():
-            if version_of(tensor) != versions[number]:  # an in-place operator wrote to the cast copy
-                originals[number].copy_(tensor)
-        result = self._give_back(result, cast, originals, expected, actions)
+        for (original, copy), version in zip(cast.values(), versions):
+            if version_of(copy) != version:  # an in-place operator wrote to the cast copy
+                original.copy_(copy)
+        back = {id(copy): original for original, copy in cast.values()}
+        result = _restored(result, back, expected, actions)
         call.notes[self] = (actions, config)
         return result
-
-    def _give_back(
-        self,
-        result: Any,
-        cast: dict[int, Tensor],
-        originals: dict[int, Tensor],
-        expected: tuple[torch.dtype | None, ...],
-        actions: list[tuple[str, str]],
-    ) -> Any:
-        back = {id(tensor): originals[key] for key, tensor in cast.items()}
-        number = -1
-
-        def restore(tensor: Tensor) -> Tensor:
-            nonlocal number
-            number += 1
-            if id(tensor) in back:
-                original = back[id(tensor)]
-                actions.append((f"output[{number}]", f"{tensor.dtype} -> {original.dtype}"))
-                return original
-            wanted = expected[number] if number < len(expected) else None
-            if wanted is None or wanted == tensor.dtype:
-                return tensor
-            actions.append((f"output[{number}]", f"{tensor.dtype} -> {wanted}"))
-            return tensor.to(wanted)
-
-        return map_tensors(result, restore)
 
     def _expected_dtypes(self, call: Call) -> tuple[torch.dtype | None, ...]:
         """The dtypes that the operator itself would return: seen once per operator and input dtypes."""
@@ -144,13 +118,32 @@ class OpDtypeCast(Tool):
         if noted is None:
             return
         actions, config = noted
-        self.announce(call)
+        self.count(call)
         site = self.site(call)
         for target, action in actions:
             self.record(call.id, site, target, action, config)
         if self.view.full:
             rows = [[call.op, target, action, config] for target, action in actions]
             self.view.block(console.table(console.CAST_COLUMNS, rows))
+
+
+def _restored(
+    result: Any, back: dict[int, Tensor], expected: tuple[torch.dtype | None, ...], actions: list[tuple[str, str]]
+) -> Any:
+    """The result in the dtypes that are expected; `back` has the originals of arguments that are handed back."""
+    numbered = enumerate(itertools.chain(expected, itertools.repeat(None)))
+
+    def restore(tensor: Tensor) -> Tensor:
+        number, dtype = next(numbered)
+        original = back.get(id(tensor))
+        if original is not None:
+            dtype = original.dtype
+        elif dtype is None or dtype == tensor.dtype:
+            return tensor
+        actions.append((f"output[{number}]", f"{tensor.dtype} -> {dtype}"))
+        return tensor.to(dtype) if original is None else original
+
+    return map_tensors(result, restore)
 
 
 def _probe(call: Call) -> tuple[torch.dtype | None, ...]:
@@ -183,8 +176,5 @@ def _probe(call: Call) -> tuple[torch.dtype | None, ...]:
 
 
 def _promoted(call: Call) -> tuple[torch.dtype | None, ...]:
-    dtype: torch.dtype | None = None
-    for tensor in tensors_in((call.args, call.kwargs)):
-        if tensor.dtype in _FLOATING:
-            dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
-    return (dtype,) * 64
+    given = [t.dtype for t in tensors_in((call.args, call.kwargs)) if t.dtype in _FLOATING]
+    return (functools.reduce(torch.promote_types, given) if given else None,) * 64

@@ -7,6 +7,8 @@ follow. An operator that a device fuses into a kernel the CPU does not have runs
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar, Final
@@ -17,12 +19,12 @@ from ..call.description import Tensor, TensorMeta, labelled, map_tensors, tensor
 from ..call.devices import accelerator_type, autocast_dtype
 from ..copies.host_copies import HostCopies
 from ..copies.pinned_results import LIBRARY, PinnedResults
-from ..view import console
 from ..watch import patches
 from ..watch.intercept import Call
 from .base import Tool
-from .on_cpu import NoCpuKernel, OnCpu, RandomStream, cpu_argument
+from .on_cpu import NoCpuKernel, OnCpu, cpu_argument, random_stream
 
+_Move = Callable[[Tensor], Tensor]
 _MAX_MISSING: Final = 10_000
 _USERS: Final = itertools.count(1)
 _WITH_PINNED_RESULTS: Final = frozenset({"cuda"})  # elsewhere results are copied to pinned memory, if there is any
@@ -65,7 +67,7 @@ class OpFallback(Tool):
             return run(call.args, call.kwargs)
         if call.traits.transfer:
             return run(call.args, call.kwargs)
-        self.announce(call)
+        self.count(call)
         like = (call.function, call.inputs.number)
         missing = self._missing.get(like) if call.inputs.number else None
         ran_on = "cpu"
@@ -100,9 +102,7 @@ class OpFallback(Tool):
     def _show(self, call: Call, site: int) -> None:
         before, after = call.inputs, call.outputs
         address = self._copies.address
-        inputs = [*tensors_in(call.args), *tensors_in(call.kwargs)]
-        on_cpu = [address(t) for t in inputs]
-        results = [address(t) for t in tensors_in(call.result)]
+        on_cpu, results = [address(t) for t in call.tensors], [address(t) for t in call.results]
         pointers = (*before.data_ptrs, *on_cpu, *after.data_ptrs, *results)
 
         def rows() -> list[tuple[str, TensorMeta | str]]:
@@ -116,7 +116,7 @@ class OpFallback(Tool):
         self.view.block(
             f"{call.op}    forward_id: {call.id}",
             call.location,
-            self.view.tables.render(site, call.op, rows, pointers, console.DEFAULT_COLUMNS),
+            self.view.tables.render(site, call.op, rows, pointers),
         )
 
     def before_node(self, call: Call, node: int) -> Any:
@@ -147,26 +147,17 @@ class _CannotRunWhole(Exception):
     """The operator writes to its arguments or returns views of them: it cannot run as a whole on copies."""
 
 
-class _ToHost(torch.autograd.Function):
+class _Moved(torch.autograd.Function):
+    """A tensor that `there` moves between device and host; `back` does the same to its gradient."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, host: HostCopies) -> Tensor:
-        ctx.device, ctx.host = tensor.device, host
-        return host.on_host(tensor)
+    def forward(ctx: Any, tensor: Tensor, there: _Move, back: _Move) -> Tensor:
+        ctx.back = back
+        return there(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.host.on_device(grad, ctx.device), None
-
-
-class _ToDevice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, device: torch.device, host: HostCopies) -> Tensor:
-        ctx.host = host
-        return host.on_device(tensor, device)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.host.on_host(grad), None, None
+        return ctx.back(grad), None, None
 
 
 def _run_whole(call: Call, host: HostCopies) -> Any:
@@ -180,14 +171,16 @@ def _run_whole(call: Call, host: HostCopies) -> Any:
         if tensor.device.type == "cpu":
             return tensor
         if id(tensor) not in copies:
-            copies[id(tensor)] = _ToHost.apply(tensor, host)  # type: ignore[no-untyped-call]
+            to_device = functools.partial(host.on_device, device=tensor.device)
+            copies[id(tensor)] = _Moved.apply(tensor, host.on_host, to_device)  # type: ignore[no-untyped-call]
         return copies[id(tensor)]
 
     args = map_tensors(call.args, fetch)
     kwargs = {k: cpu_argument(k, map_tensors(v, fetch)) for k, v in call.kwargs.items()}
     before = {key: copy._version for key, copy in copies.items()}
     low = autocast_dtype(device.type)
-    stream = RandomStream(call.traits.random is not False, device, call.kwargs.get("generator"))
+    random = call.traits.random is not False
+    stream = random_stream(device, call.kwargs.get("generator")) if random else contextlib.nullcontext()
     with stream, torch.autocast("cpu", dtype=low, enabled=low is not None):
         result = call.function(*args, **kwargs)
     originals = {id(t): t for t in tensors_in((call.args, call.kwargs))}
@@ -197,7 +190,8 @@ def _run_whole(call: Call, host: HostCopies) -> Any:
     for key, copy in written.items():
         host.drop_storage(originals[key])
         originals[key].copy_(copy)
-    return map_tensors(result, lambda t: _ToDevice.apply(t, device, host))  # type: ignore[no-untyped-call]
+    to_device = functools.partial(host.on_device, device=device)
+    return map_tensors(result, lambda t: _Moved.apply(t, to_device, host.on_host))  # type: ignore[no-untyped-call]
 
 
 def _as_cpu(rows: list[tuple[str, TensorMeta | str]]) -> list[tuple[str, TensorMeta | str]]:

@@ -8,7 +8,7 @@ import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 from torch.overrides import get_testing_overrides
@@ -34,7 +34,7 @@ class FeatureHandle:
     >>> handle.remove()                                               # doctest: +SKIP
     """
 
-    def __init__(self, tool: Tool, ops: list[str], undo: list[Callable[[], None]]) -> None:
+    def __init__(self, tool: Tool, ops: list[str], undo: contextlib.ExitStack) -> None:
         self.tool, self.ops = tool, ops
         self._undo = undo
         _handles.append(self)
@@ -43,18 +43,14 @@ class FeatureHandle:
         """End the feature; calling it twice does no harm."""
         if self in _handles:
             _handles.remove(self)
-            self.tool.stop()
-            while self._undo:
-                self._undo.pop()()
+            self._undo.close()
 
     undo = remove
 
     def __enter__(self) -> FeatureHandle:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
     def __repr__(self) -> str:
@@ -90,18 +86,16 @@ def apply_feature(
         raise SettingsError(f"condition_func must be callable, not {type(condition_func).__name__}")
     wanted = _resolve(ops)
     names = {name for name, _ in wanted}
-    undo: list[Callable[[], None]] = []
     tool = known[feature]()
     tool.only = lambda traits: traits.name in names
     tool.condition = condition_func
-    try:
-        undo += (_wrap(name, function) for name, function in wanted if not _passes_through_mode(name, function))
+    with contextlib.ExitStack() as undo:
+        for name, function in wanted:
+            if not _passes_through_mode(name, function):
+                undo.callback(_wrap(name, function))
         tool.start()
-    except BaseException:
-        for one in undo:
-            one()
-        raise
-    return FeatureHandle(tool, sorted(names), undo)
+        undo.callback(tool.stop)
+        return FeatureHandle(tool, sorted(names), undo.pop_all())
 
 
 # -- finding functions --------------------------------------------------------------------------------
@@ -138,13 +132,10 @@ def _by_name(name: str) -> Any:
             found: Any = importlib.import_module(module_name) if module_name != "__main__" else sys.modules["__main__"]
         except ImportError:
             continue
-        try:
-            for part in parts[split:]:
-                found = getattr(found, part)
-        except AttributeError:
-            break
-        if callable(found) or isinstance(found, ModuleType):
-            return found
+        with contextlib.suppress(AttributeError):
+            found = functools.reduce(getattr, parts[split:], found)
+            if callable(found) or isinstance(found, ModuleType):
+                return found
         break
     known = {name_of(f) for f in get_testing_overrides()} if parts[0] == "torch" else set()
     near = near_misses(name, known)
@@ -224,6 +215,3 @@ def _owners(name: str) -> Iterable[Any]:
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and getattr(module, "__name__", "") != __name__:
             yield module
-
-
-__all__ = ["FeatureHandle", "apply_feature", "features"]

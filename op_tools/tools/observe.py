@@ -32,7 +32,7 @@ class OpObserve(Tool):
     }
 
     def after(self, call: Call) -> None:
-        self.announce(call)
+        self.count(call)
         site = self.site(call)
         pointers = call.inputs.data_ptrs + call.outputs.data_ptrs
         self.record(call.id, site, call.step, array("Q", pointers).tobytes())

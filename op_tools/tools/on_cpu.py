@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Container
+from collections.abc import Container, Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -105,9 +106,9 @@ class OnCpu(DispatchMode):
         ]
         cpu_kwargs = {k: cpu_argument(k, map_tensors(v, swap)) for k, v in kwargs.items()} if kwargs else kwargs
         if kernel.random:
-            with RandomStream(True, device, kwargs.get("generator")) as random:
-                if random.generator is not None:
-                    cpu_kwargs = {**cpu_kwargs, "generator": random.generator}
+            with random_stream(device, kwargs.get("generator")) as generator:
+                if generator is not None:
+                    cpu_kwargs = {**cpu_kwargs, "generator": generator}
                 result = _call_on_cpu(func, tuple(cpu_args), cpu_kwargs, self._copies.pinned)
         else:
             result = _call_on_cpu(func, tuple(cpu_args), cpu_kwargs, self._copies.pinned)
@@ -115,7 +116,21 @@ class OnCpu(DispatchMode):
             copy = copies.get(id(tensor))
             if copy is not None:
                 self._write_back(tensor, copy, kernel.counts)
-        return self._return(result, kernel, args, kwargs, tensors, copies, device)
+
+        def move(tensor: Tensor) -> Tensor:
+            for key, copy in copies.items():
+                if copy is tensor:  # an argument handed back
+                    return next(t for t in tensors if id(t) == key)
+            return self._copies.on_device(tensor, device)
+
+        def returned(value: Any, where: int | str | None) -> Any:
+            return map_tensors(value, move) if where is None else _argument(args, kwargs, where)
+
+        if len(kernel.returns) == 1:
+            return returned(result, kernel.returns[0])
+        if isinstance(result, tuple):
+            return tuple([returned(value, where) for value, where in zip(result, kernel.returns)])
+        return map_tensors(result, move)
 
     def _fetch(self, tensors: list[Tensor], written: Container[int], device: torch.device) -> dict[int, Tensor]:
         copies: dict[int, Tensor] = {}
@@ -143,34 +158,6 @@ class OnCpu(DispatchMode):
         self._copies.count(copy)
         self._copies.written(tensor, copy, counts)
 
-    def _return(
-        self,
-        result: Any,
-        kernel: _Kernel,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[Tensor],
-        copies: dict[int, Tensor],
-        device: torch.device,
-    ) -> Any:
-        def move(tensor: Tensor) -> Tensor:
-            for key, copy in copies.items():
-                if copy is tensor:  # an argument handed back
-                    return next(t for t in tensors if id(t) == key)
-            return self._copies.on_device(tensor, device)
-
-        if len(kernel.returns) == 1:
-            where = kernel.returns[0]
-            return map_tensors(result, move) if where is None else _argument(args, kwargs, where)
-        if isinstance(result, tuple):
-            return tuple(
-                [
-                    map_tensors(value, move) if where is None else _argument(args, kwargs, where)
-                    for value, where in zip(result, kernel.returns)
-                ]
-            )
-        return map_tensors(result, move)
-
 
 _NO_IDS: Final[frozenset[int]] = frozenset()
 _LISTS: Final = frozenset({list, tuple})
@@ -196,9 +183,7 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], where: int | str) -
 def cpu_argument(name: str, value: Any) -> Any:
     if name == "device" and value is not None:
         return torch.device("cpu")
-    if name == "pin_memory":
-        return None
-    return value
+    return None if name == "pin_memory" else value
 
 
 def _device_of(tensors: list[Tensor], kwargs: dict[str, Any]) -> torch.device | None:
@@ -206,12 +191,10 @@ def _device_of(tensors: list[Tensor], kwargs: dict[str, Any]) -> torch.device | 
         if not tensor.is_cpu and not tensor.is_meta:
             return tensor.device
     wanted = kwargs.get("device")
-    if wanted is not None and torch.device(wanted).type not in ("cpu", "meta"):
-        device = torch.device(wanted)
-        if device.index is None:
-            device = torch.device(device.type, module_of(device.type).current_device())
-        return device
-    return None
+    if wanted is None or torch.device(wanted).type in ("cpu", "meta"):
+        return None
+    device = torch.device(wanted)
+    return device if device.index is not None else torch.device(device.type, module_of(device.type).current_device())
 
 
 def _moves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -239,68 +222,51 @@ def _call_on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pinne
 def _in_float32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The CPU lacks this kernel for half types: compute in float32, give back the half type."""
     half = next(t.dtype for t in tensors_in((args, kwargs)) if t.dtype in _HALVES)
-    raised: dict[int, Tensor] = {}
+    raised: dict[int, tuple[Tensor, Tensor]] = {}  # the original and its copy, by the id of the original
 
     def up(tensor: Tensor) -> Tensor:
         if tensor.dtype not in _HALVES:
             return tensor
-        return raised.setdefault(id(tensor), tensor.float())
+        return raised.setdefault(id(tensor), (tensor, tensor.float()))[1]
 
     wide_kwargs = {k: torch.float32 if v in _HALVES and k == "dtype" else map_tensors(v, up) for k, v in kwargs.items()}
     result = func(*map_tensors(args, up), **wide_kwargs)
-    back = {id(wide): key for key, wide in raised.items()}
-    originals = {id(t): t for t in tensors_in((args, kwargs))}
-    for key, wide in raised.items():
+    for original, wide in raised.values():
         if wide._version:  # written to
-            originals[key].copy_(wide)
+            original.copy_(wide)
+    back = {id(wide): original for original, wide in raised.values()}
 
     def down(tensor: Tensor) -> Tensor:
         if id(tensor) in back:
-            return originals[back[id(tensor)]]
+            return back[id(tensor)]
         return tensor.to(half) if tensor.dtype == torch.float32 else tensor
 
     return map_tensors(result, down)
 
 
-class RandomStream:
-    """Random kernels on the CPU continue the device's stream, and leave the CPU's as it was."""
+@contextlib.contextmanager
+def random_stream(device: torch.device, given: torch.Generator | None) -> Iterator[torch.Generator | None]:
+    """Random kernels on the CPU continue the device's stream, and leave the CPU's as it was.
 
-    def __init__(self, wanted: bool, device: torch.device, generator: torch.Generator | None) -> None:
-        self._wanted, self._device, self._given = wanted, device, generator
-        self.generator: torch.Generator | None = None
-
-    def __enter__(self) -> RandomStream:
-        if not self._wanted:
-            return self
-        if self._given is not None and self._given.device.type != "cpu":
-            self.generator = torch.Generator("cpu")
-            self._continue(self._given.get_state(), self.generator.set_state, self._given)
-            return self
-        self._before = torch.get_rng_state()
-        state = get_rng_state(self._device)
-        if state is not None:
-            self._continue(state, torch.set_rng_state, None)
-        return self
-
-    def _continue(self, state: Tensor, put: Callable[[Tensor], Any], generator: torch.Generator | None) -> None:
-        self._same_kind = state.numel() == torch.get_rng_state().numel()
-        if self._same_kind:
-            put(state)
-            return
+    Yields a generator to use in place of the device's that was given; None means the default one.
+    """
+    own = torch.Generator("cpu") if given is not None and given.device.type != "cpu" else None
+    target, before = own or torch.default_generator, torch.get_rng_state()
+    state = get_rng_state(device) if own is None or given is None else given.get_state()
+    same_kind = state is not None and state.numel() == before.numel()
+    if state is not None and same_kind:
+        target.set_state(state)
+    elif state is not None:
         # another kind of generator: draw the seed from the device's stream, which advances it
-        seed = torch.empty((), dtype=torch.int64, device=self._device).random_(generator=generator).item()
-        if self.generator is not None:
-            self.generator.manual_seed(int(seed))
+        drawn = torch.empty((), dtype=torch.int64, device=device).random_(generator=None if own is None else given)
+        target.manual_seed(int(drawn.item()))
+    try:
+        yield own
+    finally:
+        if own is not None and given is not None:
+            if same_kind:
+                given.set_state(own.get_state())
         else:
-            torch.default_generator.manual_seed(int(seed))
-
-    def __exit__(self, *error: Any) -> None:
-        if not self._wanted:
-            return
-        if self.generator is not None:
-            if self._same_kind and self._given is not None:
-                self._given.set_state(self.generator.get_state())
-            return
-        if getattr(self, "_same_kind", False):
-            set_rng_state(self._device, torch.get_rng_state())
-        torch.set_rng_state(self._before)
+            if same_kind:
+                set_rng_state(device, torch.get_rng_state())
+            torch.set_rng_state(before)

@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
-from ..call.description import Described, Tensor, TensorMeta, labelled
+from ..call.description import Described, Tensor, TensorMeta, labelled, short
 from ..call.devices import can_pin, event_class, quiet
 from ..call.facts import UNINITIALISED, last_name
+from ..copies.operands import mark_after
 from ..native.statistics import BROKEN, NAMES, Batch, Measure, batch_for, is_dense
 from ..view import console
 from ..watch.intercept import Call
@@ -97,9 +98,7 @@ class OpOverflowCheck(Tool):
 
     def _all(self, tensors: Iterable[Tensor | None]) -> tuple[Any, ...]:
         found: list[Any] = []
-        index = -1
-        for tensor in tensors:
-            index += 1
+        for index, tensor in enumerate(tensors):
             if tensor is None:
                 continue
             seen = self._known.get(id(tensor))
@@ -140,9 +139,8 @@ class OpOverflowCheck(Tool):
         seen = self._known.get(id(base))
         if seen is None or seen() is not base or base is None or seen.version != view._version:
             return None
-        if view.numel() != base.numel() or view.data_ptr() != base.data_ptr() or view.dtype != base.dtype:
-            return None
-        if not (is_dense(view) and is_dense(base)):
+        same = view.numel() == base.numel() and view.data_ptr() == base.data_ptr() and view.dtype == base.dtype
+        if not (same and is_dense(view) and is_dense(base)):
             return None
         self.reused += 1
         return seen.measure
@@ -160,7 +158,7 @@ class OpOverflowCheck(Tool):
             call.notes[self] = self._all(call.tensors)
 
     def after(self, call: Call) -> None:
-        self.announce(call)
+        self.count(call)
         arriving = call.notes.pop(self, ())
         with self._guard:
             if last_name(call.op) in UNINITIALISED:
@@ -187,18 +185,13 @@ class OpOverflowCheck(Tool):
         batches = [*self._full, *self._batches.values()]
         self._full, self._batches = [], {}
         for batch in batches:
-            values = batch.values()
-            event = None
-            if values.device.type != "cpu":
-                kind = event_class(values.device.type)
-                if kind is not None and can_pin(values.device.type):
-                    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-                    host.copy_(values, non_blocking=True)
-                    event = kind()
-                    event.record()
-                    values = host
-                else:
-                    values = values.cpu()
+            values, event = batch.values(), None
+            if event_class(values.device.type) is not None and can_pin(values.device.type):
+                host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+                host.copy_(values, non_blocking=True)
+                event, values = mark_after((values,)), host
+            else:
+                values = values.cpu()
             self._flights.append(_Flight(values, event, batch, entries if batch is batches[-1] else []))
         if not batches and entries:
             self._flights.append(_Flight(torch.empty(0), None, None, entries))
@@ -262,10 +255,9 @@ class OpOverflowCheck(Tool):
             for index, measure in _pairs(measures):
                 label, meta = labels[index] if index < len(labels) else (f"{role}[{index}]", None)
                 row = dict(zip(NAMES, self._rows.get(measure.number, _UNKNOWN)))
-                shape = str(tuple(meta.shape)) if meta is not None else ""
-                dtype = str(meta.dtype).removeprefix("torch.") if meta is not None else ""
+                look = ["", ""] if meta is None else [str(tuple(meta.shape)), short(meta.dtype)]
                 cells = [f"{row[k]:.6g}" for k in ("min", "max", "mean", "std", "norm")]
-                rows.append([f"{call.op} {label}", shape, dtype, str(bool(row["inf"])), str(bool(row["nan"])), *cells])
+                rows.append([f"{call.op} {label}", *look, str(bool(row["inf"])), str(bool(row["nan"])), *cells])
         return console.table(header, rows)
 
     # -- results --------------------------------------------------------------------------------------

@@ -87,32 +87,20 @@ class OpTimeMeasure(Tool):
         "step": "INTEGER",
     }
 
-    @property
-    def wants_backward(self) -> bool:  # type: ignore[override]
-        """Hooks on the nodes are needed where C++ does not listen, or where the gradients are shown."""
-        return self._clock is None
-
-    def _listen(self) -> BackwardClock | None:
-        if self.view.full or self.only is not None:
-            return None
-        device_type = accelerator_type()
-        if device_type != "cpu" and event_class(device_type) is None:
-            return None
-        self._clock_device = device_type
-        return BackwardClock.listening(device_type)
-
     def prepare(self) -> None:
         self._folder = settings.results_dir() / "op_time_measure_result"
         self.wants_gradients = self.view.full
         self._spans = object()  # key of the notes of a call whose backward pass is on its way
         self._waiting: deque[_Timing] = deque()
-        self._free: dict[str, list[Any]] = {}
+        self._free: dict[str, list[Any]] = {}  # device events that have been read, by device type
         self._samples: dict[tuple[str, str], _Samples] = {}
         self._reading = threading.Lock()
         self._began = time.perf_counter_ns()
-        self._device_types: set[str] = set()
-        self._clock_device = ""
-        self._clock = self._listen()
+        here = accelerator_type()
+        can_listen = not self.view.full and self.only is None and (here == "cpu" or event_class(here) is not None)
+        self._clock_device = here if can_listen else ""
+        self._clock = BackwardClock.listening(here) if can_listen else None
+        self.wants_backward = self._clock is None  # hooks on the nodes, where C++ does not listen
         self.csv_path: Path | None = None
         self.trace_path: Path | None = None
 
@@ -130,7 +118,6 @@ class OpTimeMeasure(Tool):
             kind = event_class(device_type)
             if kind is None:
                 return time.perf_counter_ns()
-            self._device_types.add(device_type)
             event = kind(enable_timing=True)
         event.record()
         return event
@@ -153,7 +140,7 @@ class OpTimeMeasure(Tool):
             end = clock.sequence()
             if end > number:
                 clock.note(number, end, call)
-        self.announce(call)
+        self.count(call)
         self._wait_for(_Timing(call, "forward", (first, last), host_start, device_type, _thread(get_ident()), None))
 
     def before_node(self, call: Call, node: int) -> Any:
@@ -179,7 +166,7 @@ class OpTimeMeasure(Tool):
             _Timing(call, "backward", spans[1:], spans[0], call.notes[self], _thread(get_ident()), described)
         )
 
-    def after_passes(self, graph_is_kept: bool) -> None:
+    def after_backward_passes(self, graph_is_kept: bool) -> None:
         clock = self._clock
         if clock is None:
             return
@@ -231,10 +218,8 @@ class OpTimeMeasure(Tool):
                 elif not last.query():
                     return
             waiting.popleft()
-            elapsed = 0.0
-            for first, last in zip(spans[::2], spans[1::2]):
-                elapsed += first.elapsed_time(last)
-            self._free.setdefault(timing.device_type, []).extend(spans)
+            elapsed = sum([first.elapsed_time(last) for first, last in zip(spans[::2], spans[1::2])])
+            self._free.setdefault(timing.device_type, []).extend(spans)  # others may record them again from now on
             self._keep(timing, elapsed)
 
     def _keep(self, timing: _Timing, elapsed: float) -> None:
@@ -250,30 +235,20 @@ class OpTimeMeasure(Tool):
             self._show(timing, site, elapsed)
 
     def _show(self, timing: _Timing, site: int, elapsed: float) -> None:
-        call = timing.call
-        if timing.phase == "forward":
-            pointers = call.inputs.data_ptrs + call.outputs.data_ptrs
-            shown = self.view.tables.render(
-                site, call.op, lambda: console.call_rows(call.inputs, call.outputs), pointers
-            )
-            lines = [call.location, shown]
-        else:
-            outputs, inputs = timing.described
-            lines = [
-                self.view.tables.render(
-                    (call.op, outputs.args, inputs.args),
-                    call.op,
-                    lambda: (
-                        labelled(outputs, "grad_outputs", "gradients") + labelled(inputs, "grad_inputs", "gradients")
-                    ),
-                    outputs.data_ptrs + inputs.data_ptrs,
-                )
-            ]
+        call, forward = timing.call, timing.phase == "forward"
+        first, second = (call.inputs, call.outputs) if forward else timing.described
+        names = ("inputs", "outputs", "inputs") if forward else ("grad_outputs", "grad_inputs", "gradients")
+        shown = self.view.tables.render(
+            site if forward else (call.op, first.args, second.args),
+            call.op,
+            lambda: labelled(first, names[0], names[2]) + labelled(second, names[1], names[2]),
+            first.data_ptrs + second.data_ptrs,
+        )
         times = console.table(
             ["name", "forward_id", f"{timing.phase}_elasped", "unit"],
             [[call.op, str(call.id), f"{elapsed:.8f}", "ms"]],
         )
-        self.view.block(*lines, times)
+        self.view.block(*([call.location] if forward else []), shown, times)
 
     # -- results --------------------------------------------------------------------------------------
 
@@ -287,7 +262,12 @@ class OpTimeMeasure(Tool):
             self._read(wait=True)
         if self._clock_device and LIBRARIES.failure:
             self.slowed("backward clock", f"hooks on autograd nodes measure backward times: {LIBRARIES.failure}")
-        timings = self._timings()
+        assert self._store is not None
+        query = (
+            "SELECT r.call_id, s.op, r.phase, r.elapsed_ms, r.start_us, r.thread, r.step, s.location "
+            "FROM op_time_measure r JOIN sites s ON s.site = r.site WHERE r.run = ? ORDER BY r.call_id"
+        )
+        timings = self._store.tuples(query, (self._run_key,))
         rows = _pairs(timings)
         if self.view.full and rows:
             self.view.block(console.table(console.TIME_COLUMNS, [[str(c) for c in row] for row in rows]))
@@ -297,14 +277,6 @@ class OpTimeMeasure(Tool):
         self.trace_path = self.csv_path.with_name(self.csv_path.name.replace("info", "trace")).with_suffix(".json")
         _write_trace(self.trace_path, timings)
         self.view.say(f"op elasped info saved to {self.csv_path}")
-
-    def _timings(self) -> list[tuple[Any, ...]]:
-        assert self._store is not None
-        query = (
-            "SELECT r.call_id, s.op, r.phase, r.elapsed_ms, r.start_us, r.thread, r.step, s.location "
-            "FROM op_time_measure r JOIN sites s ON s.site = r.site WHERE r.run = ? ORDER BY r.call_id"
-        )
-        return self._store.tuples(query, (self._run_key,))
 
     def by_op(self) -> list[dict[str, Any]]:
         """Calls, total, mean, p50, p99 and share by operator and phase, the costliest first.
@@ -332,17 +304,12 @@ class OpTimeMeasure(Tool):
         rows = self.by_op()
         if not rows:
             return []
-        header = ["name", "phase", "calls", "total_ms", "mean_ms", "p50_ms", "p99_ms", "share"]
-        body = [
-            [row["name"], row["phase"], str(row["calls"])]
-            + [f"{row[key]:.4f}" for key in header[3:7]]
-            + [f"{row['share']:.1%}"]
-            for row in rows[:30]
-        ]
-        facts = console.table(header, body).splitlines()
+        formats = {"share": ".1%", **dict.fromkeys(("total_ms", "mean_ms", "p50_ms", "p99_ms"), ".4f")}
+        body = [[format(value, formats.get(key, "")) for key, value in row.items()] for row in rows[:30]]
+        facts = console.table(list(rows[0]), body).splitlines()
         if len(rows) > 30:
             facts.append(f"and {len(rows) - 30} more rows: by_op() has them all")
-        if self.calls and not self._device_types:
+        if self.calls and not self._free:
             facts.append("times of the host clock (the device has no timing events)")
         return [*facts, f"times in {self.csv_path}", f"trace for Perfetto or chrome://tracing in {self.trace_path}"]
 

@@ -8,6 +8,7 @@ Hooks hold descriptions, never nodes: a hook that held its node would keep the g
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -51,7 +52,6 @@ def _place(view: Tensor, base: Tensor) -> _Slice:
 
 
 _NO_GRADIENTS: Final[list[Tensor | None]] = []
-_NO_TOKENS: Final[list[Any]] = []
 _TO_LEAF: Final = _Slice((), (), 0)
 
 
@@ -68,24 +68,18 @@ def edges_of(tensors: list[Tensor]) -> Edges | None:
     """Note where gradients of these arguments would flow to; None when none of them needs one."""
     targets: dict[Any, tuple[int, ...]] = {}
     bases: dict[tuple[Any, int], tuple[int, _Slice]] = {}
-    index = 0
-    for tensor in tensors:
+    for index, tensor in enumerate(tensors):
         if tensor.requires_grad:
             node = tensor.grad_fn
             key = id(tensor) if node is None else (node, tensor.output_nr)
             known = targets.get(key)
             targets[key] = (index,) if known is None else (*known, index)
-        if tensor._is_view():
-            base = tensor._base
-            if base is not None and base.requires_grad:
-                node = base.grad_fn
-                if node is not None:
-                    bases.setdefault((node, base.output_nr), (index, _place(tensor, base)))
-        index += 1
+        if tensor._is_view() and (base := tensor._base) is not None and (node := base.grad_fn) is not None:
+            bases.setdefault((node, base.output_nr), (index, _place(tensor, base)))
     if not targets and not bases:
         # closures may bring in tensors that need gradients; such calls have none among their arguments
         return None
-    return Edges(index, targets, bases, _sequence_now())
+    return Edges(len(tensors), targets, bases, _sequence_now())
 
 
 def attach(call: Call, edges: Edges, outputs: list[Tensor], listeners: tuple[Hooks, ...]) -> None:
@@ -94,20 +88,11 @@ def attach(call: Call, edges: Edges, outputs: list[Tensor], listeners: tuple[Hoo
     targets = edges.targets
     for index, tensor in enumerate(outputs):
         node = tensor.grad_fn
-        if node is None:
-            continue
-        number = tensor.output_nr
-        if (node, number) in targets:
-            continue  # an input handed back as it is
-        present = sources.get(node)
-        if present is None:
-            sources[node] = [(number, index)]
-        else:
-            present.append((number, index))
+        if node is not None and (node, tensor.output_nr) not in targets:  # not an input handed back as it is
+            sources.setdefault(node, []).append((tensor.output_nr, index))
     if not sources:
         return
-    starters = tuple([t for t in listeners if t.wants_backward_start])
-    state = _Backward(call, listeners, starters, len(outputs), edges.tensors)
+    state = _Backward(call, listeners, len(outputs), edges.tensors)
     stand_ins = _bases_of_results(outputs, edges) if state.gradients else {}
     state.stand_ins = bool(stand_ins)
     nodes = _hooks_of_call(state, sources, edges, stand_ins)
@@ -115,7 +100,7 @@ def attach(call: Call, edges: Edges, outputs: list[Tensor], listeners: tuple[Hoo
         nodes = [pair for pair in nodes if type(pair[0]).__name__ not in WITHOUT_KERNEL] or nodes
     state.nodes = len(nodes)
     for node, hook in nodes:
-        if starters:
+        if state.starters:
             node.register_prehook(hook)
         node.register_hook(hook)
 
@@ -124,11 +109,10 @@ def _bases_of_results(outputs: list[Tensor], edges: Edges) -> dict[Any, list[tup
     """Nodes that made what results are whole views of: where these are changed in place, gradients come by there."""
     found: dict[Any, list[tuple[int, int, _Slice]]] = {}
     for index, tensor in enumerate(outputs):
-        if tensor.grad_fn is None or not tensor._is_view():
+        if tensor.grad_fn is None or not tensor._is_view() or (base := tensor._base) is None:
             continue
-        base = tensor._base
-        node = None if base is None else base.grad_fn
-        if base is None or node is None or node is tensor.grad_fn or node._sequence_nr() < edges.since:
+        node = base.grad_fn
+        if node is None or node is tensor.grad_fn or node._sequence_nr() < edges.since:
             continue
         whole = tensor.numel() == base.numel() and base.is_contiguous() and tensor.dtype == base.dtype
         if whole and (node, base.output_nr) not in edges.targets:
@@ -149,34 +133,26 @@ def _hooks_of_call(
     while stack:
         node = stack.pop()
         targets: list[tuple[int, tuple[int, ...], _Slice | None]] = []
-        edge = -1
-        for following in node.next_functions:  # pairs of a node and the number of its output
-            edge += 1
-            if following[0] is None:
+        for edge, following in enumerate(node.next_functions):  # pairs of a node and the number of its output
+            next_node = following[0]
+            if next_node is None:
                 continue
-            inputs = known.get(following)
-            if inputs is not None:
+            if (inputs := known.get(following)) is not None:
                 targets.append((edge, inputs, None))
-                continue
-            if following in bases:
+            elif following in bases:
                 index, place = bases[following]
                 targets.append((edge, (index,), place))
-                continue
-            next_node = following[0]
-            variable = getattr(next_node, "variable", None)
-            if variable is not None:
-                inputs = known.get(id(variable))
-                if inputs is not None:
+            elif (variable := getattr(next_node, "variable", None)) is not None:
+                if (inputs := known.get(id(variable))) is not None:
                     targets.append((edge, inputs, _TO_LEAF))
-                continue
-            if seen is None:
-                seen = set(sources)
-                seen.update([key[0] for key in known if type(key) is tuple])
-            if next_node not in seen and next_node._sequence_nr() >= edges.since:
-                seen.add(next_node)
-                stack.append(next_node)
-                if len(seen) > _MAX_NODES:
-                    return []
+            else:
+                if seen is None:
+                    seen = {*sources, *[key[0] for key in known if type(key) is tuple]}
+                if next_node not in seen and next_node._sequence_nr() >= edges.since:
+                    seen.add(next_node)
+                    stack.append(next_node)
+                    if len(seen) > _MAX_NODES:
+                        return []
         found.append((node, _Hook(state, len(found), targets, sources.get(node, ()), stand_ins.get(node, ()))))
     return found
 
@@ -189,10 +165,9 @@ class _Backward:
         *("nodes", "passed_on", "queued", "sizes", "stand_ins", "starters"),
     )
 
-    def __init__(
-        self, call: Call, listeners: tuple[Hooks, ...], starters: tuple[Hooks, ...], outputs: int, inputs: int
-    ) -> None:
-        self.call, self.listeners, self.starters = call, listeners, starters
+    def __init__(self, call: Call, listeners: tuple[Hooks, ...], outputs: int, inputs: int) -> None:
+        self.call, self.listeners = call, listeners
+        self.starters = tuple([t for t in listeners if t.wants_backward_start])
         self.gradients = False
         for tool in listeners:
             if tool.wants_gradients:
@@ -271,28 +246,23 @@ class _Backward:
                 tool.failed(self.call, error)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Hook:
     """Called before and after one node of a call runs; it holds descriptions, never nodes."""
 
-    __slots__ = ("number", "sources", "stand_ins", "started", "state", "targets")
-
-    def __init__(
-        self,
-        state: _Backward,
-        number: int,
-        targets: list[tuple[int, tuple[int, ...], _Slice | None]],  # edges out of the call, the inputs they serve
-        sources: Sequence[tuple[int, int]],  # (output number of the node, output of the call)
-        stand_ins: Sequence[tuple[int, int, _Slice]],  # the same of nodes that made what these are views of
-    ) -> None:
-        self.state, self.number, self.targets, self.sources = state, number, targets, sources
-        self.stand_ins = stand_ins
-        self.started: list[Any] = _NO_TOKENS
+    state: _Backward
+    number: int
+    targets: list[tuple[int, tuple[int, ...], _Slice | None]]  # edges out of the call, the inputs they serve
+    sources: Sequence[tuple[int, int]]  # (output number of the node, output of the call)
+    stand_ins: Sequence[tuple[int, int, _Slice]]  # the same of nodes that made what these are views of
+    started: Sequence[Any] = ()  # what `before_node` of each tool returned
 
     def __call__(self, grads: Any, grad_outputs: Any = None) -> None:
         state = self.state
         starters = state.starters
         if grad_outputs is None:  # a hook before the node gets one argument, a hook after it two
-            self.started = started = []
+            started: list[Any] = []
+            self.started = started
             for tool in starters:
                 try:
                     started.append(tool.before_node(state.call, self.number))
@@ -307,7 +277,7 @@ class _Hook:
                         tool.after_node(state.call, token)
                     except Exception as error:
                         tool.failed(state.call, error)
-            self.started = _NO_TOKENS
+            self.started = ()
         try:
             state.hear(self, grads, grad_outputs)
         except Exception as error:

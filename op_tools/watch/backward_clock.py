@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container
 from typing import Any, Final, NamedTuple
 
 from ..compat import sequence_number
@@ -20,7 +19,7 @@ from .backward import WITHOUT_KERNEL
 
 _SOURCE: Final = compiling.SOURCES / "backward_clock.cpp"
 _CALLBACK: Final = "at::addGlobalCallback, of backward functions"
-_MAX_CALLS: Final = 50_000  # of a thread that may still be run backward
+_MAX_NODES: Final = 200_000  # of a thread that may still be run backward
 _MAX_SPANS: Final = 1_024
 _LIGHT: Final = "\n".join(sorted(WITHOUT_KERNEL)).encode()
 
@@ -30,13 +29,8 @@ class Span(ctypes.Structure):
 
     _fields_ = (
         ("thread", ctypes.c_uint64),
-        ("sequence", ctypes.c_int64),
-        ("runner", ctypes.c_int64),
-        ("light", ctypes.c_int64),
-        ("began", ctypes.c_int64),
-        ("ended", ctypes.c_int64),
-        ("first", ctypes.c_void_p),
-        ("last", ctypes.c_void_p),
+        *[(name, ctypes.c_int64) for name in ("sequence", "runner", "light", "began", "ended")],
+        *[(name, ctypes.c_void_p) for name in ("first", "last")],
     )
 
 
@@ -53,42 +47,31 @@ class Pass(NamedTuple):
 class _Thread:
     """Calls of one thread by the numbers of their nodes; another thread may run them backward."""
 
-    __slots__ = ("calls", "ends", "lock", "number", "starts")
+    __slots__ = ("calls", "end", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.lock = threading.Lock()
-        self.starts: list[int] = []
-        self.ends: list[int] = []
-        self.calls: list[Any] = []
+        self.end = 0
+        self.calls: dict[int, Any] = {}  # its methods need no lock
 
     def note(self, start: int, end: int, call: Any) -> bool:
         """False where node numbers have started again: Python gave the thread's number to a new thread."""
-        with self.lock:
-            if self.ends and start < self.ends[-1]:
-                return False
-            if len(self.calls) >= _MAX_CALLS:
-                self._keep(range(_MAX_CALLS // 2, len(self.calls)))
-            self.starts.append(start)
-            self.ends.append(end)
-            self.calls.append(call)
-            return True
+        if start < self.end:
+            return False
+        calls = self.calls
+        if len(calls) >= _MAX_NODES:
+            for oldest in list(calls)[: _MAX_NODES // 2]:
+                calls.pop(oldest, None)
+        self.end = end
+        for number in range(start, end):
+            calls[number] = call
+        return True
 
-    def find(self, sequence: int) -> Any:
-        """The call that a node belongs to, or None."""
-        with self.lock:
-            place = bisect_right(self.starts, sequence) - 1
-            return self.calls[place] if place >= 0 and sequence < self.ends[place] else None
-
-    def forget(self, ids: set[int]) -> None:
+    def forget(self, calls: Container[Any]) -> None:
         """These calls have been run backward, and will not be again."""
-        with self.lock:
-            self._keep([place for place, call in enumerate(self.calls) if id(call) not in ids])
-
-    def _keep(self, places: Sequence[int]) -> None:
-        self.starts = [self.starts[i] for i in places]
-        self.ends = [self.ends[i] for i in places]
-        self.calls = [self.calls[i] for i in places]
+        for number, call in self.calls.copy().items():
+            if call in calls:
+                self.calls.pop(number, None)
 
 
 class BackwardClock:
@@ -127,24 +110,23 @@ class BackwardClock:
     def passes(self, graph_is_kept: bool) -> list[Pass]:
         """Backward passes heard since the last time; call it when no pass is under way (`clock.passes(False)`)."""
         with self._guard:
-            found: dict[int, tuple[Any, list[Span]]] = {}  # by the id of the call
-            heard: dict[int, set[int]] = {}  # ids of calls by the number of their thread
+            found: dict[Any, list[Span]] = {}  # by call
+            heard: set[int] = set()  # numbers of threads
             while True:
                 count = self._short.op_tools_clock_take(self._taken, _MAX_SPANS)
                 for span in self._taken[:count]:
                     thread = self._by_number.get(span.thread)
-                    call = None if thread is None else thread.find(span.sequence)
+                    call = None if thread is None else thread.calls.get(span.sequence)
                     if call is None:
                         self._short.op_tools_clock_release(span.first, span.last)
                     else:
-                        found.setdefault(id(call), (call, []))[1].append(Span.from_buffer_copy(span))
-                        heard.setdefault(span.thread, set()).add(id(call))
+                        found.setdefault(call, []).append(Span.from_buffer_copy(span))
+                        heard.add(span.thread)
                 if count < _MAX_SPANS:
                     break
-            if not graph_is_kept:
-                for number, ids in heard.items():
-                    self._by_number[number].forget(ids)
-            return [self._pass(call, spans) for call, spans in found.values()]
+            for number in () if graph_is_kept else heard:
+                self._by_number[number].forget(found)
+            return [self._pass(call, spans) for call, spans in found.items()]
 
     def release(self, events: tuple[int | None, ...]) -> None:
         """Nobody will ask how far apart these are (`clock.release(one.events)`)."""

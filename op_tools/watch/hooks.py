@@ -67,7 +67,7 @@ class Hooks:
     def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
         """The backward pass of the call is complete."""
 
-    def after_passes(self, graph_is_kept: bool) -> None:
+    def after_backward_passes(self, graph_is_kept: bool) -> None:
         """Backward passes have ended and none is under way, whichever calls they were of."""
 
     def failed(self, call: Call, error: BaseException, what: str = "the tool failed on this operator") -> None:

@@ -318,12 +318,6 @@ class Interceptor(TorchFunctionMode):
                     self._patches.undo()
                     self._patches = None
 
-    def replan(self) -> None:
-        """Forget all decisions, after a tool's settings changed (`INTERCEPTOR.replan()`)."""
-        with self._lock:
-            if self.tools:
-                self._plans = {}
-
     def count_step(self) -> None:
         """A training step is over (`INTERCEPTOR.count_step()`)."""
         with self._lock:
@@ -332,12 +326,11 @@ class Interceptor(TorchFunctionMode):
     def passes_ended(self, graph_is_kept: bool) -> None:
         """Backward passes have ended, and none is under way (`INTERCEPTOR.passes_ended(False)`)."""
         for tool in self.tools:
-            if type(tool).after_passes is Hooks.after_passes:
-                continue
             try:
-                tool.after_passes(graph_is_kept)
+                tool.after_backward_passes(graph_is_kept)
             except Exception as error:
-                tool.failed(Call(OpTraits("backward", _nothing), _nothing, (), {}), error)
+                function = torch.autograd.backward
+                tool.failed(Call(OpTraits("backward", function), function, (), {}), error)
 
     def forked(self) -> None:
         """In a forked child (a DataLoader worker) the tools of the parent are silent, and nothing is patched."""
@@ -349,13 +342,7 @@ class Interceptor(TorchFunctionMode):
         patches.undo_all_in_child()
 
 
-def _nothing() -> None:
-    """Stands for the function of a call where there is none."""
-
-
 def _run(func: Callable[..., Any], call: Call, transforms: tuple[Hooks, ...], index: int) -> Any:
-    if index == len(transforms):
-        return func(*call.args, **call.kwargs)
     tool = transforms[index]
 
     def inner(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -90,7 +90,7 @@ def test_calls_that_were_run_backward_are_forgotten(device: str) -> None:
 
 
 def test_many_calls_that_are_never_run_backward_are_bounded(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backward_clock, "_MAX_CALLS", 10)
+    monkeypatch.setattr(backward_clock, "_MAX_NODES", 10)
     x = torch.randn(4, device=device, requires_grad=True)
     with op_tools.OpTimeMeasure() as timing:
         for _ in range(50):

@@ -36,7 +36,7 @@ class OpCountNumbers(Tool):
     def after(self, call: Call) -> None:
         numbers = sum(t.numel() for t in call.results)
         if numbers >= self.at_least:
-            self.announce(call)
+            self.count(call)
             self.record(call.id, self.site(call), numbers)
 
     def summary(self) -> list[str]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import multiprocessing
 import os
 import pickle
 import signal
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -727,6 +729,25 @@ def test_a_crash_costs_one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcomes[1].op == "torch.exp"
     assert outcomes[0].op == "1 threads"
     assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+def slow_worker(connection: Any, options: Options) -> None:
+    """Like a worker that takes its time over all captures but the first."""
+    folder = connection.recv()
+    while "slow" not in str(folder):
+        connection.send(Outcome(folder, "", RAN))
+        folder = connection.recv()
+    time.sleep(60)
+
+
+def test_who_stops_early_does_not_wait_for_captures_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_work", slow_worker)
+    outcomes = pool.replay_all([Path("quick"), *(Path(f"slow{i}") for i in range(5))], CPU, jobs=2)
+    assert next(outcomes).folder == Path("quick")
+    started = time.monotonic()
+    outcomes.close()  # type: ignore[attr-defined]
+    assert time.monotonic() - started < 30
+    assert not multiprocessing.active_children()
 
 
 def test_processes_give_the_same_results_in_order(capsys: pytest.CaptureFixture[str]) -> None:
