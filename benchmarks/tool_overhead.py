@@ -181,7 +181,7 @@ def _drain_remark(tool: Any, bench: Bench) -> str:
     room = "had room" if not tool.writer.waited else "was full at times"
     return (
         f"OpCapture: {written / 1e6 / (bench.steps + 1):.0f} MB per step, "
-        f"queue of {tool.writer.most_bytes / 1e6:.0f} MB {room} "
+        f"queue of {tool.writer.max_bytes / 1e6:.0f} MB {room} "
         f"(peak {tool.writer.peak_bytes / 1e6:.0f} MB); drains {speed / 1e6:.0f} MB/s (one writer {one / 1e6:.0f}), "
         f"a plain file takes {raw / 1e6:.0f} MB/s: {speed / raw:.0%}"
     )

@@ -16,8 +16,8 @@ import torch
 from ..compat import decomposition_table
 from . import optimizers
 from .operators.draws import really_draws as really_draws
-from .operators.freedoms import chosen_values as chosen_values
-from .operators.freedoms import gradient_turned as gradient_turned
+from .operators.freedoms import differing_choices as differing_choices
+from .operators.freedoms import align_gradient_signs as align_gradient_signs
 from .operators.freedoms import has_free_vectors as has_free_vectors
 from .operators.freedoms import turned as turned
 from .operators.registry import CPU, FUNCTIONS, KERNELS, NODES, KernelFacts, base_name_of, function_facts
@@ -44,8 +44,8 @@ _NO_FACTS: Final = Facts()
 # --- a call, by the name of its function --------------------------------------------------------------------
 
 
-def names_a_device(text: str) -> bool:
-    """Whether a text is `cuda`, `npu:0` and the like (`names_a_device("cuda:1")`)."""
+def is_device_text(text: str) -> bool:
+    """Whether a text is `cuda`, `npu:0` and the like (`is_device_text("cuda:1")`)."""
     kind, _, index = text.partition(":")
     return kind in _DEVICE_TYPES and (not index or index.isdecimal())
 

@@ -388,8 +388,8 @@ def available() -> bool:
     return sys.platform == "linux" and hasattr(os, "memfd_create") and bool(sys.executable)
 
 
-def most_bytes() -> int:
-    """The largest call that goes to a worker (`most_bytes()`)."""
+def max_bytes() -> int:
+    """The largest call that goes to a worker (`max_bytes()`)."""
     return _RING // 2
 
 

@@ -22,21 +22,21 @@ class Writer:
     threads that compete for the GIL: work begins when the queue is half full, when the oldest job has waited
     that many seconds, or when somebody waits for the end.
 
-    >>> writer = Writer(most_bytes=1 << 20)
+    >>> writer = Writer(max_bytes=1 << 20)
     >>> writer.reserve(10) and writer.submit(10, lambda: None)
     >>> writer.drain()
     """
 
     def __init__(
         self,
-        most_bytes: int,
+        max_bytes: int,
         threads: int = 1,
         drop_when_full: bool = False,
         patience: float = 0.0,
-        most_jobs: int = 1 << 30,
+        max_jobs: int = 1 << 30,
     ) -> None:
-        self.most_bytes, self.drop_when_full, self.patience = most_bytes, drop_when_full, patience
-        self.most_jobs = most_jobs  # what a job itself takes counts, too, where its tensors are small
+        self.max_bytes, self.drop_when_full, self.patience = max_bytes, drop_when_full, patience
+        self.max_jobs = max_jobs  # what a job itself takes counts, too, where its tensors are small
         self._busy = False
         self._awaited = 0
         self.dropped = 0
@@ -57,7 +57,7 @@ class Writer:
     def reserve(self, nbytes: int) -> bool:
         """Claim room for a job; False when it was refused because the queue is full."""
         with self._change:
-            while (self._bytes and self._bytes + nbytes > self.most_bytes) or self._unfinished >= self.most_jobs:
+            while (self._bytes and self._bytes + nbytes > self.max_bytes) or self._unfinished >= self.max_jobs:
                 if self.drop_when_full:
                     self.dropped += 1
                     return False
@@ -121,7 +121,7 @@ class Writer:
             return False
         if self._busy or self._awaited or not self.patience or self._jobs[0] is _STOP:
             return True
-        return 2 * self._bytes >= self.most_bytes or time.monotonic() - self._jobs[0][0] >= self.patience
+        return 2 * self._bytes >= self.max_bytes or time.monotonic() - self._jobs[0][0] >= self.patience
 
     def drain(self) -> None:
         """Wait until every job is done (`writer.drain()`)."""

@@ -376,7 +376,7 @@ def _gradients(source: Source, outputs: Any, leaves: list[Tensor | None]) -> lis
         for number, (theirs, (output, grad)) in enumerate(zip(tensors_in(source.outputs), pairs)):
             if grad is not None:
                 sent = grad.detach().to(device="cpu", dtype=output.dtype)
-                pairs[number] = output, facts.gradient_turned(source.name, number, theirs, output, sent)
+                pairs[number] = output, facts.align_gradient_signs(source.name, number, theirs, output, sent)
     return _gradients_of(pairs, leaves)
 
 
@@ -406,7 +406,7 @@ def _map_settings(value: Any, cast: Cast) -> Any:
     if kind is torch.device:
         return torch.device("cpu")
     if kind is str:
-        return "cpu" if facts.names_a_device(value) else value
+        return "cpu" if facts.is_device_text(value) else value
     if kind is torch.Generator:
         return None
     if kind is list:

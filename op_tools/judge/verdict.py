@@ -357,7 +357,7 @@ def _pairs(name: str, part: str, device: Any, golden: Any) -> tuple[list[tuple[A
     if len(ours) != len(theirs):
         return [], f"{len(ours)} results instead of {len(theirs)}"
     if part == "output":
-        theirs = [facts.turned(name, number, d, g) for number, (d, g) in enumerate(zip(ours, theirs))]
+        theirs = [facts.align_signs(name, number, d, g) for number, (d, g) in enumerate(zip(ours, theirs))]
     return list(zip(ours, theirs)), ""
 
 

@@ -155,7 +155,7 @@ class CapturedOp:
         """The value, with this device in place of the one that the call named."""
         if isinstance(value, torch.device):
             return value if value.type == "cpu" else self.device
-        if isinstance(value, str) and facts.names_a_device(value) and value != "cpu":
+        if isinstance(value, str) and facts.is_device_text(value) and value != "cpu":
             return self.device
         return self.device if key == "device" and type(value) is int else value
 
@@ -257,7 +257,7 @@ def _read_call(folder: Path) -> tuple[dict[str, Any], tuple[str, Site, Region]]:
 def _placed_function(name: str, device: torch.device) -> Callable[..., Any]:
     """What to call: `x.cuda()` means this device, whatever its name is."""
     last = facts.last_name(name)
-    if name == f"torch.Tensor.{last}" and last != "cpu" and facts.names_a_device(last):
+    if name == f"torch.Tensor.{last}" and last != "cpu" and facts.is_device_text(last):
         return lambda tensor, *_, **__: tensor.to(device)
     return function_of(name)
 

@@ -96,7 +96,7 @@ class OpAutoCompare(Tool):
         self._cores = max(1, min(_MAX_CORES, (cores.available() - 1) // self._threads))
         # how much of a worker thread's time the run itself loses: all of it where there is no core to spare
         self._share = 1.0 if cores.available() <= threads + 1 else 0.5
-        self._queue = Writer(queue_bytes, self._threads, most_jobs=_MAX_WAITING)
+        self._queue = Writer(queue_bytes, self._threads, max_jobs=_MAX_WAITING)
         self._teller = Teller(self, functools.partial(self._queue.submit, 0))
         setup = Setup(
             Rules.from_environment(),
@@ -315,7 +315,7 @@ class OpAutoCompare(Tool):
             workers.fetcher, workers.limit = Fetcher(), 0
             self._fetchers.append(workers.fetcher)
         # jobs are judged side by side on the cores that are there; a large one gets those of others that wait
-        limit = max(self._cores, min(self._threads, self._threads * job.nbytes // self._queue.most_bytes))
+        limit = max(self._cores, min(self._threads, self._threads * job.nbytes // self._queue.max_bytes))
         if workers.limit != limit:
             cores.limit_kernels(limit)
             workers.limit = limit

@@ -27,7 +27,7 @@ FUNCTIONS.register("topk", FunctionFacts(indices=IndexFacts(-1, position=2, perm
 FUNCTIONS.register("kthvalue", FunctionFacts(indices=IndexFacts(-1, position=2)))
 
 
-def chosen_values(name: str, source: Any, device: Tensor, golden: Tensor, number: int) -> Tensor | None:
+def differing_choices(name: str, source: Any, device: Tensor, golden: Tensor, number: int) -> Tensor | None:
     """Where two results that are indices point at different values; None if they are not indices.
 
     `number` is that of the result: values come first, indices second, and both may be int64. Any of several equal
@@ -120,13 +120,13 @@ FUNCTIONS.register("eigh eig", FunctionFacts(free_vectors=((1, -2),)))
 FUNCTIONS.register("svd", FunctionFacts(free_vectors=((0, -2), (2, -1))))
 
 
-def turned(name: str, number: int, device: Any, golden: Any) -> Any:
+def align_signs(name: str, number: int, device: Any, golden: Any) -> Any:
     """The golden vectors with the signs that the device chose, where signs are free (`torch.linalg.eigh`)."""
     phase = _phase(name, number, device, golden)
     return golden if phase is None else golden * phase
 
 
-def gradient_turned(name: str, number: int, device: Any, golden: Any, grad: Tensor) -> Tensor:
+def align_gradient_signs(name: str, number: int, device: Any, golden: Any, grad: Tensor) -> Tensor:
     """The gradient of a device's result, for the golden result, whose vectors may have other signs."""
     phase = _phase(name, number, device, golden)
     return grad if phase is None else grad * phase.conj()

@@ -80,7 +80,7 @@ class Workers(Judge):
     def _may_send(self, job: Job) -> bool:
         """Whether a worker can compare a call and its backward: an operator of PyTorch's, on plain tensors."""
         call, before, after = job.call, job.before, job.snapshot
-        if job.places is not None or before is None or after is None or job.nbytes > pool.most_bytes():
+        if job.places is not None or before is None or after is None or job.nbytes > pool.max_bytes():
             return False
         if not self.setup.is_stock(call.op, call.function) or facts.has_free_vectors(call.op):
             return False

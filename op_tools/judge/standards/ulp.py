@@ -47,7 +47,7 @@ def _judge_whole_numbers(row: Row, pair: Pair) -> Row:
         return row
     uncertainty = pair.uncertainty
     if uncertainty is not None:
-        chosen = facts.chosen_values(pair.op, uncertainty.result.source, pair.device, pair.golden, pair.position)
+        chosen = facts.differing_choices(pair.op, uncertainty.result.source, pair.device, pair.golden, pair.position)
         if chosen is not None and not bool(chosen.any()):
             return row._replace(error_info=joined(row.error_info, "tie broken differently"))
         different = different & ~uncertainty.unsettled(pair.position, different) if chosen is None else chosen

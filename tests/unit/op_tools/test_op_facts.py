@@ -55,7 +55,7 @@ def test_whole_numbers_of_a_linspace_in_float32(start: float, end: float, steps:
     up = first + step * index.float()
     down = last - step * (steps - 1 - index).float()
     ours = torch.where(index < steps // 2, up, down).to(torch.int32)
-    different = facts.chosen_values("torch.linspace", source(start, end, steps), ours, ours, 0)
+    different = facts.differing_choices("torch.linspace", source(start, end, steps), ours, ours, 0)
     assert different is not None
     assert not bool(different.any())
 

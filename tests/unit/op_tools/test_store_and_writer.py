@@ -97,7 +97,7 @@ def test_csv_has_one_header_and_appears_whole() -> None:
 
 
 def test_the_queue_never_holds_more_than_it_may() -> None:
-    writer = Writer(most_bytes=100, threads=2)
+    writer = Writer(max_bytes=100, threads=2)
     done: list[int] = []
 
     def slowly(n: int) -> None:
@@ -115,7 +115,7 @@ def test_the_queue_never_holds_more_than_it_may() -> None:
 
 
 def test_a_job_larger_than_the_queue_still_gets_through() -> None:
-    writer = Writer(most_bytes=10)
+    writer = Writer(max_bytes=10)
     assert writer.reserve(1000)
     done = threading.Event()
     writer.submit(1000, done.set)
@@ -125,7 +125,7 @@ def test_a_job_larger_than_the_queue_still_gets_through() -> None:
 
 
 def test_many_small_jobs_are_bounded_by_their_number() -> None:
-    writer = Writer(most_bytes=1 << 30, most_jobs=3)
+    writer = Writer(max_bytes=1 << 30, max_jobs=3)
     go = threading.Event()
     for _ in range(3):
         assert writer.reserve(1)
@@ -139,7 +139,7 @@ def test_many_small_jobs_are_bounded_by_their_number() -> None:
 
 
 def test_dropping_instead_of_waiting() -> None:
-    writer = Writer(most_bytes=10, drop_when_full=True)
+    writer = Writer(max_bytes=10, drop_when_full=True)
     gate = threading.Event()
     assert writer.reserve(10)
     writer.submit(10, lambda: bool(gate.wait(10)) or None)
@@ -153,7 +153,7 @@ def test_dropping_instead_of_waiting() -> None:
 
 
 def test_a_job_that_fails_frees_its_room_and_the_next_one_runs() -> None:
-    writer = Writer(most_bytes=10)
+    writer = Writer(max_bytes=10)
     done = threading.Event()
 
     def fail() -> None:
@@ -170,7 +170,7 @@ def test_a_job_that_fails_frees_its_room_and_the_next_one_runs() -> None:
 
 
 def test_a_patient_writer_leaves_a_burst_alone_then_works() -> None:
-    writer = Writer(most_bytes=100, patience=0.3)
+    writer = Writer(max_bytes=100, patience=0.3)
     done: list[int] = []
     for n in range(4):
         assert writer.reserve(10)
