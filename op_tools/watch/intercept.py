@@ -42,7 +42,7 @@ class Call:
 
     __slots__ = (
         *("__weakref__", "args", "function", "id", "inputs", "kwargs", "location", "notes", "op", "outputs"),
-        *("result", "results", "step", "tensors", "traits"),
+        *("mixed", "result", "results", "step", "tensors", "traits", "unasked"),
     )
 
     def __init__(
@@ -61,6 +61,8 @@ class Call:
         self.tensors: list[Tensor] = []  # all among the arguments, in order
         self.results: list[Tensor] = []  # all in the result, in order
         self.notes: dict[Any, Any] = {}  # what tools remember between before and after
+        self.unasked: tuple[int, ...] = ()  # tensors whose gradient the last backward pass was not asked for
+        self.mixed = False  # whether its nodes also got gradients of other calls in that pass
 
     def release(self) -> None:
         """Let go of the user's tensors; the description stays."""

@@ -205,7 +205,7 @@ class Comparer:
         if job.phase == FORWARD:
             return key
         grads = (*job.values[0], *job.values[1])
-        return (*key, tuple([None if g is None else (g.shape, g.stride(), g.dtype) for g in grads]))
+        return (*key, job.unasked, tuple([None if g is None else (g.shape, g.stride(), g.dtype) for g in grads]))
 
     def _moved_as_before(self, job: Job) -> bool:
         """Whether the device moved the same values to the same places as the CPU does, in its own dtype."""
@@ -216,7 +216,7 @@ class Comparer:
         except Exception:  # then it is compared in full
             return False
         if backward:
-            return _same(job.values[1], grads)
+            return _same(job.values[1], asked(grads or [], job.unasked))
         after, kwargs_after, result = job.values
         unchanged = _same(compared_arguments(after, kwargs_after), compared_arguments(job.args, job.kwargs))
         return unchanged and _same(result, outputs)
@@ -277,7 +277,7 @@ class Comparer:
             return Judgement(NOT_COMPARABLE, result.reason)
         if facts.has_free_vectors(name) and result.source.outputs is None:
             return Judgement(NOT_COMPARABLE, "which signs the vectors had on the device is not known")
-        expected = result.grad_inputs or []
+        expected = asked(result.grad_inputs or [], job.unasked)
         found = job.values[1]
         indices, present = gradient_indices(found, expected)
         judged = verdict.judge(
@@ -327,6 +327,11 @@ def _keep_values(job: Job) -> None:
 def compared_arguments(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
     """What is compared of the arguments after a call: positional ones, and tensors given by keyword."""
     return [*args, *tensors_in(kwargs)]
+
+
+def asked(gradients: Sequence[Tensor | None], unasked: tuple[int, ...]) -> list[Tensor | None]:
+    """The gradients that a backward pass was asked for; the golden run computes them all."""
+    return [None if index in unasked else gradient for index, gradient in enumerate(gradients)]
 
 
 def gradient_indices(found: Sequence[Any], expected: Sequence[Any]) -> tuple[list[int | None], list[bool]]:
