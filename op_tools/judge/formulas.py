@@ -17,25 +17,33 @@ from torch.nn import functional
 from ..call import facts
 from ..call.description import Tensor, tensors_in
 from ..call.operators.registry import FUNCTIONS, Kind, Registry, kernel_names, last_name
-from .rounding import roundings, weights_of_products
+from ..native.measuring import Bound
+from .rounding import Precision, Structure, roundings, weights_of_products
 
 if TYPE_CHECKING:
     from .golden import Source
-    from .rounding import Precision
-    from .uncertainty import Structure
 
 _MIN_TERMS: Final = 32  # of a long sum of products: enough to know its size within a factor
 
 
 class Terms(NamedTuple):
-    """Sigma of each element: the root of `of_squares · squares + of_result · y²`."""
+    """Sigma of each element y: the root of `of_squares · squares + of_result · y²`."""
 
     squares: Tensor
     of_squares: float
     of_result: float
 
+    def sigma(self, golden: Tensor) -> Tensor:
+        """That of each element of a reference (`terms.sigma(golden)`)."""
+        of_result = golden.mul(math.sqrt(self.of_result)).square_().to(self.squares.dtype)
+        return self.squares.mul(self.of_squares).add_(of_result).sqrt_()
 
-class Asked(NamedTuple):
+    def added_to(self, bound: Bound) -> tuple[Bound, Tensor]:
+        """The bound that follows, and its squares (`measures.beyond(sides, *terms.added_to(bound))`)."""
+        return bound._replace(of_squares=self.of_squares, of_result=self.of_result), self.squares
+
+
+class FormulaQuery(NamedTuple):
     """One result of a call, whose roundings a formula counts."""
 
     source: Source
@@ -50,27 +58,27 @@ class Formula(NamedTuple):
     """The terms of calls in which certain kernels do all the arithmetic."""
 
     functions: Collection[str]  # whose arguments it understands
-    terms: Callable[[Asked], Terms | None]
+    terms: Callable[[FormulaQuery], Terms | None]
 
 
 _FORMULAS: Final = Registry[Formula]("formula for", kernel_names)
 
 
-def terms(asked: Asked) -> Terms | None:
-    """The terms of one result, or None where no formula applies (`terms(Asked(...))`)."""
-    structure = asked.structure
+def terms(query: FormulaQuery) -> Terms | None:
+    """The terms of one result, or None where no formula applies (`terms(FormulaQuery(...))`)."""
+    structure = query.structure
     known = _BY_KERNELS.get(structure.kernels)
     if known is None:
         if not structure.sums_of_products or not structure.contracts:
             return None
-    elif last_name(asked.source.name) not in known.functions:
+    elif last_name(query.source.name) not in known.functions:
         return None
     try:
         with torch.no_grad():
-            found = _products(asked) if known is None else known.terms(asked)
+            found = _products(query) if known is None else known.terms(query)
     except (RuntimeError, LookupError, TypeError, ValueError, AttributeError):  # arguments that were not foreseen
         return None
-    return found if found is not None and found.squares.shape == asked.golden.shape else None
+    return found if found is not None and found.squares.shape == query.golden.shape else None
 
 
 def _arguments(source: Source, *names: str) -> list[Any]:
@@ -85,16 +93,21 @@ def _single(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.float32)
 
 
-def _sent(asked: Asked) -> Tensor:
-    grads = asked.source.grad_outputs or ()
+def _gradient(query: FormulaQuery) -> Tensor:
+    """That of the only result."""
+    grads = query.source.grad_outputs or ()
     if len(grads) != 1 or grads[0] is None:
         raise ValueError("not exactly one gradient")
-    return _single(grads[0])
+    return grads[0].detach()
 
 
-def _which(asked: Asked, *candidates: Any) -> int:
+def _sent(query: FormulaQuery) -> Tensor:
+    return _single(_gradient(query))
+
+
+def _which(query: FormulaQuery, *candidates: Any) -> int:
     """Position among these arguments of the one that a gradient belongs to."""
-    target = asked.source.tensors[asked.number]
+    target = query.source.tensors[query.number]
     found = [n for n, candidate in enumerate(candidates) if candidate is target]
     if len(found) != 1:
         raise ValueError("the same tensor in two arguments")
@@ -104,29 +117,29 @@ def _which(asked: Asked, *candidates: Any) -> int:
 # --- elementwise ------------------------------------------------------------------------------------------------
 
 
-def _gelu(asked: Asked) -> Terms | None:
+def _gelu(query: FormulaQuery) -> Terms | None:
     """x/2 · (1 + erf): what goes into erf and what comes out of it counts in full where the sum is near zero."""
-    x, approximate = _arguments(asked.source, "input", "approximate")
+    x, approximate = _arguments(query.source, "input", "approximate")
     if approximate not in (None, "none"):
         return None
-    unit, x = asked.precision.inner, _single(x)
-    squares = torch.sub(_single(asked.golden), x, alpha=0.5).mul_(_ERF).square_()  # x/2 · erf
+    unit, x = query.precision.inner, _single(x)
+    squares = torch.sub(_single(query.golden), x, alpha=0.5).mul_(_ERF).square_()  # x/2 · erf
     slope = x.square().mul_(-0.5).exp_().mul_(x).mul_(x).mul_(_SLOPE * _INTO_ERF).square_()
     # of the result: x/2, the sum, the product, and the kernel as a whole
     return Terms(squares.add_(slope), unit**2, 1.75 * unit**2)
 
 
-def _gelu_backward(asked: Asked) -> Terms | None:
+def _gelu_backward(query: FormulaQuery) -> Terms | None:
     """g · ((1 + erf)/2 + x · density)."""
-    x, approximate = _arguments(asked.source, "input", "approximate")
+    x, approximate = _arguments(query.source, "input", "approximate")
     if approximate not in (None, "none"):
         return None
-    unit, x = asked.precision.inner, _single(x)
+    unit, x = query.precision.inner, _single(x)
     erf = torch.erf(x * math.sqrt(0.5))
     # the sum and its half; the error function; what goes into it, and the product with the density
     squares = erf.add(1).square_().mul_(0.125).add_(erf.square_(), alpha=(0.5 * _ERF) ** 2)
     slope = x.square().mul_(-0.5).exp_().mul_(x).mul_(_SLOPE).square_()
-    squares.add_(slope, alpha=_INTO_ERF**2 + 1.5).mul_(_sent(asked).square())
+    squares.add_(slope, alpha=_INTO_ERF**2 + 1.5).mul_(_sent(query).square())
     return Terms(squares, unit**2, 2.25 * unit**2)
 
 
@@ -134,30 +147,30 @@ _FORMULAS.register("gelu", Formula(("gelu",), _gelu))
 _FORMULAS.register("gelu+gelu_backward", Formula(("gelu",), _gelu_backward))
 
 
-def _added_to(asked: Asked) -> Terms | None:
+def _added_to(query: FormulaQuery) -> Terms | None:
     """self + alpha · other, self + value · a · b, self + value · a / b: all that goes in, each rounded once."""
-    source, name = asked.source, asked.structure.kernels[0]
+    source, name = query.source, query.structure.kernels[0]
     alpha = source.kwargs.get("alpha", 1)
-    if asked.backward or not source.args or (name == "add" and alpha in (1, -1)):
+    if query.backward or not source.args or (name == "add" and alpha in (1, -1)):
         return None  # correctly rounded, or another operator than its name says
-    summand = _single(list(tensors_in(source.args[0]))[asked.number])
-    result = _single(asked.golden)
+    summand = _single(list(tensors_in(source.args[0]))[query.number])
+    result = _single(query.golden)
     added = torch.sub(result, summand).square_()
     squares = added.mul_(1 if name == "add" else 2).add_(summand.square())
-    low = facts.computes_low(torch.ops.aten.add.Tensor, asked.precision.device, {"alpha": alpha})
-    unit = asked.precision.stored if low else asked.precision.inner
+    low = facts.computes_low(torch.ops.aten.add.Tensor, query.precision.device, {"alpha": alpha})
+    unit = query.precision.stored if low else query.precision.inner
     return Terms(squares, unit**2, unit**2)
 
 
-def _summed(asked: Asked) -> Terms | None:
+def _summed(query: FormulaQuery) -> Terms | None:
     """A broadcast operand gets the sum of its gradients."""
-    if not asked.backward or "alpha" in asked.source.kwargs or len(asked.source.args) != 2:
+    if not query.backward or "alpha" in query.source.kwargs or len(query.source.args) != 2:
         return None
-    sent, shape = _sent(asked), asked.golden.shape
-    length = sent.numel() // max(1, asked.golden.numel())
+    sent, shape = _sent(query), query.golden.shape
+    length = sent.numel() // max(1, query.golden.numel())
     if length <= 1:
         return None
-    variance = asked.precision.inner**2 * roundings(Kind.REDUCE, length)
+    variance = query.precision.inner**2 * roundings(Kind.REDUCE, length)
     return Terms(sent.square().sum_to_size(shape), variance, variance)
 
 
@@ -177,10 +190,10 @@ _INTO_ERF: Final = math.sqrt(_ERF**2 + 0.25 + 1)
 # --- layer_norm -------------------------------------------------------------------------------------------------
 
 
-def _layer_norm(asked: Asked) -> Terms | None:
+def _layer_norm(query: FormulaQuery) -> Terms | None:
     """(x - mean) · rstd · w + b: the roundings of all four, of w and of b."""
-    x, shape, weight, bias, eps = _arguments(asked.source, "input", "normalized_shape", "weight", "bias", "eps")
-    unit, length, dims = asked.precision.inner, math.prod(shape), list(range(-len(shape), 0))
+    x, shape, weight, bias, eps = _arguments(query.source, "input", "normalized_shape", "weight", "bias", "eps")
+    unit, length, dims = query.precision.inner, math.prod(shape), list(range(-len(shape), 0))
     few = roundings(Kind.REDUCE, length)
     x = _single(x)
     n, _, rstd = torch.native_layer_norm(x, list(shape), None, None, 1e-5 if eps is None else eps)
@@ -198,14 +211,14 @@ def _layer_norm(asked: Asked) -> Terms | None:
     return Terms(squares, unit**2, few * unit**2)
 
 
-def _layer_norm_backward(asked: Asked) -> Terms | None:
-    x, shape, weight, bias, eps = _arguments(asked.source, "input", "normalized_shape", "weight", "bias", "eps")
-    sent, unit = _sent(asked), asked.precision.inner
+def _layer_norm_backward(query: FormulaQuery) -> Terms | None:
+    x, shape, weight, bias, eps = _arguments(query.source, "input", "normalized_shape", "weight", "bias", "eps")
+    sent, unit = _sent(query), query.precision.inner
     few = roundings(Kind.REDUCE, max(max(t.shape, default=1) for t in (x, sent)))
     length, dims = math.prod(shape), list(range(-len(shape), 0))
     outer = list(range(x.dim() - len(shape)))
     many = few + (math.prod(x.shape[d] for d in outer) if outer else 0)
-    which = _which(asked, x, weight, bias)
+    which = _which(query, x, weight, bias)
     if which == 2:  # g, summed over the rows
         return Terms(sent.square().sum(outer) if outer else sent.square(), many * unit**2, many * unit**2)
     n, _, rstd = torch.native_layer_norm(_single(x), list(shape), None, None, 1e-5 if eps is None else eps)
@@ -231,20 +244,20 @@ _FORMULAS.register("native_layer_norm+native_layer_norm_backward", Formula(_NORM
 # --- embedding --------------------------------------------------------------------------------------------------
 
 
-def _embedding_backward(asked: Asked) -> Terms | None:
+def _embedding_backward(query: FormulaQuery) -> Terms | None:
     """Rows of the gradient, added up: the roundings of the summands."""
     index, weight, padding, longest, _, by_frequency, sparse = _arguments(
-        asked.source, "input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"
+        query.source, "input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"
     )
-    if longest is not None or by_frequency or sparse or _which(asked, index, weight) != 1:
+    if longest is not None or by_frequency or sparse or _which(query, index, weight) != 1:
         return None
-    sent, index = _sent(asked), index.detach().reshape(-1).long()
+    sent, index = _sent(query), index.detach().reshape(-1).long()
     squares = torch.zeros(weight.shape, device=weight.device)
     squares.index_add_(0, index, sent.reshape(-1, sent.shape[-1]).square())
     if padding is not None:
         squares[padding] = 0.0
     hits = int(torch.bincount(index).max())
-    variance = hits * asked.precision.stored**2 if hits > 1 else asked.precision.inner**2
+    variance = hits * query.precision.stored**2 if hits > 1 else query.precision.inner**2
     return Terms(squares, variance, variance)
 
 
@@ -253,28 +266,28 @@ _FORMULAS.register("embedding_dense_backward", Formula(("embedding",), _embeddin
 # --- attention --------------------------------------------------------------------------------------------------
 
 
-def _attention(asked: Asked) -> Terms | None:
+def _attention(query: FormulaQuery) -> Terms | None:
     """Weights times v: the roundings of v."""
-    weights, _, _, value, _ = _attended(asked.source)
-    grown = asked.precision.inner * math.sqrt(max(asked.source.args[0].shape[-1], weights.shape[-1]))
+    weights, _, _, value, _ = _attended(query.source)
+    grown = query.precision.inner * math.sqrt(max(query.source.args[0].shape[-1], weights.shape[-1]))
     squares = torch.matmul(weights.square_(), value.square())
-    return Terms(squares, max(grown, asked.precision.stored) ** 2, grown**2)
+    return Terms(squares, max(grown, query.precision.stored) ** 2, grown**2)
 
 
-def _attention_backward(asked: Asked) -> Terms | None:
+def _attention_backward(query: FormulaQuery) -> Terms | None:
     """For v the roundings of the gradient, for q and k those of v on the way through the weights."""
-    source, sent = asked.source, _sent(asked).square()
-    weights, query, key, value, scale = _attended(source)
+    source, sent = query.source, _sent(query).square()
+    weights, q, k, v, scale = _attended(source)
     squared = weights.square_()
-    grown = asked.precision.inner * math.sqrt(max(max(t.shape) for t in (query, key, value)))
-    which = _which(asked, *source.args[:3])
+    grown = query.precision.inner * math.sqrt(max(max(t.shape) for t in (q, k, v)))
+    which = _which(query, *source.args[:3])
     if which == 2:
         squares = torch.matmul(squared.transpose(-2, -1), sent)
     else:
-        squared.mul_(torch.matmul(sent, value.square().transpose(-2, -1))).mul_(scale * scale)
-        other = (key if which == 0 else query).square()
+        squared.mul_(torch.matmul(sent, v.square().transpose(-2, -1))).mul_(scale * scale)
+        other = (k if which == 0 else q).square()
         squares = torch.matmul(squared if which == 0 else squared.transpose(-2, -1), other)
-    return Terms(squares, max(grown, asked.precision.stored) ** 2, grown**2)
+    return Terms(squares, max(grown, query.precision.stored) ** 2, grown**2)
 
 
 def _attended(source: Source) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
@@ -304,77 +317,52 @@ _FORMULAS.register(
 # --- products of matrices ---------------------------------------------------------------------------------------
 
 
-def _products(asked: Asked) -> Terms | None:
+def _products(query: FormulaQuery) -> Terms | None:
     """Some of the squared terms of each sum: fewer than all, and nearly always enough."""
-    precision, structure = asked.precision, asked.structure
-    squares = _squared_bias(asked) if asked.backward else None
-    if squares is None:
-        factors = _factors_of(last_name(asked.source.name), asked)
-        if factors is None:
-            return None
-        left, right = factors
+    name, source = last_name(query.source.name), query.source
+    if query.backward and name == "linear" and source.tensors[query.number] is _arguments(source, *_LINEAR)[2]:
+        sent = _sent(query)  # the bias gets the sum of the gradients
+        squares = sent.reshape(-1, sent.shape[-1]).square().sum(0)
+    else:
+        left, right = _factors_of(name, query)
         if left.shape[-1] != right.shape[-2] or left.shape[:-2] != right.shape[:-2]:
             return None
         # a GPU has the time for all of them
         step = max(1, left.shape[-1] // _MIN_TERMS) if left.is_cpu else 1
         squares = torch.matmul(_single(left[..., ::step]).square(), _single(right[..., ::step, :]).square())
-    of_squares, of_result = weights_of_products(precision, structure.longest_sum, structure.steps_in_low)
-    if asked.source.rounded_to is not None:  # autocast rounds the factors first
+    of_squares, of_result = weights_of_products(query.precision, query.structure)
+    if query.source.rounded_to is not None:  # autocast rounds the factors first
         of_squares *= 0.9
-    return Terms(squares.reshape(asked.golden.shape), of_squares, of_result)
+    return Terms(squares.reshape(query.golden.shape), of_squares, of_result)
 
 
-def _squared_bias(asked: Asked) -> Tensor | None:
-    """The bias of a linear layer gets the sum of the gradients."""
-    if last_name(asked.source.name) != "linear":
-        return None
-    _, _, bias = _arguments(asked.source, "input", "weight", "bias")
-    target = asked.source.tensors[asked.number]
-    if target is not bias:
-        return None
-    sent = _sent(asked)
-    return sent.reshape(-1, sent.shape[-1]).square().sum(0)
-
-
-def _factors_of(name: str, asked: Asked) -> tuple[Tensor, Tensor] | None:
+def _factors_of(name: str, query: FormulaQuery) -> tuple[Tensor, Tensor]:
     """The matrices whose product a result is."""
-    given = _operands(name, asked.source)
-    if not given:
-        return None
-    left, right = given if name != "linear" else (given[0], given[1].t())
+    given, linear = _operands(name, query.source), name == "linear"
+    left, right = given[0].detach(), given[1].detach()
+    right = right.t() if linear else right
     if left.dim() < 2 or right.dim() < 2 or not left.is_floating_point() or not right.is_floating_point():
-        return None
-    left, right = left.detach(), right.detach()
+        raise ValueError("not two matrices")
     rows = left.dim() > 2 and right.dim() == 2
-    if rows:
-        left = left.reshape(-1, left.shape[-1])
-    if not asked.backward:
+    left = left.reshape(-1, left.shape[-1]) if rows else left
+    if not query.backward:
         return left, right
-    sent = asked.source.grad_outputs or ()
-    if len(sent) != 1 or sent[0] is None:
-        return None
-    grad = sent[0].detach()
+    grad = _gradient(query)
     grad = grad.reshape(-1, grad.shape[-1]) if rows else grad
-    target = asked.source.tensors[asked.number]
-    if given[0] is given[1]:
-        return None
-    if target is given[0]:
+    if _which(query, *given) == 0:
         return grad, right.transpose(-2, -1)
-    if target is given[1]:
-        first, second = left.transpose(-2, -1), grad
-        # the weight of linear is transposed
-        return (first, second) if name != "linear" else (second.transpose(-2, -1), left)
-    return None
+    return (grad.transpose(-2, -1), left) if linear else (left.transpose(-2, -1), grad)
 
 
 def _operands(name: str, source: Source) -> Sequence[Tensor]:
-    """The two matrices that a function multiplies, as they were given; none where it is not known to."""
+    """The two matrices that a function multiplies, as they were given."""
     if name == "linear":
-        return _arguments(source, "input", "weight")
+        return _arguments(source, *_LINEAR)[:2]
     known = FUNCTIONS.by_name.get(name)
     if known is None or known.factors_at is None:
-        return ()
-    return source.args[known.factors_at], source.args[known.factors_at + 1]
+        raise ValueError("not known to multiply two matrices")
+    return source.args[known.factors_at : known.factors_at + 2]
 
 
+_LINEAR: Final = ("input", "weight", "bias")
 _BY_KERNELS: Final = {tuple(kernels.split("+")): formula for kernels, formula in _FORMULAS.by_name.items()}

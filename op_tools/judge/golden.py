@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -35,6 +34,8 @@ DOUBLE: Final[dict[torch.dtype, torch.dtype]] = {
 }
 SINGLE: Final = {**dict.fromkeys(_HALVES, torch.float32), torch.complex32: torch.complex64}
 AS_IS: Final[dict[torch.dtype, torch.dtype]] = {}
+
+Graph = tuple[Any, list[Tensor | None]]  # results with their history, and the leaf of each tensor of the arguments
 
 
 class _DrawsRandomNumbers(Exception):
@@ -84,7 +85,12 @@ class Source:
     @property
     def may_mutate(self) -> bool:
         """Whether the call may write to its arguments (`facts.may_mutate`)."""
-        return not (_is_plain(self.name) and not self.kwargs) and facts.may_mutate(self.name, self.kwargs)
+        return facts.may_mutate(self.name, self.kwargs)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Source:
+        """The same call on other tensors (`source.mapped(torch.square)`)."""
+        args, kwargs, sent = map_tensors((self.args, self.kwargs, self.grad_outputs), change)
+        return dataclasses.replace(self, args=args, kwargs=kwargs, grad_outputs=sent)
 
 
 @dataclasses.dataclass
@@ -95,14 +101,6 @@ class Run:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     grad_inputs: list[Tensor | None] | None = None
-
-
-@dataclasses.dataclass
-class Graph:
-    """A forward pass that supports one backward pass."""
-
-    outputs: Any
-    leaves: list[Tensor | None]  # of each tensor among the arguments
 
 
 @dataclasses.dataclass
@@ -119,10 +117,9 @@ class GoldenResult:
     source: Source
     cast: Cast = dataclasses.field(default_factory=dict)
     run: Run | None = None
-    seconds: float = 0.0
     note: str = ""
     random: bool = False
-    graph: Graph | None = None  # of a run that was asked to keep it
+    graph: Graph | None = None  # of a run that was asked to keep it, for one backward pass
 
     @property
     def outputs(self) -> Any:
@@ -162,19 +159,13 @@ class GoldenResult:
         if backward and any(t.requires_grad and t.shape != shape for t in source.tensors):
             return None
         try:
-            sent = [None if g is None else pick(g) for g in source.grad_outputs or ()]
-            fewer = dataclasses.replace(
-                source,
-                args=map_tensors(source.args, pick),
-                kwargs=map_tensors(source.kwargs, pick),
-                grad_outputs=sent if source.grad_outputs is not None else None,
-            )
+            fewer = source.mapped(pick)
             return dataclasses.replace(self, source=fewer, run=_execute(fewer, self.cast, backward, None)[0])
         except Exception:  # shapes that do not broadcast, arguments that name a shape
             return None
 
-    def again(self, mode: DispatchMode | None = None, backward: bool = False) -> Run:
-        """Run once more on fresh copies, under a dispatch mode (`result.again(noise)`)."""
+    def rerun(self, mode: DispatchMode | None = None, backward: bool = False) -> Run:
+        """Run once more on fresh copies, under a dispatch mode (`result.rerun(noise)`)."""
         return _execute(self.source, self.cast, backward, mode)[0]
 
 
@@ -212,13 +203,10 @@ def run(
     reason = _why_not(source, max_bytes)
     if reason:
         return GoldenResult(False, reason, source)
-    started = time.perf_counter()
     if keep_graph:
         writes = traits.mutates or source.may_mutate
         keep_graph = grad_outputs is None and not writes and any(t.requires_grad for t in source.tensors)
-    result = _first_that_works(source, dtype_cast, grad_outputs is not None, keep_graph)
-    result.seconds = time.perf_counter() - started
-    return result
+    return _first_that_works(source, dtype_cast, grad_outputs is not None, keep_graph)
 
 
 def backward(result: GoldenResult, grad_outputs: Sequence[Tensor | None], outputs: Any = None) -> GoldenResult:
@@ -229,11 +217,11 @@ def backward(result: GoldenResult, grad_outputs: Sequence[Tensor | None], output
     source = dataclasses.replace(result.source, grad_outputs=grad_outputs, outputs=outputs)
     vars(source)["tensors"] = result.source.tensors  # the arguments are the same
     with neutral(grad=True):
-        grads = _gradients(source, graph.outputs, graph.leaves)
+        grads = _gradients(source, *graph)
     return dataclasses.replace(result, source=source, run=dataclasses.replace(result.run, grad_inputs=grads))
 
 
-def as_is(
+def run_as_is(
     function: Callable[..., Any],
     name: str,
     args: tuple[Any, ...],
@@ -242,7 +230,7 @@ def as_is(
 ) -> tuple[Any, list[Tensor | None] | None]:
     """The call on the CPU in the device's dtypes, on these very arguments: for calls that only move values.
 
-    >>> as_is(torch.t, "torch.t", (torch.ones(2, 1),), {})[0].shape
+    >>> run_as_is(torch.t, "torch.t", (torch.ones(2, 1),), {})[0].shape
     torch.Size([1, 2])
     """
     with neutral(grad=grad_outputs is not None):
@@ -267,7 +255,7 @@ def autocast_rounds_to(name: str, low: torch.dtype, result: Any) -> torch.dtype 
 def _why_not(source: Source, max_bytes: int | None) -> str:
     if source.traits.collective:
         return "a collective: its result depends on other processes"
-    if not _is_plain(source.name) and facts.last_name(source.name) in facts.UNINITIALISED:
+    if facts.last_name(source.name) in facts.UNINITIALISED:
         return "returns uninitialised memory"
     needed = 0
     for tensor in source.tensors:
@@ -279,9 +267,7 @@ def _why_not(source: Source, max_bytes: int | None) -> str:
     return ""
 
 
-def _first_that_works(
-    source: Source, dtype_cast: Cast | None, backward: bool, keep_graph: bool = False
-) -> GoldenResult:
+def _first_that_works(source: Source, dtype_cast: Cast | None, backward: bool, keep_graph: bool) -> GoldenResult:
     """Double precision if the CPU has a kernel for it, then single, then the dtypes as they are."""
     if not _is_plain(source.name) and facts.is_bound_to_dtype(source.name, source.args, source.kwargs):
         candidates: tuple[Cast, ...] = (AS_IS,)
@@ -328,7 +314,7 @@ def _execute(
         with mode or contextlib.nullcontext():
             outputs = function(*args, **kwargs)
             grads = _gradients(source, outputs, copier.leaves) if backward else None
-    graph = Graph(outputs, copier.leaves) if keep_graph else None
+    graph = (outputs, copier.leaves) if keep_graph else None
     args, kwargs = _detached((args, kwargs)) if grad else (args, kwargs)
     return Run(_detached(outputs), args, kwargs, grads), graph
 
@@ -409,10 +395,7 @@ def _gradients_of(pairs: Sequence[tuple[Tensor, Tensor | None]], leaves: list[Te
 
 
 def _detached(value: Any) -> Any:
-    def detach(tensor: Tensor) -> Tensor:
-        return tensor.detach() if tensor.requires_grad or tensor.grad_fn is not None else tensor
-
-    return detach(value) if type(value) is Tensor else map_tensors(value, detach)
+    return map_tensors(value, lambda t: t.detach() if t.requires_grad else t)
 
 
 def _map_settings(value: Any, cast: Cast) -> Any:

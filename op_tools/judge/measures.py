@@ -14,11 +14,10 @@ from typing import Final
 
 import torch
 
+from ..call.description import Tensor
 from ..native import device_measures, measuring
 from ..native.device_measures import DeviceQuery
 from ..native.measuring import Beyond, Bound, Columns, Sums
-
-Tensor = torch.Tensor
 
 _EXPONENT: Final = 0x7FF0000000000000  # of a float64
 _EXPONENT_OF_SINGLE: Final = 0x7F800000
@@ -205,9 +204,8 @@ def _fully(sides: Sides, atol: float, rtol: float) -> Columns:
     if torch.equal(left, rounded):  # nothing to measure but the rounding of the reference
         return Columns(True, 0.0, 0.0, cosine if bool(left.any()) else 1.0, ulp)  # nothing instead of next to nothing
     close = torch.isclose(left, rounded, atol=atol, rtol=rtol, equal_nan=True)
-    difference = (left - rounded).abs()
-    difference = difference.masked_fill(left == rounded, 0.0)
-    difference = difference.masked_fill(left.isnan() & rounded.isnan(), 0.0)
+    same = (left == rounded) | (left.isnan() & rounded.isnan())
+    difference = (left - rounded).abs().masked_fill(same, 0.0)
     relative = (difference / rounded.abs()).masked_fill(difference == 0, 0.0)
     return Columns(bool(close.all()), _largest(difference), _largest(relative), cosine, ulp)
 

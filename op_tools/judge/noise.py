@@ -12,14 +12,12 @@ import torch
 
 from ..call import facts as op_facts
 from ..call import optimizers
-from ..call.description import map_tensors
+from ..call.description import Tensor, map_tensors, tensors_in
 from ..call.facts import Facts, Kind
 from ..compat import DispatchMode, conj_view, neg_view
 from . import opaque_kernels
-from .opaque_kernels import mutated, redispatched, tensors_of
+from .opaque_kernels import mutated, redispatched
 from .rounding import SINGLE, Precision, precision_of, roundings
-
-Tensor = torch.Tensor
 
 PROBES: Final = 16  # a power of two
 # Columns of the matrix of turns. In column 0 all roundings go the same way: it comes last, since the first few probes
@@ -34,7 +32,6 @@ _LONGEST_LOOP: Final = 4096  # steps of the longest loop that is not done in par
 _NEARBY: Final = 2.0**-12
 _OPTIMIZER_UNITS: Final = 3  # of rounding: their quotients and roots are good to about an ulp, in any order
 _OTHER_KERNELS_FACTOR: Final = 3  # may round more often than the CPU's, in another order, with coarser functions
-_FACTS_OF_OPAQUE: Final = Facts(Kind.REDUCE)
 _TIE: Final = 1e-13  # breaks ties, invisible beside any rounding
 _WIDE: Final = (torch.float64, torch.complex128, torch.float32, torch.complex64)
 
@@ -77,7 +74,7 @@ class Signs:
     different roundings at one place cancel exactly: their mean square is the sum of the squares, without luck.
     """
 
-    def __init__(self, probe: int) -> None:
+    def __init__(self, probe: int = 0) -> None:
         self._probe, self._drawn = _ORDER[probe], 0
         self._factors: dict[tuple[int, float], Tensor] = {}  # most roundings of a probe are equal in size
 
@@ -86,22 +83,13 @@ class Signs:
         self._drawn += 1
         return _POOL.signs(numel, _PROBE_STEP * self._probe + _SIZE_STEP * numel), self._turn(self._probe)
 
-    def coin(self) -> bool:
-        """True in half of the probes, for one more choice."""
-        return self.next(1)[1] > 0
-
     def factors(self, numel: int, by: float) -> Tensor:
         """One plus or minus `by`, for one more rounding; not to be written to."""
         signs, turn = self.next(numel)
-        if not self._reusable(numel):
-            return torch.add(_ONE, signs, alpha=by * turn)
         key = numel, by * turn
         if key not in self._factors:
             self._factors[key] = torch.add(_ONE, signs, alpha=by * turn)
         return self._factors[key]
-
-    def _reusable(self, numel: int) -> bool:
-        return True
 
     def like(self, tensor: Tensor, size: float) -> Tensor:
         """Plus or minus `size` in float64 for each element of one more rounding."""
@@ -122,11 +110,9 @@ class Signs:
 class AllSigns(Signs):
     """All probes at once, for a call on `PROBES` copies of its elements, one after the other."""
 
-    def __init__(self) -> None:
-        super().__init__(0)
-
-    def _reusable(self, numel: int) -> bool:
-        return bool(numel % PROBES)
+    def factors(self, numel: int, by: float) -> Tensor:
+        """Those of single numbers alone are reused."""
+        return super().factors(numel, by) if numel % PROBES else torch.add(_ONE, self.next(numel)[0], alpha=by)
 
     def next(self, numel: int) -> tuple[Tensor, float]:
         """Signs for all copies; single numbers go one way."""
@@ -165,17 +151,16 @@ class Noise(DispatchMode):
             return redispatched(self, func, args, kwargs)
         self._operator += 1
         facts = op_facts.facts_for(func, args)
-        if facts.kind == Kind.VIEW or any(t.layout != torch.strided for t in tensors_of(args)):
+        if facts.kind == Kind.VIEW or any(t.layout != torch.strided for t in tensors_in(args)):
             return func(*args, **kwargs)
         if facts.kind == Kind.EXACT:
-            args = tuple(self._scalar(a) if type(a) is float else a for a in args)
+            args = tuple(map(self._scalar, args))
             return func(*args, **kwargs)
         if not func._schema.is_mutable:
             args = _resolved(args)
         if facts.kind == Kind.SELECT:
-            if not self.breaks_ties:
-                return func(*args, **kwargs)
-            args = self._changed_inputs(func, args, self._without_ties)
+            if self.breaks_ties:
+                args = self._changed_inputs(func, args, self._without_ties)
             return func(*args, **kwargs)
         steps = optimizers.steps_of(op_facts.base_name(func))
         if steps is not None:
@@ -184,9 +169,8 @@ class Noise(DispatchMode):
 
     def _optimized(self, func: Any, steps: Callable[..., list[optimizers.Update]], args: Any, kwargs: Any) -> None:
         """A fused optimizer: in float32 inside, unless it stores wider numbers, or this device's does it otherwise."""
-        precision, inside = self._precision, self._unit_inside(func, kwargs)
-        if inside == SINGLE:
-            precision = precision_of(torch.float32)
+        inside = self._unit_inside(func, kwargs)
+        precision = precision_of(torch.float32) if inside == SINGLE else self._precision
         number = self._narrowed if inside == SINGLE else float
         with Noise(precision, frozenset(), self._signs, _OPTIMIZER_UNITS * inside):
             updates = steps(*args, **kwargs, number=number)
@@ -196,7 +180,7 @@ class Noise(DispatchMode):
     def _narrowed(self, value: float) -> float:
         """A number as a kernel may take it: in half of the probes in float32."""
         # not in PyTorch, where it would be moved as well
-        return float(np.float32(value)) if self._signs.coin() else value
+        return float(np.float32(value)) if self._signs.next(1)[1] > 0 else value
 
     def _rounded(self, func: Any, facts: Facts, args: Any, kwargs: Any) -> Any:
         unit_in, unit_out = self._units(func, facts, args, kwargs)
@@ -211,11 +195,11 @@ class Noise(DispatchMode):
             result = func(*args, **kwargs)
         self._round_inside(func, args, kwargs, result)
         seen: set[int] = set()
-        for position, tensor in enumerate((*tensors_of((result,)), *mutated(func, args, kwargs))):
+        for position, tensor in enumerate((*tensors_in(result), *mutated(func, args, kwargs))):
             if id(tensor) in seen or not _inexact(tensor):
                 continue
             seen.add(id(tensor))
-            self._round_in_place(tensor, unit_out, facts, (self._operator, position) in self._last)
+            self._round_in_place(tensor, unit_out, facts.kind, (self._operator, position) in self._last)
         return result
 
     def _opaque_kernel(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -240,22 +224,21 @@ class Noise(DispatchMode):
         moved, named = self._all_moved(args, kwargs, change)
         result = func(*moved, **named)
         written = mutated(func, moved, named)
-        for position, tensor in enumerate((*tensors_of((result,)), *written)):
+        for position, tensor in enumerate((*tensors_in(result), *written)):
             if not _inexact(tensor):
                 continue
             if errors is not None:
                 tensor.add_(errors[position], alpha=_OTHER_KERNELS_FACTOR)
-            self._round_in_place(tensor, by, _FACTS_OF_OPAQUE, (self._operator, position) in self._last)
+            self._round_in_place(tensor, by, Kind.REDUCE, (self._operator, position) in self._last)
         for target, source in zip(mutated(func, args, kwargs), written):
             target.copy_(source)
         return result
 
     def _all_moved(self, args: Any, kwargs: Any, change: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
         """Copies of all arguments, also of those that are written to."""
-        args = tuple(self._scalar(a) if type(a) is float else a for a in args)
-        kwargs = {k: self._scalar(v) if type(v) is float else v for k, v in kwargs.items()}
-        copied = map_tensors((args, kwargs), lambda t: change(t) if _inexact(t) else t.clone())
-        return copied[0], copied[1]
+        numbered = tuple(map(self._scalar, args)), {k: self._scalar(v) for k, v in kwargs.items()}
+        copied: tuple[Any, Any] = map_tensors(numbered, lambda t: change(t) if _inexact(t) else t.clone())
+        return copied
 
     def _round_inside(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """A fused kernel rounds at each of its steps: do them one by one, and take what comes out."""
@@ -267,10 +250,10 @@ class Noise(DispatchMode):
             inside = Noise(self._precision, frozenset(), self._signs, self._unit_inside(func, kwargs))
             inside._adds_rows_low = op_facts.adds_rows_low(func, self._precision.device)
             with inside:
-                rounded = tensors_of((steps(*copies, **kwargs),))
+                rounded = list(tensors_in(steps(*copies, **kwargs)))
         except Exception:  # a decomposition that does not know these arguments
             return
-        whole = tensors_of((result,))
+        whole = list(tensors_in(result))
         if len(whole) == len(rounded):
             for target, source in zip(whole, rounded):
                 if _inexact(target) and target.shape == source.shape:
@@ -298,15 +281,13 @@ class Noise(DispatchMode):
                 grown = stored * math.sqrt(length)
             return grown, grown
         if facts.kind == Kind.SCATTER:
-            grown = stored * math.sqrt(length) if length > 1 else inner
-            return grown * facts.accuracy, grown * facts.accuracy
-        if facts.kind == Kind.SCAN:  # trees of stored sums, or one wide sum, maybe in a loop
-            walk = self._precision.inner * math.sqrt(min(length, 1 + math.log2(length) + length / _LANES_OF_SCANS))
+            grown = (stored * math.sqrt(length) if length > 1 else inner) * facts.accuracy
+        elif facts.kind == Kind.SCAN:  # trees of stored sums, or one wide sum, maybe in a loop
+            walk = self._precision.inner * math.sqrt(roundings(facts.kind, length, lanes=_LANES_OF_SCANS))
             grown = max(grown, walk * facts.accuracy, stored * math.sqrt(1 + math.log2(length)))
-            return grown, grown
-        if facts.kind == Kind.RESAMPLE:  # coordinates, and weights in each direction
-            return 4 * inner * length, 4 * inner * length
-        if facts.kind == Kind.CONTRACT:
+        elif facts.kind == Kind.RESAMPLE:  # coordinates, and weights in each direction
+            grown = 4 * inner * length
+        elif facts.kind == Kind.CONTRACT:
             low = inner == stored > self._precision.inner
             return max(grown, stored) * (op_facts.steps_in_low(func, args) if low else 1), grown
         return grown, grown
@@ -317,8 +298,11 @@ class Noise(DispatchMode):
             written = argument.alias_info is not None and argument.alias_info.is_write
             written = written or argument.name in ("running_mean", "running_var")
             if written:
-                if argument.name == "self":  # read before it is written: in-place operators round their input, too
-                    self._change_in_place(value, change)
+                # read before it is written: in-place operators round their input, too
+                for tensor in filter(_inexact, tensors_in(value) if argument.name == "self" else ()):
+                    moved = change(tensor)
+                    if moved is not tensor:
+                        tensor.copy_(moved)
                 changed.append(value)
             elif isinstance(value, Tensor):
                 if value.dim() == 0 and value.dtype == torch.float64 and not self._inside:
@@ -326,22 +310,13 @@ class Noise(DispatchMode):
                 changed.append(change(value) if _inexact(value) else value)
             elif isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
                 changed.append([change(v) if isinstance(v, Tensor) and _inexact(v) else v for v in value])
-            elif type(value) is float:
-                changed.append(self._scalar(value))
             else:
-                changed.append(value)
+                changed.append(self._scalar(value))
         return tuple(changed)
 
-    def _change_in_place(self, value: Any, change: Any) -> None:
-        for tensor in tensors_of((value,)):
-            if _inexact(tensor):
-                moved = change(tensor)
-                if moved is not tensor:
-                    tensor.copy_(moved)
-
-    def _scalar(self, value: float) -> float:
-        """Kernels take numbers in the dtype of the tensor beside them, or in a wider one."""
-        if not math.isfinite(value) or abs(value) > self._precision.largest:
+    def _scalar(self, value: Any) -> Any:
+        """Kernels take numbers in the dtype of the tensor beside them, or in a wider one; all else stays."""
+        if type(value) is not float or not math.isfinite(value) or abs(value) > self._precision.largest:
             return value
         if float(torch.tensor(value, dtype=self._precision.dtype)) == value:
             return value
@@ -349,9 +324,7 @@ class Noise(DispatchMode):
         return value * (1 + sign * self._precision.stored)
 
     def _scaled(self, tensor: Tensor, by: float) -> Tensor:
-        if by == 0:
-            return tensor
-        return tensor * self._factors(tensor, by)
+        return tensor * self._factors(tensor, by) if by else tensor
 
     def _nearby(self, tensor: Tensor) -> Tensor:
         return tensor * self._signs.uniform(tensor).mul_(2 * _NEARBY).add_(1 - _NEARBY).to(tensor.real.dtype)
@@ -376,11 +349,11 @@ class Noise(DispatchMode):
         largest = tensor.abs().nan_to_num(posinf=0.0).max() if tensor.numel() else 0.0
         return tensor + self._signs.uniform(tensor).to(tensor.real.dtype) * (_TIE * max(float(largest), 1e-30))
 
-    def _round_in_place(self, tensor: Tensor, by: float, facts: Facts, last: bool) -> None:
+    def _round_in_place(self, tensor: Tensor, by: float, kind: str, last: bool) -> None:
         precision = self._precision
         tensor = conj_view(tensor) if tensor.is_conj() else tensor  # what is in memory
         tensor = neg_view(tensor) if tensor.is_neg() else tensor
-        if facts.kind in (Kind.MATRIX, Kind.FACTORY, Kind.RESAMPLE):
+        if kind in (Kind.MATRIX, Kind.FACTORY, Kind.RESAMPLE):
             tensor.copy_(self._shifted(tensor, by))
         elif by:
             tensor.mul_(self._factors(tensor, by))
@@ -399,7 +372,7 @@ class Noise(DispatchMode):
 
 def _resolved(args: Any) -> Any:
     """Without the bits for conjugate and negative numbers: arithmetic inside a dispatch mode does not look at them."""
-    if not any(t.is_conj() or t.is_neg() for t in tensors_of(args)):
+    if not any(t.is_conj() or t.is_neg() for t in tensors_in(args)):
         return args
     return map_tensors(args, lambda t: t.resolve_conj().resolve_neg())
 

@@ -17,25 +17,21 @@ from .rounding import Precision, precision_of, unit
 from .uncertainty import Structure, Uncertainty
 
 
+@dataclasses.dataclass(eq=False)
 class CallUncertainty:
     """How uncertain the results of one part of a call are; found out only where somebody asks."""
 
-    def __init__(
-        self,
-        result: GoldenResult,
-        part: str,
-        device: list[Any],
-        max_seconds: float | None,
-        structure: Structure | None = None,
-    ) -> None:
-        self.result, self.part, self._device, self._max_seconds = result, part, device, max_seconds
-        self._structure = structure
-        self._of_dtype: dict[torch.dtype, Uncertainty] = {}
+    result: GoldenResult
+    part: str
+    device: Sequence[Any]  # what the device returned
+    max_seconds: float | None
+    structure: Structure | None = None
+    _of_dtype: dict[torch.dtype, Uncertainty] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def whole(self) -> Uncertainty:
         """That of all results together."""
-        return self._made(_coarsest(self.result, self.part, self._device), self._structure)
+        return self._made(_coarsest(self.result, self.part, self.device), self.structure)
 
     def of(self, leaf: Any) -> Uncertainty:
         """That of one of the results. An opaque kernel is as precise as what it returns."""
@@ -46,9 +42,9 @@ class CallUncertainty:
             self._of_dtype[leaf.dtype] = self._made(leaf.dtype, whole.structure)
         return self._of_dtype[leaf.dtype]
 
-    def _made(self, dtype: torch.dtype, structure: Structure | None = None) -> Uncertainty:
+    def _made(self, dtype: torch.dtype, structure: Structure | None) -> Uncertainty:
         precision = precision_of(dtype, self.result.source.device)
-        return Uncertainty(self.result, self.part, precision, self._max_seconds, structure)
+        return Uncertainty(self.result, self.part, precision, self.max_seconds, structure)
 
     @property
     def known(self) -> Uncertainty | None:
@@ -78,14 +74,6 @@ def _coarsest(result: GoldenResult, part: str, device: Sequence[Any]) -> torch.d
     return max(dtypes, key=unit)
 
 
-def precision_of_row(dtype: torch.dtype, result: GoldenResult, part: str) -> Precision:
-    """The precision that a result of this dtype may be expected to have."""
-    if part == "grad_input" and result.source.rounded_to is not None:
-        # gradients of arguments that autocast rounded: computed in the lower precision, handed out in float32
-        dtype = max(dtype, result.source.rounded_to, key=unit)
-    return precision_of(dtype)
-
-
 @dataclasses.dataclass
 class Pair:
     """One leaf of what the device returned, and the same one of the golden run."""
@@ -103,6 +91,20 @@ class Pair:
     def row(self, allclose: bool, largest: float, atol: float, rtol: float, info: str) -> Row:
         """A row of this pair whose differences are all as large as `largest`."""
         return Row(self.op, self.part, self.index, allclose, largest, largest, atol, rtol, info)
+
+    @functools.cached_property
+    def precision(self) -> Precision:
+        """What the result may be expected to have."""
+        dtype, call = self.device.dtype, self.of_call
+        if call is not None and self.part == "grad_input" and call.result.source.rounded_to is not None:
+            # gradients of arguments that autocast rounded: computed in the lower precision, handed out in float32
+            dtype = max(dtype, call.result.source.rounded_to, key=unit)
+        return precision_of(dtype)
+
+    @property
+    def unit_ratio(self) -> float:
+        """The unit of rounding of the result's dtype, divided by that of its precision."""
+        return precision_of(self.device.dtype).stored / self.precision.stored
 
     @functools.cached_property
     def sides(self) -> Sides:
@@ -127,4 +129,4 @@ def joined(*texts: str) -> str:
 
 def first_place(mask: Tensor) -> tuple[int, ...]:
     """Where the first element is that the mask has."""
-    return tuple(int(i) for i in mask.nonzero()[0]) if mask.dim() else ()
+    return tuple(mask.nonzero()[0].tolist())

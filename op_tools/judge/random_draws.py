@@ -7,14 +7,13 @@ distribution as the CPU's. Thresholds are set so that a correct device fails abo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
+from ..call.description import Tensor
 from ..call.operators.registry import FUNCTIONS, last_name
-
-Tensor = torch.Tensor
+from .pair import first_place
 
 _MIN_VALUES: Final = 256  # fewer say nothing about a distribution
 _SIGMAS: Final = 6.5
@@ -43,7 +42,7 @@ def _dropout(source: Any, outputs: Tensor, whole_channels: bool) -> tuple[bool, 
     slack = scaled.abs() * (2 * torch.finfo(outputs.dtype).eps) + torch.finfo(outputs.dtype).smallest_normal
     neither = (after != 0) & ((after - scaled).abs() > slack) & before.isfinite()
     if bool(neither.any()):
-        at = tuple(int(i) for i in neither.nonzero()[0])
+        at = first_place(neither)
         return False, f"{after[at].item():.9g} at {list(at)} is neither 0 nor {scaled[at].item():.9g}"
     nonzero = before != 0
     count = int(nonzero.sum())
@@ -59,7 +58,7 @@ def _sampled(source: Any, outputs: Tensor) -> tuple[bool, str] | None:
     values = outputs.detach().double().reshape(-1)
     if values.numel() < _MIN_VALUES:
         return None
-    drawn = _draw_on_cpu(source.function, source)
+    drawn = _draw_on_cpu(source)
     if drawn is None or drawn.numel() != values.numel():
         return None
     if bool(values.isnan().any()) and not bool(drawn.isnan().any()):
@@ -71,14 +70,14 @@ def _sampled(source: Any, outputs: Tensor) -> tuple[bool, str] | None:
     return True, ""
 
 
-def _draw_on_cpu(function: Callable[..., Any], source: Any) -> Tensor | None:
+def _draw_on_cpu(source: Any) -> Tensor | None:
     """The same call on the CPU with a generator of its own: those of the program stay untouched."""
     kwargs = {k: v for k, v in source.kwargs.items() if k not in ("device", "generator", "out", "pin_memory")}
     args = tuple(a.detach().clone() if isinstance(a, Tensor) else a for a in source.args)
     args = tuple(a for a in args if not isinstance(a, torch.Generator))
     try:
         with torch.no_grad():
-            drawn: Tensor = function(*args, **kwargs, generator=torch.Generator().manual_seed(0))
+            drawn: Tensor = source.function(*args, **kwargs, generator=torch.Generator().manual_seed(0))
         return drawn.detach().double().reshape(-1)
     except Exception:  # it takes no generator: there is nothing to compare with
         return None

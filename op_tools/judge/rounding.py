@@ -9,25 +9,26 @@ a chain of operators, in backward. It needs no formula for any operator, and no 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from ..call import facts as op_facts
-from ..call.facts import Facts, Kind
+from ..call.description import Tensor, tensors_in
+from ..call.facts import Kind
 from ..compat import DispatchMode
 from . import opaque_kernels
-from .opaque_kernels import address, mutated, redispatched, tensors_of
-
-Tensor = torch.Tensor
+from .opaque_kernels import address, mutated, redispatched
 
 SINGLE: Final = 2.0**-24  # the unit of rounding of float32
 _FINEST: Final = 2.0**-40  # unit of probes: well above that of float64, and small enough for its effects to be linear
 _LANES: Final = 256  # of parallel sums
 _DATA_DEPENDENT: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_WITHOUT_SUMS: Final = (Kind.VIEW, Kind.EXACT, Kind.SELECT, Kind.POINTWISE)
 
 
 def unit(dtype: torch.dtype) -> float:
@@ -63,25 +64,33 @@ def precision_of(stored: torch.dtype, device: str = "") -> Precision:
     return Precision(stored, device)
 
 
-@functools.cache
-def weights_of_products(precision: Precision, length: int, steps_in_low: float = 1.0) -> tuple[float, float]:
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """What the operators inside a call say about its roundings; the same for every call with the same signature."""
+
+    exact: bool  # it only moves, selects or compares values
+    elementwise: bool  # each element of a result depends on the same element of the inputs alone, as far as one can see
+    selects: bool
+    selects_first: bool
+    contracts: bool
+    sums_of_products: bool
+    longest_sum: int
+    steps_in_low: float  # by which products in a half type are worse than one rounding, where a device does them so
+    last: frozenset[tuple[int, int]]  # operators that write the results, which are not rounded once more when stored
+    kernels: tuple[str, ...]  # operators that compute something, in order
+    least: tuple[float, ...]  # for each result the least error of its last operator, in units of its arithmetic
+    opaque: Mapping[Any, bool]  # operators whose steps cannot be seen: whether they have a float32 kernel, too
+
+
+def weights_of_products(precision: Precision, structure: Structure) -> tuple[float, float]:
     """What the probes of a sum of products tend to: its variance is the first of these times the sum of its squared
     terms, plus the second times its square (see `Noise._units`)."""
-    grown = precision.inner * math.sqrt(length)
-    steps = steps_in_low if precision.stored > precision.inner else 1.0
+    grown = precision.inner * math.sqrt(structure.longest_sum)
+    steps = structure.steps_in_low if precision.stored > precision.inner else 1.0
     return 2 * (max(grown, precision.stored) * steps) ** 2, grown**2
 
 
-def sigma_of_products(
-    precision: Precision, length: int, squares: Tensor, result: Tensor, steps_in_low: float = 1.0
-) -> Tensor:
-    """Sigma of sums of products, from the sums of their squared terms."""
-    of_squares, of_result = weights_of_products(precision, length, steps_in_low)
-    terms = squares.mul(of_squares)
-    return terms.add_(result.mul(math.sqrt(of_result)).square_().to(squares.dtype)).sqrt_()
-
-
-def roundings(kind: str, length: int, straight: bool = False) -> float:
+def roundings(kind: str, length: int, straight: bool = False, lanes: int = _LANES) -> float:
     """How many roundings a term meets on its way into a sum; they add up like a random walk.
 
     Products of matrices run along the whole sum, and so do the loops inside of fused kernels (`straight`); other
@@ -89,7 +98,18 @@ def roundings(kind: str, length: int, straight: bool = False) -> float:
     """
     if kind == Kind.CONTRACT or straight:
         return length
-    return min(length, 1 + math.log2(length) + length / _LANES)
+    return min(length, 1 + math.log2(length) + length / lanes)
+
+
+class _Step(NamedTuple):
+    """One operator inside a call."""
+
+    name: str
+    kind: str
+    least: float  # what every probe does to its result, in units of its arithmetic
+    length: int  # of its sums
+    low: float  # see `Structure.steps_in_low`
+    sum_of_products: bool
 
 
 class Trace(DispatchMode):
@@ -97,91 +117,56 @@ class Trace(DispatchMode):
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
-        self.device = device
-        self.steps_in_low = 1.0
-        self.operators: list[Any] = []
-        self.longest_sum = 1
-        self.selects = self.selects_first = False
-        self.contracts = False
-        self.sums_of_products = True
-        self.depends_on_values = False
-        self.opaque: dict[
-            Any, bool
-        ] = {}  # operators whose steps cannot be seen: whether they have a float32 kernel, too
-        self._worked = False
-        self._facts: list[Facts] = []
+        self._device = device
+        self._steps: list[_Step] = []
+        self._opaque: dict[Any, bool] = {}
         self._writers: dict[int, tuple[int, int]] = {}
-        self._least: list[float] = []
+        self.depends_on_values = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op_facts.is_composition(func) and not self._is_opaque(func, args, kwargs or {}):
-            return redispatched(self, func, args, kwargs or {})
-        result = func(*args, **(kwargs or {}))
-        number = len(self.operators)
-        self.operators.append(func)
-        self._least.append(_least_error(func, args, kwargs or {}))
+        kwargs = kwargs or {}
+        if op_facts.is_composition(func) and not self._is_opaque(func, args, kwargs):
+            return redispatched(self, func, args, kwargs)
+        result = func(*args, **kwargs)
         self.depends_on_values = self.depends_on_values or bool(_DATA_DEPENDENT & set(func.tags))
-        if self.sums_of_products:
-            self.sums_of_products = op_facts.is_sum_of_products(func, args, kwargs or {})
         facts = op_facts.facts_for(func, args)
-        self._facts.append(facts)
-        if facts.kind == Kind.VIEW:
-            return result
-        written = (*tensors_of((result,)), *mutated(func, args, kwargs or {}))
-        for position, tensor in reversed(list(enumerate(written))):  # a tensor that is there twice: its first place
-            self._writers[address(tensor)] = number, position
-        self.selects_first = self.selects_first or (facts.kind == Kind.SELECT and not self._worked)
-        self.selects = self.selects or facts.kind == Kind.SELECT
-        self._worked = True
-        if facts.kind not in (Kind.EXACT, Kind.SELECT, Kind.POINTWISE):
-            self.longest_sum = max(self.longest_sum, op_facts.length_of_sums(func, args, kwargs or {}))
-            self.contracts = self.contracts or facts.kind == Kind.CONTRACT
-            if facts.kind == Kind.CONTRACT and op_facts.computes_low(func, self.device, kwargs or {}):
-                self.steps_in_low = max(self.steps_in_low, op_facts.steps_in_low(func, args))
+        kind, length, low = facts.kind, 1, 1.0
+        if kind != Kind.VIEW:
+            written = (*tensors_in(result), *mutated(func, args, kwargs))
+            for position, tensor in reversed(list(enumerate(written))):  # a tensor that is there twice: its first place
+                self._writers[address(tensor)] = len(self._steps), position
+        if kind not in _WITHOUT_SUMS:
+            length = op_facts.length_of_sums(func, args, kwargs)
+        if kind == Kind.CONTRACT and op_facts.computes_low(func, self._device, kwargs):
+            low = op_facts.steps_in_low(func, args)
+        least = op_facts.least_error(func) if facts == op_facts.facts_of(func) else facts.accuracy
+        if kind in (Kind.REDUCE, Kind.CONTRACT):  # sums round along their way
+            least *= math.sqrt(roundings(kind, length))
+        products = op_facts.is_sum_of_products(func, args, kwargs)
+        self._steps.append(_Step(op_facts.base_name(func), kind, least, length, low, products))
         return result
 
     def _is_opaque(self, func: Any, args: Any, kwargs: Any) -> bool:
-        if op_facts.is_aten(func) or not opaque_kernels.works_unseen(func, args, kwargs):
+        if op_facts.is_aten(func) or not opaque_kernels.has_hidden_work(func, args, kwargs):
             return False
-        self.opaque[func] = self.opaque.get(func, True) and opaque_kernels.has_a_single_precision(func, args, kwargs)
+        self._opaque[func] = self._opaque.get(func, True) and opaque_kernels.has_a_single_precision(func, args, kwargs)
         return True
 
-    @property
-    def kernels(self) -> tuple[str, ...]:
-        """Names of the operators that compute something, in order."""
-        moves = (Kind.VIEW, Kind.EXACT)
-        return tuple(
-            [op_facts.base_name(f) for f, facts in zip(self.operators, self._facts) if facts.kind not in moves]
+    def structure(self, results: Sequence[Any]) -> Structure:
+        """What the operators say together; `results` are those of the call that was traced."""
+        steps, kinds = self._steps, [step.kind for step in self._steps if step.kind != Kind.VIEW]
+        writers = [self._writers.get(address(t)) if isinstance(t, Tensor) else None for t in results]
+        return Structure(
+            exact=set(kinds) <= {Kind.EXACT, Kind.SELECT},
+            elementwise=set(kinds) <= {Kind.EXACT, Kind.POINTWISE},
+            selects=Kind.SELECT in kinds,
+            selects_first=kinds[:1] == [Kind.SELECT],
+            contracts=Kind.CONTRACT in kinds,
+            sums_of_products=all(step.sum_of_products for step in steps),
+            longest_sum=max((step.length for step in steps), default=1),
+            steps_in_low=max((step.low for step in steps), default=1.0),
+            last=frozenset(writer for writer in writers if writer is not None),
+            kernels=tuple([step.name for step in steps if step.kind not in (Kind.VIEW, Kind.EXACT)]),
+            least=tuple([0.0 if writer is None else steps[writer[0]].least for writer in writers]),
+            opaque=self._opaque,
         )
-
-    @property
-    def exact(self) -> bool:
-        """Whether the call only moves, selects or compares values."""
-        exact = (Kind.VIEW, Kind.EXACT, Kind.SELECT)
-        return all(facts.kind in exact for facts in self._facts)
-
-    @property
-    def elementwise(self) -> bool:
-        """Whether each element of a result depends on the same element of the inputs alone, as far as one can see."""
-        kinds = (Kind.VIEW, Kind.EXACT, Kind.POINTWISE)
-        return all(facts.kind in kinds for facts in self._facts)
-
-    def least_error(self, result: Tensor) -> float:
-        """The least error of the operator that wrote a result, in units of the arithmetic inside."""
-        writer = self._writers.get(address(result))
-        return 0.0 if writer is None else self._least[writer[0]]
-
-    def last_writers(self, results: Sequence[Tensor]) -> frozenset[tuple[int, int]]:
-        """Which result of which operator these are: they are not rounded once more by being stored."""
-        return frozenset(self._writers.get(address(t), (-1, -1)) for t in results)
-
-
-def _least_error(func: Any, args: Any, kwargs: Any) -> float:
-    """What every probe does to the result of an operator, in units of its arithmetic: sums round along their way."""
-    facts = op_facts.facts_for(func, args)
-    kind = facts.kind
-    if facts != op_facts.facts_of(func):
-        return facts.accuracy
-    if kind not in (Kind.REDUCE, Kind.CONTRACT):
-        return op_facts.least_error(func)
-    return op_facts.least_error(func) * math.sqrt(roundings(kind, op_facts.length_of_sums(func, args, kwargs)))

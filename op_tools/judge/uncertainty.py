@@ -6,39 +6,24 @@ import dataclasses
 import functools
 import math
 import time
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from ..call import facts
-from ..call.description import Tensor, map_tensors, tensors_in
+from ..call.description import Tensor, tensors_in
 from ..call.equality import leaves_of
+from . import formulas
+from .formulas import FormulaQuery, Terms
 from .golden import GoldenResult, Run
 from .measures import wide
 from .noise import PROBES, AllSigns, Noise, Signs
-from .rounding import Precision, Trace, sigma_of_products, weights_of_products
+from .rounding import Precision, Trace, weights_of_products
+from .rounding import Structure as Structure
 
 FEWEST_PROBES: Final = 4  # also when time is short
 _MAX_ELEMENTS_AT_ONCE: Final = 1 << 17  # elements, all copies together
 _PLAIN: Final = (type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.memory_format)
-
-
-@dataclasses.dataclass(frozen=True)
-class Structure:
-    """What the operators inside a call say about its roundings; the same for every call with the same signature."""
-
-    exact: bool
-    elementwise: bool
-    selects: bool
-    selects_first: bool
-    contracts: bool
-    sums_of_products: bool
-    longest_sum: int
-    steps_in_low: float  # by which products in a half type are worse than one rounding, where a device does them so
-    last: frozenset[tuple[int, int]]  # operators that write the results
-    kernels: tuple[str, ...]  # operators that compute something, in order
-    least: tuple[float, ...]  # for each result the least error of its last operator, in units of its arithmetic
-    opaque: tuple[tuple[Any, bool], ...] = ()  # operators whose steps cannot be seen, and whether they do float32
 
 
 class Uncertainty:
@@ -60,10 +45,10 @@ class Uncertainty:
         if structure is not None:
             self.structure = structure
         self._few = False
-        self._squared: dict[torch.dtype, list[Any]] = {}
-        self._exact: list[Any] | None = None
-        self._squares: list[Tensor | None] = []
-        self._unsettled: list[Tensor | None] = []
+        self._squared_terms: dict[torch.dtype, list[Any]] = {}
+        # of each result, by its position: squared movements so far, and where a probe gave something else than a number
+        self._squares: dict[int, Tensor] = {}
+        self._unsettled: dict[int, Tensor] = {}
         self._scales: dict[int, Tensor] = {}
 
     @functools.cached_property
@@ -88,51 +73,30 @@ class Uncertainty:
 
     def _trace(self) -> tuple[Structure, bool]:
         trace = Trace(self.precision.device)
-        leaves = self.leaves(self.result.again(trace, self.backward))
-        least = tuple(trace.least_error(t) if isinstance(t, Tensor) else 0.0 for t in leaves)
-        structure = Structure(
-            exact=trace.exact,
-            elementwise=trace.elementwise,
-            selects=trace.selects,
-            selects_first=trace.selects_first,
-            contracts=trace.contracts,
-            sums_of_products=trace.sums_of_products,
-            longest_sum=trace.longest_sum,
-            steps_in_low=trace.steps_in_low,
-            last=trace.last_writers([t for t in leaves if isinstance(t, Tensor)]),
-            kernels=trace.kernels,
-            least=least,
-            opaque=tuple(trace.opaque.items()),
-        )
-        return structure, not trace.depends_on_values
+        leaves = self.leaves(self.result.rerun(trace, self.backward))
+        return trace.structure(leaves), not trace.depends_on_values
 
     def least_error(self, position: int) -> float:
         """Relative error that every correct result may have by its last operator alone."""
         least = self.structure.least
         return least[position] * self.precision.inner if position < len(least) else 0.0
 
-    def by_formula(self, position: int, golden: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Sigma of a sum of products, from one run on the squares in a dtype; None for everything else."""
-        squares = self.squares(position, dtype)
-        if squares is None or squares.shape != golden.shape or golden.is_complex():
-            return None
-        structure = self.structure
-        return sigma_of_products(self.precision, structure.longest_sum, squares, golden, structure.steps_in_low)
+    def terms(self, position: int, golden: Tensor) -> Terms | None:
+        """What a formula says of the roundings inside; None where there is none."""
+        source, precision, structure = self.result.source, self.precision, self.structure
+        return formulas.terms(FormulaQuery(source, position, self.backward, golden, precision, structure))
 
-    def weights_of_squares(self) -> tuple[float, float]:
-        """What the formula multiplies the squared terms and the squared result with."""
-        structure = self.structure
-        return weights_of_products(self.precision, structure.longest_sum, structure.steps_in_low)
-
-    def squares(self, position: int, dtype: torch.dtype) -> Tensor | None:
-        """For each sum of products the sum of its squared terms; None for everything else."""
-        if not self.structure.sums_of_products or not self.structure.contracts:
+    def terms_of_products(self, position: int, golden: Tensor, dtype: torch.dtype) -> Terms | None:
+        """Those of a sum of products, with all of its squared terms, in a dtype; None for everything else."""
+        if not self.structure.sums_of_products or not self.structure.contracts or golden.is_complex():
             return None
-        if dtype not in self._squared:
-            self._squared[dtype] = self.leaves(self._run_on_squares(dtype))
-        squares = self._squared[dtype]
+        if dtype not in self._squared_terms:
+            self._squared_terms[dtype] = self.leaves(self._run_on_squares(dtype))
+        squares = self._squared_terms[dtype]
         mine = squares[position] if position < len(squares) else None
-        return mine if isinstance(mine, Tensor) else None
+        if not isinstance(mine, Tensor) or mine.shape != golden.shape:
+            return None
+        return Terms(mine, *weights_of_products(self.precision, self.structure))
 
     def _run_on_squares(self, dtype: torch.dtype) -> Run:
         """Of sums of products this gives the sums of the squared terms."""
@@ -142,11 +106,8 @@ class Uncertainty:
                 return tensor
             return tensor.detach().to(dtype).square().requires_grad_(tensor.requires_grad)
 
-        source = self.result.source
-        sent = None if source.grad_outputs is None else map_tensors(list(source.grad_outputs), square)
-        args, kwargs = map_tensors(source.args, square), map_tensors(source.kwargs, square)
-        squared = dataclasses.replace(source, args=args, kwargs=kwargs, grad_outputs=sent)
-        return dataclasses.replace(self.result, source=squared, cast={}, run=None).again(None, self.backward)
+        squared = self.result.source.mapped(square)
+        return dataclasses.replace(self.result, source=squared, cast={}, run=None).rerun(None, self.backward)
 
     def grow(self) -> bool:
         """Do a few more probes; False when there have been enough."""
@@ -162,36 +123,30 @@ class Uncertainty:
         return True
 
     def _probe(self) -> None:
-        exact = self.exact()
         moved = self._moved(Signs(self.probes))
         self.probes += 1
-        for position, (here, there) in enumerate(zip(exact, moved)):
-            if isinstance(here, Tensor) and isinstance(there, Tensor) and here.shape == there.shape:
-                self._add(position, here, there)
+        for position, (here, there) in enumerate(zip(self.exact, moved)):
+            if not isinstance(here, Tensor) or not isinstance(there, Tensor) or here.shape != there.shape:
+                continue
+            square, unsettled = _movement(here, there, self._scale_of(position))
+            total, before = self._squares.get(position), self._unsettled.get(position)
+            self._squares[position] = square if total is None else total.add_(square)
+            if unsettled is not None:
+                self._unsettled[position] = unsettled if before is None else before.logical_or_(unsettled)
 
     def _moved(self, signs: Signs) -> list[Any]:
-        noise = Noise(self._probing, self.structure.last, signs, opaque=dict(self.structure.opaque))
+        noise = Noise(self._probing, self.structure.last, signs, opaque=self.structure.opaque)
         # ties among the inputs themselves are looked at exactly, where gradients are shared among them
         noise.breaks_ties = not self.backward or not self.structure.selects_first
-        return self.leaves(self.result.again(noise, self.backward))
+        return self.leaves(self.result.rerun(noise, self.backward))
 
+    @functools.cached_property
     def exact(self) -> list[Any]:
         """The results that probes are compared with."""
-        if self._exact is None:
-            run = self.result.run
-            if run is None or (self.backward and run.grad_inputs is None):
-                run = self.result.again(None, self.backward)
-            self._exact = self.leaves(run)
-            self._squares = [None] * len(self._exact)
-            self._unsettled = [None] * len(self._exact)
-        return self._exact
-
-    def _add(self, position: int, here: Tensor, there: Tensor) -> None:
-        square, unsettled = _movement(here, there, self._scale_of(position))
-        total, before = self._squares[position], self._unsettled[position]
-        self._squares[position] = square if total is None else total.add_(square)
-        if unsettled is not None:
-            self._unsettled[position] = unsettled if before is None else before.logical_or_(unsettled)
+        run = self.result.run
+        if run is None or (self.backward and run.grad_inputs is None):
+            run = self.result.rerun(None, self.backward)
+        return self.leaves(run)
 
     def leaves(self, run: Run) -> list[Any]:
         """The results of this part of a run, in order."""
@@ -203,8 +158,8 @@ class Uncertainty:
 
     def sigma(self, position: int) -> Tensor | None:
         """Root mean square of the movements so far, in absolute terms; None before the first."""
-        total = self._squares[position] if position < len(self._squares) else None
-        if total is None or self.probes == 0:
+        total = self._squares.get(position)
+        if total is None:
             return None
         mean = total / self.probes
         if mean.dim() and (self._few or (self.structure.opaque and self.probes >= PROBES)):
@@ -215,12 +170,12 @@ class Uncertainty:
 
     def _scale_of(self, position: int) -> Tensor:
         if position not in self._scales:
-            self._scales[position] = _scale(self.exact()[position])
+            self._scales[position] = _scale(self.exact[position])
         return self._scales[position]
 
     def not_settled(self, position: int) -> Tensor | None:
         """Where a probe gave another whole number, or infinity or NaN instead of a number; None if nowhere."""
-        return self._unsettled[position] if position < len(self._unsettled) else None
+        return self._unsettled.get(position)
 
     def unsettled(self, position: int, wanted: Tensor) -> Tensor:
         """`not_settled` after as many probes as the wanted places need."""
@@ -236,57 +191,47 @@ class Uncertainty:
         copies = PROBES if at_once else 1
         result = self.result
         if self.on_lists:
-            result, position = self._one_of_each_list(position)
+            position, place = divmod(position, self.on_lists)
+            alone = tuple([a[place]] if isinstance(a, (list, tuple)) and a else a for a in result.source.args)
+            result = dataclasses.replace(result, source=dataclasses.replace(result.source, args=alone))
         elif self.part == "input":
             return None
         fewer = result.at(shape, places.repeat(copies), self.backward)
         if fewer is None or fewer.run is None:
             return None
         part = Uncertainty(fewer, self.part, self.precision, self.max_seconds, self.structure)
-        leaves = part.exact()
-        leaf = leaves[position] if position < len(leaves) else None
+        leaf = part.exact[position] if position < len(part.exact) else None
         if not isinstance(leaf, Tensor) or leaf.numel() != copies * places.numel():
             return None
-        return Narrow(part, position, copies, wide(leaf).view(copies, -1))
+        return Narrow(part, position, wide(leaf).view(copies, -1))
 
     @functools.cached_property
-    def on_lists(self) -> bool:
-        """Whether the call changes lists of tensors, side by side, as optimizers do."""
+    def on_lists(self) -> int:
+        """How many tensors each list has that the call changes, side by side, as optimizers do; 0 for other calls."""
         name, args = self.result.source.name, self.result.source.args
         if self.part != "input" or not facts.works_on_lists(name):
-            return False
+            return 0
         lists = [a for a in args if isinstance(a, (list, tuple)) and a]
         plain = all(isinstance(a, (list, tuple, float, int)) for a in args)
-        return plain and len({len(a) for a in lists}) == 1 and all(isinstance(t, Tensor) for a in lists for t in a)
-
-    def _one_of_each_list(self, position: int) -> tuple[GoldenResult, int]:
-        """The call on the tensors beside one of them alone, and which one it is there."""
-        source = self.result.source
-        which, place = divmod(position, next(len(a) for a in source.args if isinstance(a, (list, tuple)) and a))
-        alone = tuple([a[place]] if isinstance(a, (list, tuple)) and a else a for a in source.args)
-        return dataclasses.replace(self.result, source=dataclasses.replace(source, args=alone)), which
+        plain = plain and len({len(a) for a in lists}) == 1 and all(isinstance(t, Tensor) for a in lists for t in a)
+        return len(lists[0]) if plain else 0
 
 
-class Narrow:
+class Narrow(NamedTuple):
     """An elementwise call on some elements alone; all probes at once if they are few."""
 
-    def __init__(self, uncertainty: Uncertainty, position: int, copies: int, exact: Tensor) -> None:
-        self.uncertainty, self.position, self._copies = uncertainty, position, copies
-        self._exact = exact
-
-    @property
-    def exact(self) -> Tensor:
-        """What the golden run gives there."""
-        return self._exact[0]
+    uncertainty: Uncertainty
+    position: int
+    exact: Tensor  # what the golden run gives there, in a row for each probe
 
     def probed_at_once(self) -> tuple[Tensor, Tensor | None] | None:
         """Sigma after all probes, and where nothing is settled; None where they must be done one by one."""
-        if self._copies == 1:
+        if len(self.exact) == 1:
             return None
         moved = self.uncertainty._moved(AllSigns())[self.position]
         self.uncertainty.probes = PROBES
-        scale = _scale(self.exact)
-        square, unsettled = _movement(self._exact, moved.view(self._copies, -1), scale)
+        scale = _scale(self.exact[0])
+        square, unsettled = _movement(self.exact, moved.view(self.exact.shape), scale)
         sigma = square.mean(0).sqrt_().div_(scale).div_(self.uncertainty._probing.magnified)
         return sigma, None if unsettled is None else unsettled.any(0)
 
@@ -337,19 +282,14 @@ def remembers(result: GoldenResult, part: str) -> bool:
     return _signature(result, part) in _structures
 
 
-class _NotPlain(Exception):
-    """An argument that is not described by its type and value."""
-
-
 def _signature(result: GoldenResult, part: str) -> Any:
     source = result.source
     try:
-        sent = None if source.grad_outputs is None else _shape_of(list(source.grad_outputs))
-        arguments = _shape_of(source.args), _shape_of(source.kwargs)
-        key = (source.function, source.name, source.device, part, frozenset(result.cast.items()), sent, arguments)
+        shapes = _shape_of((source.args, source.kwargs, source.grad_outputs))
+        key = (source.function, source.name, source.device, part, frozenset(result.cast.items()), shapes)
         hash(key)
         return key
-    except (_NotPlain, TypeError):
+    except TypeError:
         return None
 
 
@@ -362,4 +302,4 @@ def _shape_of(value: Any) -> Any:
         return tuple([(k, _shape_of(v)) for k, v in value.items()])
     if isinstance(value, _PLAIN):
         return type(value), value
-    raise _NotPlain
+    raise TypeError("not described by its type and value")

@@ -16,36 +16,22 @@ import torch
 from .. import settings
 from ..call import facts
 from ..call.description import Tensor, tensors_in
-from ..call.equality import leaves_of
+from ..call.equality import leaves_of as leaves_of
 from ..native import measuring
 from ..native.device_measures import DeviceQuery
 from ..native.measuring import Bound, Columns
-from ..view.rows import NOT_COMPARABLE, RIGHT, WRONG, Row
+from ..view.rows import NOT_COMPARABLE as NOT_COMPARABLE
+from ..view.rows import RIGHT as RIGHT
+from ..view.rows import WRONG as WRONG
+from ..view.rows import Row as Row
 from . import formulas, random_draws
+from .formulas import FormulaQuery
 from .golden import GoldenResult
 from .measures import Sides, measure, measure_on_device
-from .pair import CallUncertainty, Pair, decided, precision_of_row
+from .pair import CallUncertainty, Pair, decided
 from .rounding import Precision, precision_of
 from .standards import STANDARDS, seed, ulp
 from .uncertainty import Structure, Uncertainty, remembers
-
-__all__ = [
-    "Judgement",
-    "NOT_COMPARABLE",
-    "Plan",
-    "RIGHT",
-    "Row",
-    "Rules",
-    "Unresolved",
-    "WRONG",
-    "judge",
-    "judge_call",
-    "judge_on_device",
-    "leaves_of",
-    "only_moves",
-    "structure_of",
-]
-
 
 _MAX_FAILURES: Final = 4  # of a plan, one after the other: then calls of this kind need the full way
 
@@ -209,16 +195,15 @@ def _known_row(pair: Pair, row: Row) -> _KnownRow | None:
         return _KnownRow((), row)
     if call is None or pair.units is None or pair.tolerance_set or facts.has_free_vectors(pair.op):
         return None
-    precision = precision_of_row(device.dtype, call.result, pair.part)
     info = _difference_of_kind(device, golden)[1]
     row = Row(pair.op, pair.part, pair.index, True, 0.0, 0.0, row.atol, row.rtol, info)
-    known = _KnownRow((*_looks(device), *_looks(golden)), row, precision_of(device.dtype).stored / precision.stored)
+    known = _KnownRow((*_looks(device), *_looks(golden)), row, pair.unit_ratio)
     uncertainty = call.known
     if uncertainty is None or uncertainty.structure.exact or not remembers(call.result, pair.part):
         return known
     return known._replace(
-        least=ulp.least_units(precision, uncertainty, pair.position),
-        bound=ulp.bound_without_probes(precision, uncertainty, pair.position),
+        least=ulp.least_units(pair, uncertainty),
+        bound=ulp.bound_without_probes(pair, uncertainty),
         precision=uncertainty.precision,
         structure=uncertainty.structure,
     )
@@ -242,12 +227,9 @@ def _row_by_plan(known: _KnownRow, device: Any, golden: Any, result: GoldenResul
         excess = units / known.least
         if units > known.least:
             backward = row.part == "grad_input"
-            asked = formulas.Asked(result.source, position, backward, golden, known.precision, known.structure)
-            terms = formulas.terms(asked)
-            if terms is None:
-                return None
-            bound = known.bound._replace(of_squares=terms.of_squares, of_result=terms.of_result)
-            found = measuring.beyond(device, golden, bound, terms.squares)
+            query = FormulaQuery(result.source, position, backward, golden, known.precision, known.structure)
+            terms = formulas.terms(query)
+            found = None if terms is None else measuring.beyond(device, golden, *terms.added_to(known.bound))
             if found is None or not found.regular or not found.worst <= 1:
                 return None
             excess = found.worst
@@ -256,8 +238,8 @@ def _row_by_plan(known: _KnownRow, device: Any, golden: Any, result: GoldenResul
 
 def only_moves(result: GoldenResult, part: str) -> bool:
     """Whether a call takes values from one place to another and computes nothing (`only_moves(result, "output")`)."""
-    uncertainty = Uncertainty(result, part, precision_of(torch.float32), None)
-    return uncertainty.usable and uncertainty.structure.exact and not uncertainty.structure.kernels
+    structure = structure_of(result, part)
+    return structure is not None and structure.exact and not structure.kernels
 
 
 def structure_of(result: GoldenResult, part: str) -> Structure | None:
@@ -319,59 +301,54 @@ def judge_on_device(
     pairs, mismatch = _pairs(name, part, device, golden)
     if mismatch:
         raise Unresolved
-    uncertainty = CallUncertainty(result, part, [d for d, _ in pairs], None, structure).whole
+    of_call = CallUncertainty(result, part, [d for d, _ in pairs], None, structure)
     rows: list[Row] = []
-    open_rows: list[tuple[int, Precision]] = []
+    undecided: list[Pair] = []
     indices = indices or _indices(pairs)
-    for position, (left, right) in enumerate(pairs):
-        index = indices[position]
+    for n, (left, right) in enumerate(pairs):
         if not isinstance(left, Tensor) or not isinstance(right, Tensor):
-            rows.append(_judge_plain(Pair(name, part, index, position, left, right, None), rules))
+            rows.append(_judge_plain(Pair(name, part, indices[n], n, left, right, None), rules))
             continue
         problem, info = _difference_of_kind(left, right)
         if problem:
             raise Unresolved
         atol, rtol, _ = rules.tolerance(name, left.dtype)
-        rows.append(Row(name, part, index, True, 0.0, 0.0, atol, rtol, info, 1.0))
+        rows.append(Row(name, part, indices[n], True, 0.0, 0.0, atol, rtol, info, 1.0))
         if left.is_floating_point() and left.numel():
-            open_rows.append((position, precision_of_row(left.dtype, result, part)))
+            undecided.append(Pair(name, part, indices[n], n, left.detach(), right.detach(), of_call))
         elif not torch.equal(left, right):
             raise Unresolved
     if any(row.verdict != RIGHT for row in rows):
         raise Unresolved
-    _settle(rows, open_rows, pairs, uncertainty, needs)
+    _settle(rows, undecided, of_call.whole, needs)
     return Judgement(RIGHT, "", tuple(rows))
 
 
-def _settle(
-    rows: list[Row], open_rows: list[tuple[int, Precision]], pairs: list[Any], uncertainty: Uncertainty, needs: set[int]
-) -> None:
+def _settle(rows: list[Row], pairs: list[Pair], uncertainty: Uncertainty, needs: set[int]) -> None:
     """Fill in the rows of numbers; in two rounds at most, the second one for what takes a formula."""
-    while open_rows:
-        queries = [_query(rows[n], pairs[n], n, precision, uncertainty, n in needs) for n, precision in open_rows]
+    while pairs:
+        queries = [_query(rows[pair.position], pair, uncertainty, pair.position in needs) for pair in pairs]
         again = []
-        for (position, precision), (columns, worst) in zip(open_rows, measure_on_device(queries)):
+        for pair, (columns, worst) in zip(pairs, measure_on_device(queries)):
             if columns is None or columns.units is None:
                 raise Unresolved
-            units = columns.units * precision_of(pairs[position][0].dtype).stored / precision.stored
-            if units <= 1 or (worst <= 1 and not uncertainty.structure.exact):
-                rows[position] = _with_columns(rows[position], columns)
-            elif position in needs or uncertainty.structure.exact:
+            if columns.units * pair.unit_ratio <= 1 or (worst <= 1 and not uncertainty.structure.exact):
+                rows[pair.position] = _with_columns(rows[pair.position], columns)
+            elif pair.position in needs or uncertainty.structure.exact:
                 raise Unresolved
             else:
-                again.append((position, precision))
-        needs.update([position for position, _ in again])
-        open_rows = again
+                again.append(pair)
+        needs.update([pair.position for pair in again])
+        pairs = again
 
 
-def _query(
-    row: Row, pair: Sequence[Tensor], position: int, precision: Precision, uncertainty: Uncertainty, by_formula: bool
-) -> DeviceQuery:
-    bound = ulp.bound_without_probes(precision, uncertainty, position)
-    found = ulp.bound_by_formula(bound, uncertainty, position, pair[1]) if by_formula else (bound, None)
-    if found is None:
+def _query(row: Row, pair: Pair, uncertainty: Uncertainty, by_formula: bool) -> DeviceQuery:
+    bound = ulp.bound_without_probes(pair, uncertainty)
+    terms = uncertainty.terms(pair.position, pair.golden) if by_formula else None
+    if by_formula and terms is None:
         raise Unresolved
-    return DeviceQuery(pair[0].detach(), pair[1].detach(), row.atol, row.rtol, *found)
+    known = (bound, None) if terms is None else terms.added_to(bound)
+    return DeviceQuery(pair.device, pair.golden, row.atol, row.rtol, *known)
 
 
 def _pairs(name: str, part: str, device: Any, golden: Any) -> tuple[list[tuple[Any, Any]], str]:
@@ -407,14 +384,11 @@ def _judge_pair(pair: Pair, rules: Rules) -> Row:
 def _judge_plain(pair: Pair, rules: Rules) -> Row:
     """Numbers, None, strings, shapes: what is not a tensor."""
     left, right = pair.device, pair.golden
-    numbers = all(isinstance(v, (int, float, complex)) and not isinstance(v, bool) for v in (left, right))
     if isinstance(left, Tensor) or isinstance(right, Tensor):
-        absent = left is None or right is None
-        present = left if right is None else right
-        zero = absent and isinstance(present, Tensor) and not bool(present.any())
+        zero = (left is None or right is None) and not bool((left if right is None else right).any())
         reason = "" if zero else f"{_kind(left)} instead of {_kind(right)}"
         return decided(pair.row(zero, 0, 0, 0, reason), zero, reason)
-    if not numbers:
+    if not all(isinstance(v, (int, float, complex)) and not isinstance(v, bool) for v in (left, right)):
         same = left == right or (_kind(left) == _kind(right) and not isinstance(left, (str, bool, torch.Size)))
         return decided(pair.row(bool(same), 0, 0, 0, ""), bool(same), f"{left!r} instead of {right!r}")
     atol, rtol, _ = rules.tolerance(pair.op, None)
@@ -443,21 +417,19 @@ def _kind(value: Any) -> str:
 
 def _difference_of_kind(device: Tensor, golden: Tensor) -> tuple[str, str]:
     """Why two tensors cannot even be compared, and what differs without being wrong."""
-    notes = []
+    problem, notes = "", []
+    strided = device.layout == golden.layout == torch.strided and device.stride() != golden.stride()
     if device.dtype != golden.dtype:
         notes.append(f"Inconsistent dtypes: {device.dtype} {golden.dtype}")
+        kind, expected = ((t.is_floating_point(), t.is_complex()) for t in (device, golden))
+        if kind != expected or not any(kind):
+            problem = f"dtype {device.dtype} instead of {golden.dtype}"
     if device.shape != golden.shape:
         notes.append(f"Inconsistent shape: {tuple(device.shape)} {tuple(golden.shape)}")
-        return f"shape {tuple(device.shape)} instead of {tuple(golden.shape)}", "; ".join(notes)
-    strided = device.layout == golden.layout == torch.strided and device.stride() != golden.stride()
-    if strided and _strides(device) != _strides(golden):
+        problem = f"shape {tuple(device.shape)} instead of {tuple(golden.shape)}"
+    elif strided and _strides(device) != _strides(golden):
         notes.append(f"Inconsistent stride: {device.stride()} {golden.stride()}")
-    if device.dtype != golden.dtype:
-        complex_ones, floats = device.is_complex(), device.is_floating_point()
-        alike = complex_ones == golden.is_complex() and floats == golden.is_floating_point()
-        if not alike or not (complex_ones or floats):
-            return f"dtype {device.dtype} instead of {golden.dtype}", "; ".join(notes)
-    return "", "; ".join(notes)
+    return problem, "; ".join(notes)
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:

@@ -18,11 +18,10 @@ from ...call.description import Tensor
 from ...call.equality import same_values
 from ...native.measuring import Bound
 from ...view.rows import WRONG, Row
-from .. import formulas
 from ..measures import beyond
 from ..noise import PROBES
-from ..pair import Pair, first_place, joined, precision_of_row
-from ..rounding import Precision, precision_of, unit
+from ..pair import Pair, first_place, joined
+from ..rounding import Precision, unit
 from ..uncertainty import Uncertainty
 
 # bound = STORED · u|y| + SIGMAS · sigma: u is the dtype's unit of rounding (half an ulp), sigma how far the
@@ -51,10 +50,7 @@ def _judge_whole_numbers(row: Row, pair: Pair) -> Row:
         chosen = facts.chosen_values(pair.op, uncertainty.result.source, pair.device, pair.golden, pair.position)
         if chosen is not None and not bool(chosen.any()):
             return row._replace(error_info=joined(row.error_info, "tie broken differently"))
-        if chosen is None:
-            different = different & ~uncertainty.unsettled(pair.position, different)
-        else:
-            different = chosen
+        different = different & ~uncertainty.unsettled(pair.position, different) if chosen is None else chosen
     count = int(different.sum())
     if count == 0:
         return row._replace(error_info=joined(row.error_info, "within rounding uncertainty"))
@@ -65,39 +61,39 @@ def _judge_whole_numbers(row: Row, pair: Pair) -> Row:
 
 
 def _judge_rounding(row: Row, pair: Pair) -> Row:
-    dtype, call = pair.device.dtype, pair.of_call
-    precision = precision_of(dtype) if call is None else precision_of_row(dtype, call.result, call.part)
-    units = None if pair.units is None else pair.units * precision_of(dtype).stored / precision.stored
+    precision = pair.precision
+    units = None if pair.units is None else pair.units * pair.unit_ratio
     if units is not None and units <= 1:  # as good as rounding the reference
         return row._replace(excess=units) if units else row
     known = pair.uncertainty
     uncertainty = known if known is not None and known.usable else None
     if units is not None and uncertainty is not None and not uncertainty.structure.exact:
-        least = least_units(precision, uncertainty, pair.position)
+        least = least_units(pair, uncertainty)
         if units <= least:  # what any probes would allow
             return row._replace(excess=units / least)
-        worst = _worst_by_formula(pair, uncertainty, precision)
+        worst = _worst_by_formula(pair, uncertainty)
         if worst <= 1:
             return row._replace(excess=worst)
     elements = _Elements(pair.sides.left, pair.sides.right, precision, pair.golden.dtype)
-    if units is None and elements.unexplained(1.0) is None:
-        return row._replace(excess=elements.excess(1.0))
+    if units is None and elements.unexplained() is None:
+        return row._replace(excess=elements.excess())
+    if uncertainty is None or not uncertainty.structure.exact:
+        elements.stored = STORED
     if known is None:
-        return _concluded(row, elements, elements.unexplained(STORED), STORED)
+        return _concluded(row, elements, elements.unexplained())
     if uncertainty is None:
         # sparse and the like: the only measure is the size of the whole result
         flat = torch.full_like(elements.size, float(elements.size.nan_to_num(posinf=0.0).max()) * precision.stored)
-        return _concluded(row, elements, elements.unexplained(STORED, flat), STORED, flat)
-    stored = 1.0 if uncertainty.structure.exact else STORED
-    if stored == STORED:
+        return _concluded(row, elements, elements.unexplained(flat), flat)
+    if elements.stored == STORED:
         elements.floor = _lowest_of_sums(precision, uncertainty)
         elements.least = uncertainty.least_error(pair.position)
-    sigma, suspects = _movement(pair, uncertainty, elements, stored)
+    sigma, suspects = _movement(pair, uncertainty, elements)
     if suspects is not None and uncertainty.part == "grad_input" and uncertainty.structure.selects:
         values = uncertainty.result.source.tensors[pair.position]
-        suspects = _mask_or_none(suspects & ~_shared_among_ties(values, elements, stored, sigma))
+        suspects = _mask_or_none(suspects & ~_shared_among_ties(values, elements, sigma))
     hint = "" if suspects is None else _pattern_of_errors(pair, elements, suspects, sigma)
-    return _concluded(row, elements, suspects, stored, sigma, hint)
+    return _concluded(row, elements, suspects, sigma, hint)
 
 
 def _lowest_of_sums(precision: Precision, uncertainty: Uncertainty) -> float:
@@ -105,107 +101,83 @@ def _lowest_of_sums(precision: Precision, uncertainty: Uncertainty) -> float:
     return precision.smallest * SIGMAS * math.sqrt(uncertainty.structure.longest_sum)
 
 
-def least_units(precision: Precision, uncertainty: Uncertainty, position: int) -> float:
-    """The same relative to the result, in units of its rounding, for results that are not tiny."""
-    return STORED + SIGMAS * uncertainty.least_error(position) / precision.stored
+def least_units(pair: Pair, uncertainty: Uncertainty) -> float:
+    """How many units of rounding every correct result may be off that is not tiny."""
+    return STORED + SIGMAS * uncertainty.least_error(pair.position) / pair.precision.stored
 
 
-def bound_without_probes(precision: Precision, uncertainty: Uncertainty, position: int) -> Bound:
+def bound_without_probes(pair: Pair, uncertainty: Uncertainty) -> Bound:
     """What every correct result may be off, whatever goes on inside the call."""
-    return Bound(
-        STORED * precision.stored,
-        max(precision.smallest * (0.5 * STORED), _lowest_of_sums(precision, uncertainty)),
-        SIGMAS,
-        uncertainty.least_error(position),
-    )
+    stored, smallest = pair.precision.stored, pair.precision.smallest
+    lowest = max(smallest * (0.5 * STORED), _lowest_of_sums(pair.precision, uncertainty))
+    return Bound(STORED * stored, lowest, SIGMAS, uncertainty.least_error(pair.position))
 
 
-def _worst_by_formula(pair: Pair, uncertainty: Uncertainty, precision: Precision) -> float:
+def _worst_by_formula(pair: Pair, uncertainty: Uncertainty) -> float:
     """Largest error beside its bound, without a probe; more than 1 if that does not explain it."""
-    bound = bound_without_probes(precision, uncertainty, pair.position)
-    for find in (bound_by_formula, _bound_by_all_products):
-        known = find(bound, uncertainty, pair.position, pair.golden)
-        found = None if known is None else beyond(pair.sides, *known)
+    bound = bound_without_probes(pair, uncertainty)
+    for terms in (uncertainty.terms, functools.partial(uncertainty.terms_of_products, dtype=torch.float32)):
+        known = terms(pair.position, pair.golden)
+        found = None if known is None else beyond(pair.sides, *known.added_to(bound))
         if found is not None and found.worst <= 1:
             return found.worst
-    return _by_elements_in_doubt(pair, uncertainty, bound, precision)
+    return _by_elements_in_doubt(pair, uncertainty, bound)
 
 
-def bound_by_formula(
-    bound: Bound, uncertainty: Uncertainty, position: int, golden: Tensor
-) -> tuple[Bound, Tensor | None] | None:
-    """The bound with what a formula adds to it, and the squares that belong to it; None where there is no formula."""
-    source, precision, structure = uncertainty.result.source, uncertainty.precision, uncertainty.structure
-    terms = formulas.terms(formulas.Asked(source, position, uncertainty.backward, golden, precision, structure))
-    if terms is None:
-        return None
-    return bound._replace(of_squares=terms.of_squares, of_result=terms.of_result), terms.squares
-
-
-def _bound_by_all_products(
-    bound: Bound, uncertainty: Uncertainty, position: int, golden: Tensor
-) -> tuple[Bound, Tensor | None] | None:
-    """The same by all squared terms of sums of products."""
-    squares = uncertainty.squares(position, torch.float32)
-    if squares is None or squares.shape != golden.shape:
-        return None
-    of_squares, of_result = uncertainty.weights_of_squares()
-    return bound._replace(of_squares=of_squares, of_result=of_result), squares
-
-
-def _by_elements_in_doubt(pair: Pair, uncertainty: Uncertainty, bound: Bound, precision: Precision) -> float:
+def _by_elements_in_doubt(pair: Pair, uncertainty: Uncertainty, bound: Bound) -> float:
     """Of an elementwise call, by probes of the few elements in doubt."""
     if not uncertainty.structure.elementwise:
         return math.inf
     found = beyond(pair.sides, bound, most=max(1, int(pair.device.numel() * _MAX_NARROWED_SHARE)))
     if found is None or found.exceeding > found.places.numel():
         return math.inf
+    if not found.exceeding:  # tiny results, whose rounding is as coarse as that of the smallest numbers
+        return found.worst
     places = found.places
     device = pair.sides.device.reshape(-1)[places].to(torch.float64)
-    elements = _Elements(device, pair.sides.golden.reshape(-1)[places], precision, pair.golden.dtype)
-    elements.floor, elements.least = _lowest_of_sums(precision, uncertainty), bound.least
-    probed = _probed_at(pair, uncertainty, elements, tuple(pair.golden.shape), places, STORED)
+    golden, floor = pair.sides.golden.reshape(-1)[places], _lowest_of_sums(pair.precision, uncertainty)
+    elements = _Elements(device, golden, pair.precision, pair.golden.dtype, STORED, floor, bound.least)
+    probed = _probed_at(pair, uncertainty, elements, places)
     if probed is None or probed[1] is not None:
         return math.inf
-    return min(1.0, elements.excess(STORED, probed[0]))
+    return min(1.0, elements.excess(probed[0]))
 
 
 _Explained = tuple[Tensor | None, Tensor | None]  # sigma, and the elements that it does not explain
 
 
-def _movement(pair: Pair, uncertainty: Uncertainty, elements: _Elements, stored: float) -> _Explained:
+def _movement(pair: Pair, uncertainty: Uncertainty, elements: _Elements) -> _Explained:
     """By formula, on the elements in doubt alone, or by as many probes of the whole call as it takes."""
     for dtype in (torch.float32, torch.float64):
-        sigma = uncertainty.by_formula(pair.position, elements.golden, dtype)
-        if sigma is None:
+        terms = uncertainty.terms_of_products(pair.position, elements.golden, dtype)
+        if terms is None:
             break
-        suspects = elements.unexplained(stored, sigma.to(torch.float64))
+        sigma = terms.sigma(elements.golden)
+        suspects = elements.unexplained(sigma.to(torch.float64))
         if dtype == torch.float64 or (suspects is None and bool(sigma.sum().isfinite())):
             return sigma.to(torch.float64), suspects
     if uncertainty.structure.elementwise:
-        found = _narrowed(pair, uncertainty, elements, stored)
+        found = _narrowed(pair, uncertainty, elements)
         if found is not None:
             return found
-    return _probed(pair.position, uncertainty, elements, stored)
+    return _probed(pair.position, uncertainty, elements)
 
 
-def _probed(
-    position: int, uncertainty: Uncertainty, elements: _Elements, stored: float, most: int = PROBES
-) -> _Explained:
+def _probed(position: int, uncertainty: Uncertainty, elements: _Elements, most: int = PROBES) -> _Explained:
     """After as many probes as it takes to clear the elements in doubt."""
     while True:
         sigma = uncertainty.sigma(position)
         if sigma is not None:
             sigma.mul_(min(1.0, _TRUST_IN_ONE_PROBE * math.sqrt(uncertainty.probes)))
-        suspects = elements.unexplained(stored, sigma, uncertainty.not_settled(position))
+        suspects = elements.unexplained(sigma, uncertainty.not_settled(position))
         if suspects is None or uncertainty.probes >= most or not uncertainty.grow():
             return sigma, suspects
 
 
-def _narrowed(pair: Pair, uncertainty: Uncertainty, elements: _Elements, stored: float) -> _Explained | None:
+def _narrowed(pair: Pair, uncertainty: Uncertainty, elements: _Elements) -> _Explained | None:
     """The same for an elementwise call, on the elements in doubt alone; None where that cannot be done."""
     sigma: Tensor | None = None
-    suspects = elements.unexplained(stored)
+    suspects = elements.unexplained()
     whole = not uncertainty.on_lists  # of a list, one tensor is much less than all of them
 
     def too_many(mask: Tensor) -> bool:
@@ -213,46 +185,40 @@ def _narrowed(pair: Pair, uncertainty: Uncertainty, elements: _Elements, stored:
 
     if suspects is not None and too_many(suspects):
         # one probe of the whole call clears most of them
-        sigma, suspects = _probed(pair.position, uncertainty, elements, stored, most=1)
+        sigma, suspects = _probed(pair.position, uncertainty, elements, most=1)
     if suspects is None:
         return sigma, None
     if too_many(suspects):
         return None
     places = suspects.reshape(-1).nonzero().reshape(-1)
-    golden = elements.golden.reshape(-1)[places]
-    small = _Elements(elements.device.reshape(-1)[places], golden, elements.precision, pair.golden.dtype)
-    small.floor, small.least = elements.floor, elements.least
-    probed = _probed_at(pair, uncertainty, small, tuple(elements.golden.shape), places, stored)
+    few = _Elements(elements.device[suspects], elements.golden[suspects], elements.precision, pair.golden.dtype)
+    few.stored, few.floor, few.least = elements.stored, elements.floor, elements.least
+    probed = _probed_at(pair, uncertainty, few, places)
     if probed is None:
         return None
     there, left = probed
-    everywhere = torch.zeros(elements.golden.shape, dtype=torch.float64) if sigma is None else sigma.contiguous()
+    if sigma is None:
+        sigma = torch.zeros(elements.golden.shape, dtype=torch.float64)
     if there is not None:
-        everywhere.view(-1)[places] = there
-    if left is None:
-        return everywhere, None
-    remaining = torch.zeros(elements.golden.shape, dtype=torch.bool)
-    remaining.view(-1)[places] = left
-    return everywhere, remaining
+        sigma = sigma.masked_scatter(suspects, there)
+    return sigma, None if left is None else suspects.masked_scatter(suspects, left)
 
 
-def _probed_at(
-    pair: Pair, uncertainty: Uncertainty, elements: _Elements, shape: tuple[int, ...], places: Tensor, stored: float
-) -> _Explained | None:
+def _probed_at(pair: Pair, uncertainty: Uncertainty, elements: _Elements, places: Tensor) -> _Explained | None:
     """Probes of an elementwise call at these places alone; None where it turns out not to be elementwise."""
-    narrow = uncertainty.at(pair.position, shape, places)
-    if narrow is None or not same_values(narrow.exact, elements.golden):
+    narrow = uncertainty.at(pair.position, tuple(pair.golden.shape), places)
+    if narrow is None or not same_values(narrow.exact[0], elements.golden):
         return None
     at_once = narrow.probed_at_once()
     if at_once is None:
-        found = _probed(narrow.position, narrow.uncertainty, elements, stored)
+        found = _probed(narrow.position, narrow.uncertainty, elements)
     else:
-        found = at_once[0], elements.unexplained(stored, *at_once)
+        found = at_once[0], elements.unexplained(*at_once)
     uncertainty.narrow_probes += narrow.uncertainty.probes
     return found
 
 
-def _shared_among_ties(values: Tensor, elements: _Elements, stored: float, sigma: Tensor | None) -> Tensor:
+def _shared_among_ties(values: Tensor, elements: _Elements, sigma: Tensor | None) -> Tensor:
     """Where an input has equal values and only the shares of the gradient among them differ.
 
     Which of several equal values is the largest is free, and so is the one that gets the gradient.
@@ -262,7 +228,7 @@ def _shared_among_ties(values: Tensor, elements: _Elements, stored: float, sigma
     def summed(x: Tensor) -> Tensor:
         return torch.zeros(count.numel(), dtype=x.dtype).index_add_(0, group, x.reshape(-1))
 
-    slack = summed(elements.bound(stored, sigma)) + summed(elements.size) * elements.precision.stored
+    slack = summed(elements.bound(sigma)) + summed(elements.size) * elements.precision.stored
     agree: Tensor = (summed(elements.device - elements.golden).abs() <= slack) & (count > 1)
     return agree[group].reshape(elements.device.shape)
 
@@ -275,10 +241,18 @@ def _mask_or_none(mask: Tensor) -> Tensor | None:
 class _Elements:
     """One result against its reference, element by element, in float64."""
 
-    def __init__(self, device: Tensor, golden: Tensor, precision: Precision, golden_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        device: Tensor,
+        golden: Tensor,
+        precision: Precision,
+        golden_dtype: torch.dtype,
+        stored: float = 1.0,  # how many units of rounding the result itself may be off
+        floor: float = 0.0,  # of the bound
+        least: float = 0.0,  # of sigma, relative to the result
+    ) -> None:
         self.device, self.golden, self.precision = device, golden, precision
-        self.floor = 0.0  # of the bound
-        self.least = 0.0  # of sigma, relative to the result
+        self.stored, self.floor, self.least = stored, floor, least
         self.error = (device - golden).abs()
         self.size = golden.abs()
         self.regular = math.isfinite(float(self.error.sum()))  # then all numbers are
@@ -304,20 +278,19 @@ class _Elements:
             same |= ~self.device.isfinite() & ~self.golden.isfinite()
         return same
 
-    def bound(self, stored: float, sigma: Tensor | None) -> Tensor:
-        """The largest error that is explained; `stored` is how many units of rounding the result itself may be off."""
-        precision = self.precision
-        factor = (stored + self.reference) * precision.stored
-        lowest = max(precision.smallest * (0.5 * stored), self.floor)
+    def bound(self, sigma: Tensor | None) -> Tensor:
+        """The largest error that is explained."""
+        factor = (self.stored + self.reference) * self.precision.stored
+        lowest = max(self.precision.smallest * (0.5 * self.stored), self.floor)
         if sigma is None:
             return (self.size * (factor + SIGMAS * self.least)).clamp_(min=lowest)
         if self.least:
             sigma = torch.maximum(sigma, self.size * self.least)
         return (self.size * factor).clamp_(min=lowest).add_(sigma, alpha=SIGMAS)
 
-    def unexplained(self, stored: float, sigma: Tensor | None = None, unsettled: Tensor | None = None) -> Tensor | None:
+    def unexplained(self, sigma: Tensor | None = None, unsettled: Tensor | None = None) -> Tensor | None:
         """The elements that are not explained; None if all are."""
-        bound = self.bound(stored, sigma)
+        bound = self.bound(sigma)
         if self.regular:
             over = self.error - bound
             if float(over.max()) <= 0:  # false for NaN
@@ -338,27 +311,29 @@ class _Elements:
             unexplained &= ~unsettled
         return _mask_or_none(unexplained)
 
-    def excess(self, stored: float, sigma: Tensor | None = None) -> float:
+    def excess(self, sigma: Tensor | None = None) -> float:
         """The largest error divided by its bound."""
-        ratio = self.error / self.bound(stored, sigma)
+        ratio = self.error / self.bound(sigma)
         if not self.regular:
             ratio = ratio.masked_fill(self.same | ~self.finite, 0.0)
         return float(ratio.nan_to_num(nan=0.0).max()) if ratio.numel() else 0.0
 
 
 def _concluded(
-    row: Row, elements: _Elements, suspects: Tensor | None, stored: float, sigma: Tensor | None = None, hint: str = ""
+    row: Row, elements: _Elements, suspects: Tensor | None, sigma: Tensor | None = None, hint: str = ""
 ) -> Row:
     """The row with its verdict: wrong if there are suspects, with the worst of them in the reason."""
     if suspects is None:
-        return row._replace(excess=min(1.0, elements.excess(stored, sigma)))
+        return row._replace(excess=min(1.0, elements.excess(sigma)))
     count = int(suspects.sum())
     strange = suspects & ~elements.finite
-    ratio = (elements.error / elements.bound(stored, sigma)).masked_fill(~suspects, 0.0).nan_to_num(nan=math.inf)
-    where = first_place(strange) if bool(strange.any()) else first_place(ratio == ratio.max())
+    if bool(strange.any()):
+        where, excess, size = first_place(strange), math.inf, ""
+    else:
+        ratio = (elements.error / elements.bound(sigma)).masked_fill(~suspects, 0.0).nan_to_num(nan=math.inf)
+        where, excess = first_place(ratio == ratio.max()), float(ratio.max())
+        size = f", {excess:.3g} times the rounding bound"
     device, golden = elements.device[where].item(), elements.golden[where].item()
-    excess = math.inf if bool(strange.any()) else float(ratio.max())
-    size = "" if bool(strange.any()) else f", {excess:.3g} times the rounding bound"
     share = f"{count} of {suspects.numel()} elements, worst at {list(where)}"
     reason = f"{share}: {device:.9g} instead of {golden:.9g}{size}"
     return row._replace(verdict=WRONG, reason=joined(reason, hint), excess=excess, where=where)
@@ -383,7 +358,7 @@ def _pattern_of_errors(pair: Pair, elements: _Elements, suspects: Tensor, sigma:
     if structure is not None and structure.contracts and pair.device.dtype == torch.float32 and sigma is not None:
         # the sums' share of sigma, if every product had the ten bits of TF32
         grown = _TF32 / (elements.precision.stored * math.sqrt(structure.longest_sum))
-        limit = elements.bound(STORED, None) + sigma * (SIGMAS * max(grown, 1.0))
+        limit = elements.bound(None) + sigma * (SIGMAS * max(grown, 1.0))
         share = (elements.error / limit)[suspects]
         if _MIN_TF32_SHARE < float(share.max()) < 4 and float((share > 1).double().mean()) < 0.05:
             allowed = _tf32_allowed(pair.op)

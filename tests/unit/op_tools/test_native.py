@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from op_tools.judge import formulas, golden, measures, verdict
+from op_tools.judge import golden, measures, verdict
 from op_tools.judge.measures import Bound, Sides
 from op_tools.judge.noise import PROBES
 from op_tools.judge.rounding import precision_of
@@ -199,18 +199,18 @@ def test_a_formula_never_says_more_than_the_probes(name: str, dtype: torch.dtype
         spread = Uncertainty(result, part, precision_of(dtype, "cpu"), None)
         while spread.probes < PROBES:
             assert spread.grow()
-        for number, exact in enumerate(spread.exact()):
+        for number, exact in enumerate(spread.exact):
             if results[number] is None or not isinstance(exact, torch.Tensor):
                 continue
-            asked = formulas.Asked(result.source, number, spread.backward, exact, spread.precision, spread.structure)
-            terms = formulas.terms(asked)
+            terms = spread.terms(number, exact)
             if terms is None:
                 continue
             known += 1
             variance = terms.squares.double() * terms.of_squares + exact.square() * terms.of_result
             # sums of products have had a formula before, with all of their terms
-            sigma = spread.by_formula(number, exact, torch.float64)
-            probed = (spread.sigma(number) if sigma is None else sigma).square()  # type: ignore[union-attr]
+            products = spread.terms_of_products(number, exact, torch.float64)
+            sigma = spread.sigma(number) if products is None else products.sigma(exact)
+            probed = sigma.square()  # type: ignore[union-attr]
             assert bool((variance > 0).any())
             assert float(variance.sum()) <= 1.1 * float(probed.sum()), (part, number)
             # each element has but 16 probes: the mean of 16 squares is below 0.4 of its expectation for 2 % of them,
@@ -351,7 +351,16 @@ def test_moves_are_told_from_what_computes() -> None:
         assert verdict.only_moves(result, "output") == moves, function
     result = golden.run(torch.Tensor.expand, (x, 3, 4, 6), grad_outputs=[torch.ones(3, 4, 6)], device="cpu")
     assert not verdict.only_moves(result, "grad_input")  # a sum
-    outputs, grads = golden.as_is(torch.split, "torch.split", (x, 2), {}, [torch.ones(2, 6), None])
+    outputs, grads = golden.run_as_is(torch.split, "torch.split", (x, 2), {}, [torch.ones(2, 6), None])
     assert [o.dtype for o in outputs] == [torch.float32] * 2
     assert grads is not None
     assert torch.equal(grads[0], torch.cat([torch.ones(2, 6), torch.zeros(2, 6)]))  # type: ignore[arg-type]
+
+
+def test_asking_for_moves_leaves_the_structure_as_the_device_has_it() -> None:
+    args = (torch.ones(1, 3, 7, 5, dtype=torch.bfloat16), torch.ones(2, 3, 3, 3, dtype=torch.bfloat16))
+    result = golden.run(F.conv2d, args, device="cpu")
+    assert not verdict.only_moves(result, "output")
+    structure = verdict.structure_of(result, "output")
+    assert structure is not None
+    assert structure.steps_in_low == 2  # the CPU rounds products in a half type twice

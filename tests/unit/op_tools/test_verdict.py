@@ -445,3 +445,10 @@ def test_in_place_operators_are_judged_like_the_others(name: str) -> None:
     device[7] *= 1 + 2e-5
     judged = verdict.judge_call(f"torch.Tensor.{name}", reference, outputs=device, inputs_after=((device,), {}))
     assert judged.verdict == WRONG
+
+
+def test_tiny_results_may_be_off_by_some_of_the_smallest_steps() -> None:
+    x = torch.full((8,), 1e-6, dtype=torch.float16)
+    step = 2.0**-24
+    assert judged(torch.erf, x, break_it=lambda y: y + 2 * step).verdict == RIGHT  # more than the bound of large ones
+    assert judged(torch.erf, x, break_it=lambda y: y + 20 * step).verdict == WRONG
