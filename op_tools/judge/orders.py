@@ -75,16 +75,15 @@ class InOrder(DispatchMode):
         return total
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
-        """`a @ b`, of matrices or batches of them."""
+        """`a @ b`, of matrices or of batches of the same size."""
         left, right = a.unsqueeze(-1), b.unsqueeze(-3)  # (..., m, k, 1) and (..., 1, k, n)
-        shape = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-        width = math.prod(shape) * b.shape[-1]
+        shape = (*a.shape[:-1], b.shape[-1])
 
         def terms(some: Tensor) -> Tensor:
             products = left.index_select(-2, some) * right.index_select(-2, some)
             return products.movedim(-2, 0).reshape(len(some), -1)
 
-        return self.total(a.shape[-1], width, terms).view(*shape, b.shape[-1])
+        return self.total(a.shape[-1], math.prod(shape), terms).view(shape)
 
     def along(self, x: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
         """The sum of a tensor along some dimensions, all of them if none are named."""
