@@ -63,6 +63,7 @@ class Job:
     live: Any = None  # of a forward: the interceptor's call; see `ComparedCall.live`
     grads: tuple[Sequence[Tensor | None], Sequence[Tensor | None]] | None = None  # while they are the run's own
     grad_kind: Hashable = None  # of a backward: shapes, strides and dtypes of its gradients
+    unasked: tuple[int, ...] = ()  # tensors whose gradient the backward pass was not asked for
     places: Places | None = None
     before: Operands | None = None  # snapshot of the arguments, for this job
     snapshot: Operands | None = None
@@ -85,10 +86,12 @@ def arguments_kind(call: Invocation) -> Hashable:
     return (call.op, call.numbers[0], call.region.autocast, call.region.grad_enabled)
 
 
-def gradient_kind(sent: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> Hashable:
+def gradient_kind(
+    sent: Sequence[Tensor | None], found: Sequence[Tensor | None], unasked: tuple[int, ...] = ()
+) -> Hashable:
     """Equal for gradients that look alike: shapes, strides and dtypes (`gradient_kind([x], [None])`)."""
     looks = [None if g is None else (g.shape, g.stride(), g.dtype, g.requires_grad) for g in (*sent, *found)]
-    return (len(sent), *looks)
+    return (len(sent), unasked, *looks)
 
 
 @dataclasses.dataclass

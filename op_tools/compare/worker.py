@@ -48,6 +48,7 @@ class Message(NamedTuple):
     before_spans: Spans = ()
     after: int = 0  # tree of the values: see `Job`
     after_spans: Spans = ()
+    unasked: tuple[int, ...] = ()
 
 
 class Answer(NamedTuple):
@@ -118,7 +119,7 @@ class Worker:
                 self._remembered[message.memory] = _Remembered(tree, flats, forward)
         else:
             tree, flats, forward = self._remembered[message.memory]
-        job = Job(Invocation.from_wire(*message.call), message.phase, nbytes=message.nbytes)
+        job = Job(Invocation.from_wire(*message.call), message.phase, nbytes=message.nbytes, unasked=message.unasked)
         job.args, job.kwargs = tensors_over(tree, flats)
         job.values = tensors_over(self._trees[message.after], self._flats(message.after_spans))
         found = self._comparer.compare(job, forward if message.memory else None)

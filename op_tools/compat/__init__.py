@@ -70,6 +70,14 @@ engine: Final = torch._C._ImperativeEngine()  # the engine itself, whatever has 
 sequence_number: Final[Callable[[], int] | None] = getattr(torch.autograd, "_get_sequence_nr", None)
 
 
+def engine_will_run(node: Any) -> bool:
+    """Whether the backward pass that is under way comes to this node, or hands out what arrives there."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # a leaf whose gradient `autograd.grad` was asked for
+        return True
+
+
 def _unknown_hooks(ignore_is_tracing: bool) -> tuple[Any, ...]:
     return ()  # not None: there may be some
 

@@ -13,12 +13,12 @@ import torch
 from ..call import facts
 from ..call.description import Tensor, tensors_in
 from ..call.equality import leaves_of
-from . import formulas
+from . import formulas, orders
 from .formulas import FormulaQuery, Terms, weights_of_products
 from .golden import GoldenResult, Run
 from .measures import wide
 from .noise import PROBES, AllSigns, Noise, Signs
-from .rounding import Precision, Trace
+from .rounding import SINGLE, Precision, Trace
 from .rounding import Structure as Structure
 
 FEWEST_PROBES: Final = 4  # also when time is short
@@ -108,6 +108,18 @@ class Uncertainty:
 
         squared = self.result.source.mapped(square)
         return dataclasses.replace(self.result, source=squared, cast={}, run=None).rerun(None, self.backward)
+
+    def drift(self, position: int) -> Tensor | None:
+        """How far a result is off when its sums are done in float32, in some order; None where there are no sums."""
+        structure = self.structure
+        if structure.longest_sum < 2 or self.precision.inner != SINGLE or structure.opaque:
+            return None
+        return self._drifts[position] if position < len(self._drifts) else None
+
+    @functools.cached_property
+    def _drifts(self) -> list[Any]:
+        seconds = math.inf if self.max_seconds is None else self.max_seconds
+        return orders.drift(self.result, self.backward, self.leaves, self.exact, seconds)
 
     def grow(self) -> bool:
         """Do a few more probes; False when there have been enough."""

@@ -232,11 +232,15 @@ class OpAutoCompare(Tool):
         if all(g is None for g in grad_outputs) and any(g is not None for g in grad_inputs):
             self._teller.skip(call, "its result was changed in place, and what came back to it was not seen")
             return
+        if call.mixed:
+            self._teller.skip(call, "in a second derivative, gradients of other calls went through its nodes as well")
+            return
         started = time.perf_counter()
         sent, found = [[g.data_ptr() for g in grads if g is not None] for grads in (grad_outputs, grad_inputs)]
         event = self._teller.lineage.made_from(sent, found, also=(compared.event,))
         grads = (grad_outputs, grad_inputs)
-        job = Job(compared, BACKWARD, event=event, live=call, grads=grads, grad_kind=gradient_kind(*grads))
+        kind = gradient_kind(*grads, call.unasked)
+        job = Job(compared, BACKWARD, event=event, live=call, grads=grads, grad_kind=kind, unasked=call.unasked)
         if not self._settle_live(job) and self._has_arguments(compared):
             given = [g for g in (*grad_outputs, *grad_inputs) if g is not None]
             number = 0

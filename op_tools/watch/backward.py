@@ -3,7 +3,12 @@
 A call may be made of many autograd nodes. Its nodes are those between its outputs and the gradient edges
 of its inputs, which are noted before the call because in-place operators move them. The gradient that the
 call sends to an input is the sum of what its nodes send over the edges that lead to that input.
-Hooks hold descriptions, never nodes: a hook that held its node would keep the graph alive.
+
+Other calls may reach the nodes of a call. Autocast keeps the copy of a weight, so that its node serves every call on
+that weight. The graph of a first derivative leads into nodes of the calls that it differentiates. So nodes next to the
+inputs that only move or convert values have no hook: the call's own gradient goes through them here.
+A hook holds the nodes that follow its own, which that node holds as well. One that held its own node, or one before
+it, would keep the graph alive.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import torch
 from ..call import facts
 from ..call.description import Tensor
 from ..call.devices import quiet
-from ..compat import sequence_number
+from ..compat import engine_will_run, sequence_number
 from .hooks import Hooks
 
 if TYPE_CHECKING:
@@ -26,6 +31,8 @@ if TYPE_CHECKING:
 _sequence_now: Final[Callable[[], int]] = sequence_number or (lambda: 0)
 _MAX_NODES: Final = 2_000
 WITHOUT_KERNEL: Final = facts.NODES_WITHOUT_KERNEL
+_CAST: Final = "ToCopyBackward0"
+_PASSES_ON: Final = WITHOUT_KERNEL | {_CAST}  # nodes that move or convert a gradient, and keep no tensors
 
 
 class _Slice(NamedTuple):
@@ -53,6 +60,16 @@ def _place(view: Tensor, base: Tensor) -> _Slice:
 
 _NO_GRADIENTS: Final[list[Tensor | None]] = []
 _TO_LEAF: Final = _Slice((), (), 0)
+
+
+class _Target(NamedTuple):
+    """An edge over which gradients leave a call: the inputs that it serves, and how they get there."""
+
+    edge: int
+    inputs: tuple[int, ...]
+    place: _Slice | None
+    following: Any  # the node at the other end
+    through: tuple[Any, ...] = ()  # nodes on the way to the inputs that have no hook
 
 
 class Edges(NamedTuple):
@@ -127,42 +144,86 @@ def _hooks_of_call(
     stand_ins: dict[Any, list[tuple[int, int, _Slice]]],
 ) -> list[tuple[Any, _Hook]]:
     found: list[tuple[Any, _Hook]] = []
-    seen: set[Any] | None = None
+    numbers = {node: number for number, node in enumerate(sources)}
+    ends: set[Any] | None = None
     stack = list(sources)
-    known, bases = edges.targets, edges.bases
+    since = edges.since
     while stack:
         node = stack.pop()
-        targets: list[tuple[int, tuple[int, ...], _Slice | None]] = []
+        targets: list[_Target] = []
+        inner: list[tuple[int, int, int]] = []
         for edge, following in enumerate(node.next_functions):  # pairs of a node and the number of its output
             next_node = following[0]
             if next_node is None:
                 continue
-            if (inputs := known.get(following)) is not None:
-                targets.append((edge, inputs, None))
-            elif following in bases:
-                index, place = bases[following]
-                targets.append((edge, (index,), place))
-            elif (variable := getattr(next_node, "variable", None)) is not None:
-                if (inputs := known.get(id(variable))) is not None:
-                    targets.append((edge, inputs, _TO_LEAF))
-            else:
-                if seen is None:
-                    seen = {*sources, *[key[0] for key in known if type(key) is tuple]}
-                if next_node not in seen and next_node._sequence_nr() >= edges.since:
-                    seen.add(next_node)
-                    stack.append(next_node)
-                    if len(seen) > _MAX_NODES:
-                        return []
-        found.append((node, _Hook(state, len(found), targets, sources.get(node, ()), stand_ins.get(node, ()))))
+            end = _end_of(following, edges)
+            if end is not None:
+                if end[0]:
+                    targets.append(_Target(edge, *end, next_node))
+                continue
+            if state.gradients and type(next_node).__name__ in _PASSES_ON:
+                way, passed = _way_to_input(next_node, edges)
+                if way is not None:
+                    targets.append(_Target(edge, *way, next_node, passed))
+                    timed = passed if state.starters else ()  # their time counts, what comes to them does not
+                    for other in timed:
+                        if other not in numbers and other._sequence_nr() >= since:
+                            numbers[other] = len(numbers)
+                            found.append((other, _Hook(state, numbers[other])))
+                    continue
+            if ends is None:
+                ends = {key[0] for key in edges.targets if type(key) is tuple}
+            if next_node in ends or next_node._sequence_nr() < since:
+                continue
+            number = numbers.get(next_node)
+            if number is None:
+                number = numbers[next_node] = len(numbers)
+                stack.append(next_node)
+                if number > _MAX_NODES:
+                    return []
+            inner.append((edge, number, following[1]))
+        hook = _Hook(state, numbers[node], targets, inner, sources.get(node, ()), stand_ins.get(node, ()))
+        found.append((node, hook))
     return found
+
+
+def _end_of(following: tuple[Any, int], edges: Edges) -> tuple[tuple[int, ...], _Slice | None] | None:
+    """The inputs at the end of an edge: none where another leaf is; None where the graph goes on."""
+    inputs = edges.targets.get(following)
+    if inputs is not None:
+        return inputs, None
+    if following in edges.bases:
+        index, place = edges.bases[following]
+        return (index,), place
+    variable = getattr(following[0], "variable", None)
+    if variable is None:
+        return None
+    return edges.targets.get(id(variable), ()), _TO_LEAF
+
+
+def _way_to_input(node: Any, edges: Edges) -> tuple[tuple[tuple[int, ...], _Slice | None] | None, tuple[Any, ...]]:
+    """The inputs behind a chain of nodes that pass gradients on, and that chain."""
+    passed: list[Any] = []
+    while type(node).__name__ in _PASSES_ON:
+        if node._sequence_nr() < edges.since and type(node).__name__ != _CAST:
+            break  # not of this call; a cast may be one that autocast has kept
+        passed.append(node)
+        following = node.next_functions[0]
+        if following[0] is None:
+            break
+        end = _end_of(following, edges)
+        if end is not None:
+            return (end if end[0] else None), tuple(passed)
+        node = following[0]
+    return None, ()
 
 
 class _Backward:
     """What has been heard so far of the backward pass of one call."""
 
     __slots__ = (
-        *("call", "grad_inputs", "grad_outputs", "gradients", "heard", "listeners"),
-        *("nodes", "passed_on", "queued", "sizes", "stand_ins", "starters"),
+        *("asked", "call", "differentiated", "grad_inputs", "grad_outputs", "gradients", "heard", "listeners", "mixed"),
+        *("nodes", "passed_on", "queued", "sent", "sizes", "stand_ins", "starters"),
     )
 
     def __init__(self, call: Call, listeners: tuple[Hooks, ...], outputs: int, inputs: int) -> None:
@@ -174,6 +235,7 @@ class _Backward:
                 self.gradients = True
         self.nodes = 0
         self.stand_ins = False
+        self.differentiated = False  # the graph of an earlier pass may lead into these nodes
         self.sizes = (outputs, inputs)
         self.heard: set[int] | None = None
 
@@ -181,6 +243,8 @@ class _Backward:
         if self.gradients:
             with quiet():
                 self._hear(hook, to_inputs, from_outputs)
+            if torch.is_grad_enabled():
+                self.differentiated = True
         elif self.nodes == 1:
             self._tell(_NO_GRADIENTS, _NO_GRADIENTS)
         else:
@@ -192,7 +256,9 @@ class _Backward:
             self.grad_outputs: list[Tensor | None] = [None] * self.sizes[0]
             self.grad_inputs: list[Tensor | None] = [None] * self.sizes[1]
             self.passed_on: dict[int, set[int]] = {}
-            self.queued = False
+            self.asked: set[int] = set()
+            self.sent: dict[tuple[int, int], list[tuple[int, int]]] = {}
+            self.mixed = self.queued = False
         if self.gradients:
             self._add(hook, to_inputs, from_outputs)
         self.heard.add(hook.number)
@@ -214,10 +280,16 @@ class _Backward:
             # the same as what came to the result, or all there is if that was changed in place
             if grad is not None and grad.data_ptr() not in self.passed_on.get(index, ()):
                 self.grad_outputs[index] = whole.of(grad.contiguous())
-        for edge, inputs, place in hook.targets:
+        if self.differentiated and self.nodes > 1:
+            self._check(hook, to_inputs, from_outputs)
+        for edge, inputs, place, following, through in hook.targets:
             grad = to_inputs[edge] if edge < len(to_inputs) else None
             if grad is None:
+                if engine_will_run(following):
+                    self.asked.update(inputs)
                 continue
+            for node in through:
+                grad = node(grad)
             if place is _TO_LEAF:
                 grad = grad.detach()  # a gradient that somebody else holds would be copied into `.grad`
             elif place is not None:
@@ -225,6 +297,18 @@ class _Backward:
             for index in inputs:
                 present = self.grad_inputs[index]
                 self.grad_inputs[index] = grad if present is None else present + grad
+
+    def _check(self, hook: _Hook, to_inputs: Sequence[Any], from_outputs: Sequence[Any]) -> None:
+        """Notice gradients of other calls that came to a node between inputs and outputs."""
+        own = {output_number for output_number, _ in hook.sources}
+        for number, grad in enumerate(from_outputs):
+            if grad is not None and number not in own:
+                sent = self.sent.get((hook.number, number))
+                self.mixed = self.mixed or sent != [(grad.data_ptr(), grad._version)]
+        for edge, number, output_number in hook.inner:
+            grad = to_inputs[edge] if edge < len(to_inputs) else None
+            if grad is not None:
+                self.sent.setdefault((number, output_number), []).append((grad.data_ptr(), grad._version))
 
     def finish(self) -> None:
         """The backward pass is over, whether or not all nodes were heard."""
@@ -234,8 +318,10 @@ class _Backward:
 
     def _finish(self) -> None:
         grad_outputs, grad_inputs = self.grad_outputs, self.grad_inputs
+        missing = [index for index, grad in enumerate(grad_inputs) if grad is None and index not in self.asked]
+        self.call.unasked, self.call.mixed = tuple(missing), self.mixed
         self.heard = None
-        del self.grad_outputs, self.grad_inputs, self.passed_on
+        del self.grad_outputs, self.grad_inputs, self.passed_on, self.asked, self.sent
         self._tell(grad_outputs, grad_inputs)
 
     def _tell(self, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
@@ -248,13 +334,14 @@ class _Backward:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Hook:
-    """Called before and after one node of a call runs; it holds descriptions, never nodes."""
+    """Called before and after one node of a call runs."""
 
     state: _Backward
     number: int
-    targets: list[tuple[int, tuple[int, ...], _Slice | None]]  # edges out of the call, the inputs they serve
-    sources: Sequence[tuple[int, int]]  # (output number of the node, output of the call)
-    stand_ins: Sequence[tuple[int, int, _Slice]]  # the same of nodes that made what these are views of
+    targets: Sequence[_Target] = ()
+    inner: Sequence[tuple[int, int, int]] = ()  # edges to other nodes of the call: their number, and which output
+    sources: Sequence[tuple[int, int]] = ()  # (output number of the node, output of the call)
+    stand_ins: Sequence[tuple[int, int, _Slice]] = ()  # the same of nodes that made what these are views of
     started: Sequence[Any] = ()  # what `before_node` of each tool returned
 
     def __call__(self, grads: Any, grad_outputs: Any = None) -> None:

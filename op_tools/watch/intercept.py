@@ -42,7 +42,7 @@ class Call:
 
     __slots__ = (
         *("__weakref__", "args", "function", "id", "inputs", "kwargs", "location", "notes", "op", "outputs"),
-        *("result", "results", "step", "tensors", "traits"),
+        *("mixed", "result", "results", "step", "tensors", "traits", "unasked"),
     )
 
     def __init__(
@@ -61,6 +61,8 @@ class Call:
         self.tensors: list[Tensor] = []  # all among the arguments, in order
         self.results: list[Tensor] = []  # all in the result, in order
         self.notes: dict[Any, Any] = {}  # what tools remember between before and after
+        self.unasked: tuple[int, ...] = ()  # tensors whose gradient the last backward pass was not asked for
+        self.mixed = False  # whether its nodes also got gradients of other calls in that pass
 
     def release(self) -> None:
         """Let go of the user's tensors; the description stays."""
@@ -326,6 +328,8 @@ class Interceptor(TorchFunctionMode):
     def passes_ended(self, graph_is_kept: bool) -> None:
         """Backward passes have ended, and none is under way (`INTERCEPTOR.passes_ended(False)`)."""
         for tool in self.tools:
+            if type(tool).after_backward_passes is Hooks.after_backward_passes:
+                continue  # nobody listens
             try:
                 tool.after_backward_passes(graph_is_kept)
             except Exception as error:

@@ -191,7 +191,7 @@ class Comparer:
         if not all(call.numbers) or job.piece or (self._casts and self._casts.of(call.op) is not None):
             return None
         key = (call.op, call.function, *call.numbers, call.region.autocast)
-        return key if job.phase == FORWARD else (*key, job.grad_kind or gradient_kind(*job.values))
+        return key if job.phase == FORWARD else (*key, job.grad_kind or gradient_kind(job.values[0], job.values[1], job.unasked))
 
     def _moved_as_before(self, job: Job) -> bool:
         """Whether the device moved the same values to the same places as the CPU does, in its own dtype."""
@@ -202,7 +202,7 @@ class Comparer:
         except Exception:  # then it is compared in full
             return False
         if backward:
-            return same_leaves(job.values[1], grads, equal)
+            return same_leaves(job.values[1], asked(grads or [], job.unasked), equal)
         after, kwargs_after, result = job.values
         arguments = compared_arguments(after, kwargs_after), compared_arguments(job.args, job.kwargs)
         return same_leaves(*arguments, equal) and same_leaves(result, outputs, equal)
@@ -264,7 +264,7 @@ class Comparer:
         if facts.has_free_vectors(name) and result.source.outputs is None:
             return Judgement(NOT_COMPARABLE, "which signs the vectors had on the device is not known")
         assert result.run is not None
-        expected = result.run.grad_inputs or []
+        expected = asked(result.run.grad_inputs or [], job.unasked)
         found = job.values[1]
         indices, present = gradient_indices(found, expected)
         judged = verdict.judge(
@@ -307,6 +307,11 @@ def _fetch(job: Job) -> None:
 def compared_arguments(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
     """What is compared of the arguments after a call: positional ones, and tensors given by keyword."""
     return [*args, *tensors_in(kwargs)] if kwargs else list(args)
+
+
+def asked(gradients: Sequence[Tensor | None], unasked: tuple[int, ...]) -> list[Tensor | None]:
+    """The gradients that a backward pass was asked for; the golden run computes them all."""
+    return [None if index in unasked else gradient for index, gradient in enumerate(gradients)]
 
 
 def gradient_indices(found: Sequence[Any], expected: Sequence[Any]) -> tuple[list[int | None], list[bool]]:

@@ -114,7 +114,7 @@ class Workers(Judge):
             layouts = [part.layout for part in parts if part.layout is not None]
             if not (call.region.grad_enabled and any(map(needs_gradients, layouts))):
                 keep = 0
-        message = Message(job.number, job.phase, call.wire(), job.nbytes, keep)
+        message = Message(job.number, job.phase, call.wire(), job.nbytes, keep, unasked=job.unasked)
         sent = self.pool.send(lease, message, parts, job.fetcher, job)
         if sent and not backward:
             lease.there = True

@@ -28,6 +28,7 @@ from ..uncertainty import Uncertainty
 # roundings inside the call move the element on average (root mean square of the probes).
 STORED: Final = 2.0
 SIGMAS: Final = 6.0
+DRIFTS: Final = 2.0  # how often what real orders of summation are off is added, before a result is called wrong
 _TF32: Final = 2.0**-11
 _MIN_TF32_SHARE: Final = 1 / 64  # of the largest error that TF32 can make: the worst element has at least that
 _TRUST_IN_ONE_PROBE: Final = 0.5  # its sigma counts by half; that of n probes by the square root of n times as much
@@ -92,6 +93,11 @@ def _judge_rounding(row: Row, pair: Pair) -> Row:
     if suspects is not None and uncertainty.part == "grad_input" and uncertainty.structure.selects:
         values = uncertainty.result.source.tensors[pair.position]
         suspects = _mask_or_none(suspects & ~_shared_among_ties(values, elements, sigma))
+    if suspects is not None and elements.regular:
+        elements.drift = uncertainty.drift(pair.position)
+        if elements.drift is not None:
+            left = elements.unexplained(sigma)
+            suspects = None if left is None else _mask_or_none(suspects & left)
     hint = "" if suspects is None else _pattern_of_errors(pair, elements, suspects, sigma)
     return _concluded(row, elements, suspects, sigma, hint)
 
@@ -253,6 +259,7 @@ class _Elements:
     ) -> None:
         self.device, self.golden, self.precision = device, golden, precision
         self.stored, self.floor, self.least = stored, floor, least
+        self.drift: Tensor | None = None  # what sums in some order are off, whose roundings all go one way
         self.error = (device - golden).abs()
         self.size = golden.abs()
         self.regular = math.isfinite(float(self.error.sum()))  # then all numbers are
@@ -286,7 +293,8 @@ class _Elements:
             return (self.size * (factor + SIGMAS * self.least)).clamp_(min=lowest)
         if self.least:
             sigma = torch.maximum(sigma, self.size * self.least)
-        return (self.size * factor).clamp_(min=lowest).add_(sigma, alpha=SIGMAS)
+        found = (self.size * factor).clamp_(min=lowest).add_(sigma, alpha=SIGMAS)
+        return found if self.drift is None else found.add_(self.drift, alpha=DRIFTS)
 
     def unexplained(self, sigma: Tensor | None = None, unsettled: Tensor | None = None) -> Tensor | None:
         """The elements that are not explained; None if all are."""

@@ -194,7 +194,7 @@ def test_gradients_of_other_pivots_are_others(matrices: torch.Tensor) -> None:
 def test_what_is_written_is_compared_as_what_is_returned() -> None:
     """The last rows of Vh of a wide matrix are any basis of what is left."""
 
-    def align_signs(a: torch.Tensor, out: Any = None) -> Any:
+    def turned(a: torch.Tensor, out: Any = None) -> Any:
         results = torch.linalg.svd(a)
         if a.dtype == torch.float32:  # the device; the reference is in double precision
             results[2][3:] = results[2][3:].flip(0) * -1
