@@ -191,7 +191,10 @@ class Comparer:
         if not all(call.numbers) or job.piece or (self._casts and self._casts.of(call.op) is not None):
             return None
         key = (call.op, call.function, *call.numbers, call.region.autocast)
-        return key if job.phase == FORWARD else (*key, job.grad_kind or gradient_kind(job.values[0], job.values[1], job.unasked))
+        if job.phase == FORWARD:
+            return key
+        sent, found = job.values
+        return (*key, job.grad_kind or gradient_kind(sent, found, job.unasked))
 
     def _moved_as_before(self, job: Job) -> bool:
         """Whether the device moved the same values to the same places as the CPU does, in its own dtype."""
