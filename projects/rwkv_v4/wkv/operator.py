@@ -36,6 +36,13 @@ def wkv(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.ops.rwkv_v4.wkv(w, u, k, v)[0]
 
 
+def prepare(device: torch.device | str) -> None:
+    """Build and check the kernel of a device now, which its first use would do otherwise."""
+    x = torch.zeros(1, 2, 1, device=device, requires_grad=True)
+    one = torch.ones(1, device=device)
+    wkv(-one, one, x, x).sum().backward()
+
+
 def _check(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> None:
     if k.dim() != 3 or k.shape != v.shape:
         raise ValueError(
