@@ -124,8 +124,10 @@ class Config:
     def plain(self, resolve: bool = True) -> dict[str, Any]:
         """As dicts, lists and numbers; with references replaced by what they refer to."""
         if self._omegaconf:
-            return self._omegaconf.OmegaConf.to_container(self._tree, resolve=resolve)
-        return _resolved(self._tree, self._tree) if resolve else copy.deepcopy(self._tree)
+            tree: dict[str, Any] = self._omegaconf.OmegaConf.to_container(self._tree, resolve=resolve)
+        else:
+            tree = _resolved(self._tree, self._tree) if resolve else copy.deepcopy(self._tree)
+        return tree
 
     def build(self, section: str, **more: Any) -> Any:
         """Make the call that a section writes down, with more arguments than it names."""

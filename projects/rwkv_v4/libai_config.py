@@ -23,22 +23,51 @@ GPT = "projects.RWKV_v4.modeling.model.GPT"
 DATASET = "projects.RWKV_v4.dataset.RWKVDataset"
 LOADER = "libai.data.build.build_nlp_train_loader"
 PARAMS = "projects.RWKV_v4.utils.config_optimizer.get_RWKV_v4_config_optim"
+ADAM = {"params": {TARGET: PARAMS}, "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 WARM_UP = {"warmup_factor": 0.001, "warmup_method": "linear"}
 
-# Arguments of the calls that a config may write down, and their defaults.
+# The calls that a config may write down, with their arguments and defaults; the last ones are this trainer's own.
 TARGETS: dict[str, dict[str, Any]] = {
-    GPT: {"vocab_size": None, "ctx_len": 1024, "model_type": "RWKV", "n_layer": 6, "n_embd": 1024},
-    DATASET: {"data_dir": None, "ctx_len": 1024, "epoch_length_fixed": None},
+    GPT: {
+        "vocab_size": None,
+        "ctx_len": 1024,
+        "model_type": "RWKV",
+        "n_layer": 6,
+        "n_embd": 1024,
+        "head_qk": 256,
+        "causal_copy": True,
+        "init": "rwkv",
+        "logit_pull": 0.0,
+    },
+    DATASET: {"data_dir": None, "ctx_len": 1024, "epoch_length_fixed": None, "same_slice": False, "held_out": None},
     LOADER: {"dataset": [], "num_workers": 4},
     PARAMS: {},
-    "oneflow.optim.Adam": {"params": None, "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
-    "oneflow.optim.AdamW": {"params": None, "lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
-    "oneflow.optim.SGD": {"params": None, "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
-    "oneflow.optim.lr_scheduler.StepLR": {"step_size": None, "gamma": 0.1},
-    "oneflow.optim.lr_scheduler.ExponentialLR": {"gamma": None},
-    "libai.scheduler.WarmupStepLR": {"step_size": None, "gamma": 0.1, **WARM_UP},
-    "libai.scheduler.WarmupExponentialLR": {"gamma": None, **WARM_UP},
+    "oneflow.optim.Adam": ADAM,
+    "oneflow.optim.AdamW": ADAM,
+    "oneflow.optim.SGD": {"params": {TARGET: PARAMS}, "lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
+    "oneflow.optim.lr_scheduler.StepLR": {"step_size": 0, "gamma": 0.1},
+    "oneflow.optim.lr_scheduler.ExponentialLR": {"gamma": 1.0},
+    "libai.scheduler.WarmupStepLR": {"step_size": 0, "gamma": 0.1, **WARM_UP},
+    "libai.scheduler.WarmupExponentialLR": {"gamma": 1.0, **WARM_UP},
     "libai.scheduler.WarmupCosineLR": {"alpha": 0.0, **WARM_UP},
+}
+OPTIMIZERS = {f"oneflow.optim.{name}": f"torch.optim.{name}" for name in ("Adam", "AdamW", "SGD")}
+# Where they may stand.
+ALLOWED = {
+    "model": [GPT],
+    "optim": list(OPTIMIZERS),
+    "optim.params": [PARAMS],
+    "train.scheduler": [name for name in TARGETS if name.endswith("LR")],
+    "dataloader.train": [LOADER],
+    "dataloader.train.dataset[0]": [DATASET],
+}
+OWN_TRAIN = {
+    "stop_after": None,
+    "max_seconds": None,
+    "loss_window": 20,
+    "deterministic": False,
+    "compile": None,
+    "compile_mode": "default",
 }
 
 # What get_config() answers: the names and the defaults of LiBai's own files.
@@ -54,7 +83,7 @@ COMMON: dict[str, dict[str, Any]] = {
             "consumed_train_samples": 0,
             "consumed_valid_samples": 0,
             "train_samples": None,
-            "warmup_ratio": 0,
+            "warmup_ratio": 0.0,
             "start_iter": 0,
             "amp": {"enabled": False},
             "activation_checkpoint": {"enabled": False},
@@ -90,7 +119,7 @@ COMMON: dict[str, dict[str, Any]] = {
     "common/models/graph.py": {"graph": {"enabled": True, "debug": -1, "auto_parallel": {"enabled": False}}},
 }
 SECTIONS: dict[str, dict[str, Any]] = {
-    "train": COMMON["common/train.py"]["train"],
+    "train": {**COMMON["common/train.py"]["train"], **OWN_TRAIN},
     "graph": COMMON["common/models/graph.py"]["graph"],
     "model": {TARGET: GPT},
     "optim": {TARGET: "oneflow.optim.Adam"},
@@ -101,7 +130,7 @@ REQUIRED = ("model", "optim", "train", "dataloader")
 
 # Options without a counterpart here: where data is put, how OneFlow builds its graph and talks between ranks.
 MEANINGLESS = (
-    r"graph\.(debug|auto_parallel\..*)|dataloader\.train\.num_workers|optim\.params\..*|test\.(weight_style|path)"
+    r"graph\.(debug|auto_parallel\..*)|dataloader\.train\.num_workers|test\.(weight_style|path)"
     r"|train\.(input_placement_device|rdma_enabled|nccl_.*|consumed_.*|zero_optimization\.stage)"
     r"|train\.dist\.(data_parallel_size|pipeline_num_layers|custom_pipeline_stage_id)"
     r"|train\.evaluation\.(evaluator|eval_metric|eval_mode)(\..*)?"
@@ -136,19 +165,16 @@ def load(path: Path, options: list[str], world: int) -> Config:
     sections = {name: value for name, value in reader.names.items() if isinstance(value, dict)}
     if missing := [name for name in REQUIRED if name not in sections]:
         raise ConfigError(f"{path} defines no {' and no '.join(missing)}")
-    own = get_config("configs/enwik8.py")
-    tree = _completed(sections, reader, own)
-    source = Config(tree)
+    source = Config(_completed(sections, SECTIONS, "", reader))
     source.override(options)
-    tree = source.plain()
-    made = Config(_translated(tree, own, world))
+    reader.assigned |= {option.partition("=")[0]: 0 for option in options}
+    tree = _completed(source.plain(), SECTIONS, "", reader)
+    made = Config(_translated(tree, world))
     made.source = source
-    given = [*reader.assigned, *(option.partition("=")[0] for option in options)]
-    set_here = [key for key, _ in leaves(tree) if any(key == g or key.startswith((f"{g}.", f"{g}[")) for g in given)]
-    ignored = [key for key in set_here if re.fullmatch(MEANINGLESS, key) and not key.endswith(TARGET)]
+    ignored = [key for key, _ in leaves(tree) if re.fullmatch(MEANINGLESS, key) and reader.sets(key) is not None]
     if ignored:
         made.notes.append(f"Options without a meaning here, ignored: {', '.join(ignored)}")
-    asked, used = _data(tree)["data_dir"], made.data.path
+    asked, used = tree["dataloader"]["train"]["dataset"][0]["data_dir"], made.data.path
     if asked != used:
         made.notes.append(f"No text at {asked}: using {used}")
     return made
@@ -172,7 +198,7 @@ class _Reader:
         self.path = path
         self.names: dict[str, Any] = {"dict": _Imported("dict")}
         self.assigned: dict[str, int] = {}
-        """Options that the file sets, with their line."""
+        """Options that are set, with their line in the file; 0 for the command line."""
 
     def run(self) -> None:
         try:
@@ -181,6 +207,15 @@ class _Reader:
             raise ConfigError(f"{self.path}, line {error.lineno}: {error.msg}") from None
         for statement in tree.body:
             self.statement(statement)
+
+    def sets(self, key: str) -> int | None:
+        """The line that sets an option, or a part of the configuration that holds it; None where nothing does."""
+        lines = [line for k, line in self.assigned.items() if key == k or key.startswith((f"{k}.", f"{k}["))]
+        return lines[-1] if lines else None
+
+    def place(self, key: str) -> str:
+        line = self.sets(key)
+        return f"{self.path}, line {line}: {key!r}" if line else f"{key!r}"
 
     def fail(self, node: ast.AST, message: str) -> ConfigError:
         return ConfigError(f"{self.path}, line {getattr(node, 'lineno', '?')}: {message}")
@@ -289,67 +324,58 @@ def _nearest(name: str, among: Any) -> str:
 # --- checking ---------------------------------------------------------------------------------------------------------
 
 
-def _completed(sections: dict[str, Any], reader: _Reader, own: dict[str, Any]) -> dict[str, Any]:
-    """Every option with its default: those of LiBai, and beside them those that this trainer adds."""
-    schema = copy.deepcopy(SECTIONS)
-    for name in ("stop_after", "max_seconds", "loss_window", "deterministic", "compile", "compile_mode"):
-        schema["train"][name] = own["train"][name]
-    more = {
-        GPT: {"head_qk": 256, "causal_copy": True, "init": "rwkv", "logit_pull": 0.0},
-        DATASET: {"same_slice": False, "held_out": None},
-    }
-
-    def completed(value: Any, known: Any, key: str) -> Any:
-        if isinstance(value, list) and any(isinstance(item, dict) for item in value):
-            return [completed(item, {}, f"{key}[{i}]") for i, item in enumerate(value)]
-        if not isinstance(value, dict):
-            if isinstance(known, dict) and known:
-                raise ConfigError(f"{_place(key)}: expected {', '.join(known)} below it, got {value!r}")
-            return value
-        if TARGET in value:
-            known = {**TARGETS[value[TARGET]], **more.get(value[TARGET], {}), TARGET: value[TARGET]}
-        unknown = [name for name in value if name not in known]
-        if unknown:
-            wrong = f"{key}.{unknown[0]}" if key else unknown[0]
-            raise ConfigError(
-                f"{_place(wrong)} is not an option{_nearest(wrong, [f'{key}.{k}'.strip('.') for k in known])}"
-            )
-        return {
-            name: completed(value.get(name, default), default, f"{key}.{name}".strip("."))
-            for name, default in known.items()
-        }
-
-    def _place(key: str) -> str:
-        lines = [
-            line for name, line in reader.assigned.items() if key == name or key.startswith((f"{name}.", f"{name}["))
-        ]
-        return f"{reader.path}{f', line {lines[-1]}' if lines else ''}: {key!r}"
-
-    return completed(sections, schema, "")
+def _completed(value: Any, known: Any, key: str, where: _Reader) -> Any:
+    """A value with all of its options: those that are missing get their defaults, one that is unknown is an error."""
+    if key in ALLOWED:
+        target = value.get(TARGET) if isinstance(value, dict) else None
+        if target not in ALLOWED[key]:
+            raise ConfigError(f"{where.place(key)}: expected LazyCall of {' or '.join(ALLOWED[key])}")
+        known = {TARGET: target, **TARGETS[target]}
+    if isinstance(known, dict) and isinstance(value, dict):
+        for name in value:
+            if name not in known:
+                wrong, right = _below(key, name), [_below(key, k) for k in known]
+                raise ConfigError(f"{where.place(wrong)} is not an option{_nearest(wrong, right)}")
+        return {k: _completed(value.get(k, default), default, _below(key, k), where) for k, default in known.items()}
+    if key == "dataloader.train.dataset":
+        if not (isinstance(value, list) and len(value) == 1):
+            raise ConfigError(f"{where.place(key)}: expected a list of one data set")
+        return [_completed(value[0], {}, f"{key}[0]", where)]
+    if known is None or (value is None and isinstance(known, str)):
+        return value
+    if isinstance(value, float) and type(known) is int and value.is_integer():  # 1e5
+        value = int(value)
+    elif isinstance(known, float) and type(value) is int:
+        value = float(value)
+    if type(value) is not type(known):
+        raise ConfigError(f"{where.place(key)}: expected a value like {known!r}, got {value!r}")
+    return value
 
 
-def _data(tree: dict[str, Any]) -> dict[str, Any]:
-    datasets = tree["dataloader"]["train"]["dataset"]
-    if len(datasets) != 1 or datasets[0].get(TARGET) != DATASET:
-        raise ConfigError(f"dataloader.train.dataset: expected one {DATASET}")
-    return datasets[0]
+def _below(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
 
 
 # --- translating ------------------------------------------------------------------------------------------------------
 
 
-def _translated(tree: dict[str, Any], own: dict[str, Any], world: int) -> dict[str, Any]:
+def _translated(tree: dict[str, Any], world: int) -> dict[str, Any]:
     """The same run under this trainer's own names."""
+    own = get_config("configs/enwik8.py")
     values = dict(leaves(tree))
     for key, only in ONLY.items():
         if values[key] != only:
             raise ConfigError(f"{key}={values[key]!r}: this trainer knows {only!r} only")
-    train, model, optim, data = tree["train"], tree["model"], tree["optim"], _data(tree)
+    train, model, optim = tree["train"], tree["model"], tree["optim"]
+    data = tree["dataloader"]["train"]["dataset"][0]
     tensor = train["dist"]["tensor_parallel_size"]
     if tensor not in (1, world):
         raise ConfigError(f"train.dist.tensor_parallel_size={tensor} on {world} ranks: expected 1 or {world}")
-    replicas = world // tensor
-    batch = train["train_micro_batch_size"] * replicas * (train["num_accumulation_steps"] or 1)
+    # Accumulating gradients gives those of the whole batch at once: the sizes multiply.
+    batch = train["train_micro_batch_size"] * (world // tensor) * (train["num_accumulation_steps"] or 1)
+    batch = train["global_batch_size"] or batch
+    if batch < 1:
+        raise ConfigError(f"train.train_micro_batch_size={train['train_micro_batch_size']}: expected 1 or more")
     evaluation = train["evaluation"]
     if data["ctx_len"] > model["ctx_len"]:
         raise ConfigError(f"dataset[0].ctx_len={data['ctx_len']} does not fit into model.ctx_len={model['ctx_len']}")
@@ -357,24 +383,13 @@ def _translated(tree: dict[str, Any], own: dict[str, Any], world: int) -> dict[s
     if path and Path(path).stem == "enwik8" and not Path(path).expanduser().is_file():
         path = str(find_corpus() or path)  # the same text may lie elsewhere on this machine
     held_out = data["held_out"]
-    same = (
-        "output_dir",
-        "seed",
-        "train_iter",
-        "train_epoch",
-        "warmup_ratio",
-        "log_period",
-        "stop_after",
-        "max_seconds",
-    )
-    same += ("loss_window", "deterministic", "compile_mode")
+    same = (*OWN_TRAIN, "output_dir", "seed", "train_iter", "train_epoch", "warmup_ratio", "log_period")
     scheduler = {**train["scheduler"], "name": train["scheduler"][TARGET].rpartition(".")[2]}
     del scheduler[TARGET]
     return {
         "model": {
             **own["model"],
-            **{k: model[k] for k in ("vocab_size", "ctx_len", "n_layer", "n_embd")},
-            **{k: model[k] for k in ("head_qk", "causal_copy", "init", "logit_pull")},
+            **{k: v for k, v in model.items() if k not in (TARGET, "model_type")},
         },
         "data": {
             **own["data"],
@@ -387,14 +402,14 @@ def _translated(tree: dict[str, Any], own: dict[str, Any], world: int) -> dict[s
         },
         "optim": {
             **{k: v for k, v in optim.items() if k not in ("params", TARGET)},
-            TARGET: optim[TARGET].replace("oneflow", "torch"),
+            TARGET: OPTIMIZERS[optim[TARGET]],
             "lr": "${train.lr}",
         },
         "train": {
             **own["train"],
             **{k: train[k] for k in same},
             "ctx_len": data["ctx_len"],
-            "global_batch_size": train["global_batch_size"] or batch,
+            "global_batch_size": batch,
             "lr": optim["lr"],
             "final_lr": None,
             "scheduler": scheduler,

@@ -77,7 +77,8 @@ class RWKV_TimeMix(nn.Module):
         k = self.key(mixed(x, shifted, self.time_mix_k))
         v = self.value(mixed(x, shifted, self.time_mix_v))
         r = self.receptance(mixed(x, shifted, self.time_mix_r))
-        return self.output(torch.sigmoid(widened(r)) * wkv(-torch.exp(self.time_decay), self.time_first, k, v))
+        out: Tensor = self.output(torch.sigmoid(widened(r)) * wkv(-torch.exp(self.time_decay), self.time_first, k, v))
+        return out
 
 
 class RWKV_ChannelMix(nn.Module):
@@ -97,7 +98,8 @@ class RWKV_ChannelMix(nn.Module):
         shifted = self.time_shift(x)
         hidden = torch.square(torch.relu(widened(self.key(mixed(x, shifted, self.time_mix_k)))))
         gate = torch.sigmoid(widened(self.receptance(mixed(x, shifted, self.time_mix_r))))
-        return gate * self.value(hidden)
+        out: Tensor = gate * self.value(hidden)
+        return out
 
 
 class Block(nn.Module):
@@ -113,7 +115,8 @@ class Block(nn.Module):
         if self.ln0 is not None:
             x = self.ln0(x)
         x = x + self.att(self.ln1(x))
-        return x + self.ffn(self.ln2(x))
+        x = x + self.ffn(self.ln2(x))
+        return x
 
 
 class GPT(nn.Module):
@@ -166,12 +169,12 @@ class GPT(nn.Module):
         """All but the look-up, which stays out of torch.compile: compiled, its backward adds rows up with atomics,
         in no fixed order and slowly for characters as frequent as a space."""
         x = self.ln_out(self.blocks(x))
-        logits = self.head(x) + self._copied(x, idx)
+        logits: Tensor = self.head(x) + self._copied(x, idx)
         return logits if targets is None else self._loss(logits, targets)
 
     def _copied(self, x: Tensor, idx: Tensor) -> Tensor:
         """Logits for tokens seen before: similarity of this position to each earlier one, given to its token."""
-        scores = self.head_q(x) @ self.head_k(x).transpose(-2, -1) * (1 / self.head_qk)
+        scores: Tensor = self.head_q(x) @ self.head_k(x).transpose(-2, -1) * (1 / self.head_qk)
         if self.causal_copy:
             length = idx.shape[1]
             scores = scores * self.copy_mask[:length, :length]

@@ -75,11 +75,10 @@ def spread(model: GPT, strategy: str, ranks: Ranks) -> nn.Module:
 
 def _ddp(model: GPT, ranks: Ranks) -> nn.Module:
     # The buffers are constants: no need to send them around. torch 2.13 renamed the option that says so.
-    options = inspect.signature(nn.parallel.DistributedDataParallel).parameters
-    constant = "forward_sync_buffers" if "forward_sync_buffers" in options else "broadcast_buffers"
-    return nn.parallel.DistributedDataParallel(
-        model, device_ids=[ranks.device.index], gradient_as_bucket_view=True, **{constant: False}
-    )
+    known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    constant = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    options: dict[str, Any] = {"gradient_as_bucket_view": True, constant: False}
+    return nn.parallel.DistributedDataParallel(model, device_ids=[ranks.device.index], **options)
 
 
 def _fsdp(model: GPT, ranks: Ranks) -> nn.Module:
@@ -106,7 +105,7 @@ class TensorParallel(nn.Module):
         def same(x: Tensor) -> Tensor:
             return DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
 
-        out = self.model(same(idx), None if targets is None else same(targets))
+        out: DTensor = self.model(same(idx), None if targets is None else same(targets))
         return out.full_tensor()
 
 

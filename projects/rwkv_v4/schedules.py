@@ -33,8 +33,9 @@ def named(options: dict[str, Any], train_iter: int, warmup_iter: int) -> Schedul
     factor, method = options.pop("warmup_factor", 0.001), options.pop("warmup_method", "linear")
     try:
         schedule = make(train_iter, **options)
-    except TypeError:
-        raise ConfigError(f"train.scheduler: {name} does not take {', '.join(options) or 'no arguments'}") from None
+        schedule(train_iter)
+    except (TypeError, ArithmeticError) as error:
+        raise ConfigError(f"train.scheduler: {name} cannot be used with {options}: {error}") from None
     if not name.startswith("Warmup") or warmup_iter == 0:
         return schedule
     if method not in ("linear", "constant"):
@@ -43,7 +44,7 @@ def named(options: dict[str, Any], train_iter: int, warmup_iter: int) -> Schedul
     def warming(i: int) -> float:
         if i >= warmup_iter:
             return schedule(i)
-        return factor if method == "constant" else factor + (1 - factor) * i / warmup_iter
+        return float(factor if method == "constant" else factor + (1 - factor) * i / warmup_iter)
 
     return warming
 

@@ -101,7 +101,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(iteration)
         with self.precision():
-            loss = self.parallel(inputs, targets)
+            loss: Tensor = self.parallel(inputs, targets)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -113,7 +113,7 @@ class Trainer:
         return torch.autocast("cuda", dtype=torch.bfloat16)
 
     def learning_rate(self, iteration: int) -> float:
-        return self.options.lr * self._schedule(iteration)
+        return float(self.options.lr * self._schedule(iteration))
 
     def _scheduled(self) -> schedules.Schedule:
         named, final = self.config.plain()["train"]["scheduler"], self.options.final_lr
