@@ -130,7 +130,7 @@ REQUIRED = ("model", "optim", "train", "dataloader")
 
 # Options without a counterpart here: where data is put, how OneFlow builds its graph and talks between ranks.
 MEANINGLESS = (
-    r"graph\.(debug|auto_parallel\..*)|dataloader\.train\.num_workers|test\.(weight_style|path)"
+    r"graph\.auto_parallel\..*|dataloader\.train\.num_workers|test\.(weight_style|path)"
     r"|train\.(input_placement_device|rdma_enabled|nccl_.*|consumed_.*|zero_optimization\.stage)"
     r"|train\.dist\.(data_parallel_size|pipeline_num_layers|custom_pipeline_stage_id)"
     r"|train\.evaluation\.(evaluator|eval_metric|eval_mode)(\..*)?"
@@ -415,6 +415,7 @@ def _translated(tree: dict[str, Any], world: int) -> dict[str, Any]:
             "scheduler": scheduler,
             "amp": "bf16" if train["amp"]["enabled"] else None,
             "compile": train["compile"] if tree["graph"]["enabled"] else False,
+            "graph_debug": tree["graph"]["debug"],
             "load_weight": train["load_weight"] or None,
             "checkpoint": {"period": train["checkpointer"]["period"], "keep": train["checkpointer"]["max_to_keep"]},
             "evaluation": {

@@ -99,6 +99,8 @@ def _run(args: argparse.Namespace, config: Config, ranks: Ranks) -> int:
             trainer.resume()
         trainer.evaluate()
         return 0
+    if config.train.graph_debug >= 0:
+        engine.info("Graph debug mode on, automatically output debug info.")
     if args.resume:
         trainer.resume()
     reason = trainer.train()

@@ -21,7 +21,8 @@ import ditorch
 from . import checkpoint, schedules
 from .config import Config, ConfigError
 from .data import CharCorpus, windows
-from .events import Event, Metrics, Window, plot_losses
+from .events import Event, Metrics, Window, plot_losses, say
+from .graph import MODULES, listed
 from .parallel import Ranks, share_of_batch, spread
 
 log = logging.getLogger("rwkv.engine.trainer")
@@ -126,6 +127,8 @@ class Trainer:
         options = self.options
         self.metrics = Metrics(self.folder / "metrics.json" if self.ranks.rank == 0 else None, self.iteration)
         log.info(f"Starting training from iteration {self.iteration}")
+        if options.graph_debug >= MODULES:
+            self.list_graph()
         reason, stop, first, saved = "finished", 0, self.iteration, self.iteration
         self._agree_every = 1
         self._clock_restart(first)
@@ -248,6 +251,17 @@ class Trainer:
             self._agree_every = max(1, min(self.options.log_period, int(AGREE_SECONDS / self.ranks.largest(seconds))))
         self.metrics.add(event.record())
         return all(map(math.isfinite, values))
+
+    @torch.no_grad()
+    def list_graph(self) -> None:
+        """Print what one forward pass consists of; every rank takes part in it, rank 0 prints."""
+        run = self.model if self.strategy == "ddp" else self.parallel
+        compiled = self.model.__dict__.pop("from_embedding", None)
+        silent = self.ranks.rank != 0
+        with listed(self.model, self.options.graph_debug, (lambda line: None) if silent else say), self.precision():
+            run(*self.sample(self.iteration, *self.share))
+        if compiled is not None:
+            self.model.from_embedding = compiled
 
     # --- evaluation ---------------------------------------------------------------------------------------------
 

@@ -127,6 +127,16 @@ def assert_alike(ours: list[str], logged: Log, ranks: int) -> None:
     assert "[]: Starting training from iteration 0" in found.rest
 
 
+def graph(text: str) -> dict[str, set[str]]:
+    """Names of modules (with their kind), parameters and operators that graph.debug lists."""
+    found = {
+        "MODULE": re.findall(r"^ *\(MODULE:([\w.]+:\w+)\(", text, re.MULTILINE),
+        "PARAMETER": re.findall(r"^ *\(PARAMETER:([\w.]+):", text, re.MULTILINE),
+        "OPERATOR": re.findall(r"^ *\(OPERATOR: ([\w.]+-\w+)-\d+\(", text, re.MULTILINE),
+    }
+    return {kind: set(names) for kind, names in found.items()}
+
+
 def source(name: str) -> tuple[str, Log]:
     """The config, and the log to hold a run against."""
     if name == "written here":
@@ -150,7 +160,17 @@ def test_one_rank(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert_alike(text.splitlines(), logged, ranks=1)
     assert "Auto-scaling the config to train.train_iter=15, train.warmup_iter=0" in text, "29 samples in batches of 2"
     assert "iteration: 14/15  consumed_samples: 30 " in text
-    assert text.count("graph.debug, dataloader.train.num_workers, test.weight_style, test.path") == 1
+    assert text.count("dataloader.train.num_workers, test.weight_style, test.path") == 1
+    listed = graph(text)
+    assert listed["OPERATOR"] >= {
+        "model.blocks.0.att-wkv",
+        "model.blocks.1.ffn.value-mm",
+        "model.ln_out-native_layer_norm",
+    }
+    if name == "the log's own":  # with as many layers as here
+        logged_graph = graph(re.sub(r".*model\.blocks\.[2-9].*", "", SEED.read_text(encoding="utf-8")))
+        for kind in ("MODULE", "PARAMETER"):
+            assert listed[kind] == logged_graph[kind]
     assert Path("out/config.yaml").read_text().startswith("train:\n  output_dir:")
 
 

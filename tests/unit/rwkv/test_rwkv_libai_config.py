@@ -54,7 +54,6 @@ def test_what_means_nothing_here_is_listed_once() -> None:
     assert notes[0].startswith("Options without a meaning here, ignored: ")
     assert set(notes[0].split(": ")[1].split(", ")) == {
         "dataloader.train.num_workers",
-        "graph.debug",
         "test.path",
         "test.weight_style",
         "train.dist.pipeline_num_layers",
@@ -80,6 +79,7 @@ def test_what_means_nothing_here_is_listed_once() -> None:
         ("train.train_iter=1e3", None, "train_iter", 1000),
         ("train.scheduler.gamma=0.5", "scheduler", "gamma", 0.5),
         ("train.stop_after=9", None, "stop_after", 9),
+        ("graph.debug=1", None, "graph_debug", 1),
     ],
 )
 def test_overrides_have_the_names_of_the_file(
