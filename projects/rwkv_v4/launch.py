@@ -22,7 +22,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Train RWKV-v4 on several ranks. What is not listed here goes to the trainer.", allow_abbrev=False
     )
-    parser.add_argument("--nproc-per-node", "--nproc_per_node", default="gpu", help="ranks on this machine")
+    parser.add_argument(
+        "--nproc-per-node", "--nproc_per_node", required=True, metavar="N", help="ranks on this machine"
+    )
     parser.add_argument("--nnodes", default="1", help="machines")
     parser.add_argument("--node-rank", "--node_rank", default="0", help="which of them this is")
     parser.add_argument("--master-addr", "--master_addr", help="address of the first one")

@@ -136,7 +136,7 @@ class Trainer:
             last = min(self.train_iter, options.stop_after or self.train_iter)
             while self.iteration < last:
                 self._step_started = time.perf_counter()
-                if self.compiled() and self.iteration == first:
+                if self.iteration == first and self.compiled():
                     with _told_of_compiling():
                         self._pending.append(self.step(self.iteration))
                 else:
