@@ -1,7 +1,7 @@
 """A run of a config in the notation of the training log prints what that log prints, on one rank and on two.
 
 The structure is held against a text written here and, where the log itself lies beside the checkout (or where
-``DITORCH_SEEDS`` says), against its first 120 lines and its event lines.
+``RWKV_SEEDS`` says), against its first 120 lines and its event lines.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import torch
 
 import ditorch  # noqa: F401
 from projects.rwkv_v4 import checkpoint, train
+from projects.rwkv_v4.config import load
 
 ROOT = Path(__file__).parents[3]
 STYLE = (ROOT / "tests" / "unit" / "rwkv" / "libai_style.txt").read_text(encoding="utf-8")
-SEED = Path(os.environ.get("DITORCH_SEEDS", ROOT.parent / "shared" / "seeds")) / "rwkv-training-log.txt"
+SEED = Path(os.environ.get("RWKV_SEEDS", ROOT.parent / "shared" / "seeds")) / "rwkv-training-log.txt"
 HEAD = 120
 
 T = "[01/02 03:04:05 some.name]:"
@@ -143,11 +144,19 @@ def source(name: str) -> tuple[str, Log]:
         lines = LIKE_THE_LOG.splitlines()
         return STYLE, Log.of([*lines, EVENT], len(lines))
     if not SEED.exists():
-        pytest.skip("the training log is not beside the checkout, nor where DITORCH_SEEDS says")
+        pytest.skip("the training log is not beside the checkout, nor where RWKV_SEEDS says")
     lines = SEED.read_text(encoding="utf-8").splitlines()
     logged = Log.of(lines, HEAD)
     assert len(logged.rest) > 15
     return "\n".join(logged.config[:-1]) + "\n", logged
+
+
+def test_the_model_of_the_log_prints_to_the_letter() -> None:
+    config, _ = source("the log's own")
+    Path("config_test.py").write_text(config, encoding="utf-8")
+    with torch.device("meta"):
+        model = load("config_test.py", ["dataloader.train.dataset[0].data_dir=sample"]).build("model")
+    assert f"]: Model:\n{model}\n[" in SEED.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["written here", "the log's own"])
