@@ -13,7 +13,7 @@ import torch
 
 import ditorch
 
-from .config import Config, get_config
+from .config import load
 from .events import start_log
 from .parallel import Ranks
 from .trainer import Trainer
@@ -28,8 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the numbers as JSON")
     parser.add_argument("opts", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args(arguments)
-    config = Config(get_config(args.config))
-    config.override(args.opts)
+    config = load(args.config, args.opts)
     ranks = Ranks.join()
     start_log(1, Path())
     trainer = Trainer(config, ranks)

@@ -54,7 +54,8 @@ def load_latest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
 def load(path: Path) -> dict[str, Any]:
     """A checkpoint, on the CPU; nothing in it can run code."""
-    return torch.load(path, map_location="cpu", weights_only=True)
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state
 
 
 def _flush_folder(folder: Path) -> None:

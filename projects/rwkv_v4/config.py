@@ -3,6 +3,7 @@
 A config file defines ``model``, ``data``, ``optim`` and ``train``; ``LazyCall(f)(...)`` writes a call down without
 making it. omegaconf and hydra-core do the work where they are installed. Without them, a few lines below do the part
 that these configs use (dotted overrides, ``${a.b}`` references, ``_target_`` calls): a bare machine can train too.
+A file in the notation of the training log is read by ``libai_config`` instead, without running it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import difflib
 import importlib
 import json
 import math
+import os
+import re
 import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +38,22 @@ def LazyCall(target: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
     """
     name = f"{target.__module__}.{target.__qualname__}"
     return lambda **arguments: {TARGET: name, **arguments}
+
+
+def load(path: str | Path, options: list[str]) -> Config:
+    """The configuration of a run: a config file of either kind, with the changes of the command line.
+
+    >>> load("configs/tiny.py", ["train.lr=4e-4"]).optim.lr
+    0.0004
+    """
+    from . import libai_config
+
+    found = find_config(path)
+    if libai_config.recognises(found.read_text(encoding="utf-8")):
+        return libai_config.load(found, options, int(os.environ.get("WORLD_SIZE", 1)))
+    config = Config(get_config(found))
+    config.override(options)
+    return config
 
 
 def get_config(path: str | Path) -> dict[str, Any]:
@@ -72,6 +91,10 @@ class Config:
     def __init__(self, sections: dict[str, Any], library: ModuleType | bool | None = True) -> None:
         self._omegaconf = _optional("omegaconf") if library is True else (library or None)
         self._tree: Any = self._omegaconf.OmegaConf.create(sections) if self._omegaconf else copy.deepcopy(sections)
+        self.source: Config | None = None
+        """The options under the names of the file, where these are not this trainer's own."""
+        self.notes: list[str] = []
+        """What the user should know about how the file was read."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -80,9 +103,10 @@ class Config:
 
     def override(self, options: list[str]) -> None:
         """Apply ``a.b=value`` options; a key that does not exist is an error that names the nearest one."""
-        known = dict(_leaves(self.plain(resolve=False)))
+        known = dict(leaves(self.plain(resolve=False)))
         for option in options:
             key, equals, value = option.partition("=")
+            key = re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", key)
             if not equals:
                 raise ConfigError(f"{option!r}: an override is key=value, as in train.lr=4e-4")
             if key not in known:
@@ -91,7 +115,7 @@ class Config:
             if self._omegaconf:
                 self._omegaconf.OmegaConf.update(self._tree, key, _value(value))
             else:
-                *path, last = key.split(".")
+                *path, last = [int(p) if p.isdigit() else p for p in re.findall(r"[^.\[\]]+", key)]
                 place = self._tree
                 for part in path:
                     place = place[part]
@@ -100,8 +124,10 @@ class Config:
     def plain(self, resolve: bool = True) -> dict[str, Any]:
         """As dicts, lists and numbers; with references replaced by what they refer to."""
         if self._omegaconf:
-            return self._omegaconf.OmegaConf.to_container(self._tree, resolve=resolve)
-        return _resolved(self._tree, self._tree) if resolve else copy.deepcopy(self._tree)
+            tree: dict[str, Any] = self._omegaconf.OmegaConf.to_container(self._tree, resolve=resolve)
+        else:
+            tree = _resolved(self._tree, self._tree) if resolve else copy.deepcopy(self._tree)
+        return tree
 
     def build(self, section: str, **more: Any) -> Any:
         """Make the call that a section writes down, with more arguments than it names."""
@@ -115,8 +141,8 @@ class Config:
         return getattr(importlib.import_module(module), name)(**{**arguments, **more})
 
     def yaml(self) -> str:
-        """As yaml text, references resolved."""
-        return "".join(_yaml_lines(self.plain()))
+        """As yaml text, references resolved; under the names of the file."""
+        return self.source.yaml() if self.source else "".join(_yaml_lines(self.plain()))
 
 
 class _Node:
@@ -143,10 +169,18 @@ def _optional(name: str) -> ModuleType | None:
         return None
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The options of a configuration, with dotted names.
+
+    >>> list(leaves({"a": {"b": 1}, "c": [{"d": 2}], "e": [3, 4]}))
+    [('a.b', 1), ('c[0].d', 2), ('e', [3, 4])]
+    """
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+            for i, item in enumerate(value):
+                yield from leaves(item, f"{prefix}{key}[{i}].")
         else:
             yield prefix + key, value
 

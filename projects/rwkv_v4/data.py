@@ -61,6 +61,7 @@ class CharCorpus:
     ctx_len: int = 1024
     same_slice: bool = False
     held_out: float = 0.05
+    epoch_length: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.held_out < 0.5:
@@ -73,6 +74,10 @@ class CharCorpus:
                 f"{self.name} has {len(self.ids)} characters, too few for contexts of {self.ctx_len}: "
                 "use a longer text (data.path) or a shorter context (train.ctx_len)"
             )
+
+    def __len__(self) -> int:
+        """Samples of one epoch: ``epoch_length``, or as many as the training part holds side by side."""
+        return self.epoch_length or (len(self.split("train")) - 1) // self.ctx_len
 
     @property
     def vocab_size(self) -> int:

@@ -33,6 +33,15 @@ def start_log(rank: int, folder: Path) -> None:
         root.addHandler(handler)
 
 
+def say(text: str, end: str = "\n") -> None:
+    """A line without time and name, as the training log has some; on every rank, and on rank 0 into ``log.txt`` too."""
+    print(text, end=end, flush=True)
+    for handler in logging.getLogger(LOGGER).handlers:
+        if isinstance(handler, logging.FileHandler) and handler.stream:
+            handler.stream.write(text + end)
+            handler.flush()
+
+
 @dataclass
 class Event:
     """The state of a run after some iterations."""

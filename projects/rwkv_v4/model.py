@@ -11,6 +11,20 @@ from torch.nn import functional as F
 from .wkv import wkv
 
 
+class LayerNorm(nn.LayerNorm):
+    """A layer norm that prints as in the training log."""
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
+
+
+class ZeroPad2d(nn.ZeroPad2d):
+    """A padding that prints as in the training log."""
+
+    def extra_repr(self) -> str:
+        return ""
+
+
 class Linear1D(nn.Linear):
     """A linear layer without bias that says how tensor parallelism splits it: ``col`` outputs, ``row`` inputs."""
 
@@ -52,7 +66,7 @@ class RWKV_TimeMix(nn.Module):
         self.time_mix_k = nn.Parameter((ramp**fade).view(1, 1, -1))
         self.time_mix_v = nn.Parameter((ramp**fade).view(1, 1, -1) + 0.3 * depth)
         self.time_mix_r = nn.Parameter((ramp ** (0.5 * fade)).view(1, 1, -1))
-        self.time_shift = nn.ZeroPad2d((0, 0, 1, -1))
+        self.time_shift = ZeroPad2d((0, 0, 1, -1))
         self.key = Linear1D(n_embd, n_embd, "col")
         self.value = Linear1D(n_embd, n_embd, "col")
         self.receptance = Linear1D(n_embd, n_embd, "col")
@@ -63,7 +77,8 @@ class RWKV_TimeMix(nn.Module):
         k = self.key(mixed(x, shifted, self.time_mix_k))
         v = self.value(mixed(x, shifted, self.time_mix_v))
         r = self.receptance(mixed(x, shifted, self.time_mix_r))
-        return self.output(torch.sigmoid(widened(r)) * wkv(-torch.exp(self.time_decay), self.time_first, k, v))
+        out: Tensor = self.output(torch.sigmoid(widened(r)) * wkv(-torch.exp(self.time_decay), self.time_first, k, v))
+        return out
 
 
 class RWKV_ChannelMix(nn.Module):
@@ -74,7 +89,7 @@ class RWKV_ChannelMix(nn.Module):
         share = (torch.arange(n_embd) / n_embd) ** (1 - layer / n_layer)
         self.time_mix_k = nn.Parameter(share.view(1, 1, -1).clone())
         self.time_mix_r = nn.Parameter(share.view(1, 1, -1).clone())
-        self.time_shift = nn.ZeroPad2d((0, 0, 1, -1))
+        self.time_shift = ZeroPad2d((0, 0, 1, -1))
         self.key = Linear1D(n_embd, 4 * n_embd, "col")
         self.receptance = Linear1D(n_embd, n_embd, "col")
         self.value = Linear1D(4 * n_embd, n_embd, "row")
@@ -83,15 +98,16 @@ class RWKV_ChannelMix(nn.Module):
         shifted = self.time_shift(x)
         hidden = torch.square(torch.relu(widened(self.key(mixed(x, shifted, self.time_mix_k)))))
         gate = torch.sigmoid(widened(self.receptance(mixed(x, shifted, self.time_mix_r))))
-        return gate * self.value(hidden)
+        out: Tensor = gate * self.value(hidden)
+        return out
 
 
 class Block(nn.Module):
     def __init__(self, n_embd: int, n_layer: int, layer: int) -> None:
         super().__init__()
-        self.ln1 = nn.LayerNorm(n_embd)
-        self.ln2 = nn.LayerNorm(n_embd)
-        self.ln0 = nn.LayerNorm(n_embd) if layer == 0 else None
+        self.ln1 = LayerNorm(n_embd)
+        self.ln2 = LayerNorm(n_embd)
+        self.ln0 = LayerNorm(n_embd) if layer == 0 else None
         self.att = RWKV_TimeMix(n_embd, n_layer, layer)
         self.ffn = RWKV_ChannelMix(n_embd, n_layer, layer)
 
@@ -99,7 +115,8 @@ class Block(nn.Module):
         if self.ln0 is not None:
             x = self.ln0(x)
         x = x + self.att(self.ln1(x))
-        return x + self.ffn(self.ln2(x))
+        x = x + self.ffn(self.ln2(x))
+        return x
 
 
 class GPT(nn.Module):
@@ -132,7 +149,7 @@ class GPT(nn.Module):
         self.causal_copy, self.logit_pull, self.head_qk = causal_copy, logit_pull, head_qk
         self.emb = VocabEmbedding(vocab_size, n_embd)
         self.blocks = nn.Sequential(*(Block(n_embd, n_layer, i) for i in range(n_layer)))
-        self.ln_out = nn.LayerNorm(n_embd)
+        self.ln_out = LayerNorm(n_embd)
         self.head = Linear1D(n_embd, vocab_size, "row")
         self.head_q = Linear1D(n_embd, head_qk, "col")
         self.head_k = Linear1D(n_embd, head_qk, "col")
@@ -152,12 +169,12 @@ class GPT(nn.Module):
         """All but the look-up, which stays out of torch.compile: compiled, its backward adds rows up with atomics,
         in no fixed order and slowly for characters as frequent as a space."""
         x = self.ln_out(self.blocks(x))
-        logits = self.head(x) + self._copied(x, idx)
+        logits: Tensor = self.head(x) + self._copied(x, idx)
         return logits if targets is None else self._loss(logits, targets)
 
     def _copied(self, x: Tensor, idx: Tensor) -> Tensor:
         """Logits for tokens seen before: similarity of this position to each earlier one, given to its token."""
-        scores = self.head_q(x) @ self.head_k(x).transpose(-2, -1) * (1 / self.head_qk)
+        scores: Tensor = self.head_q(x) @ self.head_k(x).transpose(-2, -1) * (1 / self.head_qk)
         if self.causal_copy:
             length = idx.shape[1]
             scores = scores * self.copy_mask[:length, :length]

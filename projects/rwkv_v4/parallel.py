@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -38,13 +39,13 @@ class Ranks:
         if self.world > 1:
             dist.destroy_process_group()
 
-    def any(self, flag: bool) -> bool:
-        """Whether the flag is set on some rank: so that all stop at the same iteration."""
+    def largest(self, value: float) -> float:
+        """The largest value of all ranks: so that all decide alike."""
         if self.world == 1:
-            return flag
-        told = torch.tensor(float(flag), device=self.device)
+            return value
+        told = torch.tensor(float(value), device=self.device)
         dist.all_reduce(told, dist.ReduceOp.MAX)
-        return bool(told.item())
+        return told.item()
 
     def mean(self, values: Tensor) -> Tensor:
         if self.world > 1:
@@ -73,9 +74,11 @@ def spread(model: GPT, strategy: str, ranks: Ranks) -> nn.Module:
 
 
 def _ddp(model: GPT, ranks: Ranks) -> nn.Module:
-    return nn.parallel.DistributedDataParallel(
-        model, device_ids=[ranks.device.index], broadcast_buffers=False, gradient_as_bucket_view=True
-    )
+    # The buffers are constants: no need to send them around. torch 2.13 renamed the option that says so.
+    known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    constant = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    options: dict[str, Any] = {"gradient_as_bucket_view": True, constant: False}
+    return nn.parallel.DistributedDataParallel(model, device_ids=[ranks.device.index], **options)
 
 
 def _fsdp(model: GPT, ranks: Ranks) -> nn.Module:
@@ -102,7 +105,7 @@ class TensorParallel(nn.Module):
         def same(x: Tensor) -> Tensor:
             return DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
 
-        out = self.model(same(idx), None if targets is None else same(targets))
+        out: DTensor = self.model(same(idx), None if targets is None else same(targets))
         return out.full_tensor()
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -13,11 +15,12 @@ import ditorch  # "cuda" below means this machine's accelerator
 
 from . import checkpoint
 from .checkpoint import CheckpointError
-from .config import Config, ConfigError, find_config, get_config
+from .config import Config, ConfigError, find_config, load
 from .data import CorpusError
-from .events import start_log
+from .events import say, start_log
 from .parallel import Ranks
 from .trainer import Trainer
+from .wkv import prepare
 
 log = logging.getLogger("rwkv")
 engine = logging.getLogger("rwkv.engine.default")
@@ -34,23 +37,32 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--eval-only", action="store_true", help="evaluate the newest checkpoint and end")
     parser.add_argument("--fast-dev-run", action="store_true", help="20 iterations with every part of the trainer")
     parser.add_argument("opts", nargs="*", metavar="key=value", help="changes to the configuration")
-    return parser.parse_intermixed_args(arguments)
+    found = vars(parser.parse_intermixed_args(arguments))
+    return argparse.Namespace(**dict(sorted(found.items())))
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; the exit status is 0, 1 for a loss of NaN, 2 for a mistake in the input, 130 after Ctrl-C."""
     args = parse(arguments)
     try:
-        config = Config(get_config(args.config_file))
-        config.override(args.opts)
+        config = load(args.config_file, args.opts)
         if args.fast_dev_run:
-            quick = ("train_iter=20", "log_period=1", "checkpoint.period=10", "evaluation.period=10")
+            quick = ("train_iter=20", "train_epoch=0", "log_period=1", "checkpoint.period=10", "evaluation.period=10")
             config.override([f"train.{x}" for x in (*quick, "evaluation.max_batches=2")])
+        say(f"\nRWKV_HEAD_QK_DIM {config.model.head_qk}\n")
         ranks = Ranks.join()
         try:
             return _run(args, config, ranks)
         finally:
-            ranks.leave()
+            if not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+                ranks.leave()
+    except KeyboardInterrupt:
+        # Before training began, or a second time. Other ranks may wait for this one in the middle of a message:
+        # do not wait for them.
+        print("Interrupted", file=sys.stderr, flush=True)
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            os._exit(130)
+        return 130
     except (ConfigError, CorpusError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -65,11 +77,16 @@ def _run(args: argparse.Namespace, config: Config, ranks: Ranks) -> int:
     if ranks.rank == 0:
         (folder / "config.yaml").write_text(config.yaml(), encoding="utf-8")
     log.info(f"Full config saved to {folder / 'config.yaml'}")
+    for note in config.notes:
+        log.info(note)
     log.info(f"Device: {ditorch.backend.name} ({ditorch.framework}), torch {torch.__version__}")
+    _compile_kernels(ranks)
     engine.info("Prepare training, validating, testing set")
+    say("building token list...", end=" ")
     trainer = Trainer(config, ranks)
-    engine.info(f"data has {len(trainer.corpus.ids)} tokens, {trainer.corpus.vocab_size} unique.")
-    engine.info(f"Auto-scaling the config to train.train_iter={config.train.train_iter}, train.warmup_iter=0")
+    say(f"data has {len(trainer.corpus.ids)} tokens, {trainer.corpus.vocab_size} unique.")
+    scaled = f"train.train_iter={trainer.train_iter}, train.warmup_iter={trainer.warmup_iter}"
+    engine.info(f"Auto-scaling the config to {scaled}")
     trainer.build()
     engine.info(f"Model:\n{trainer.model}")
     engine.info(f"Number of parameters: {sum(p.numel() for p in trainer.model.parameters())}")
@@ -82,12 +99,23 @@ def _run(args: argparse.Namespace, config: Config, ranks: Ranks) -> int:
             trainer.resume()
         trainer.evaluate()
         return 0
+    if config.train.graph_debug >= 0:
+        engine.info("Graph debug mode on, automatically output debug info.")
     if args.resume:
         trainer.resume()
     reason = trainer.train()
     if "not finite" in reason:
         return 1
     return 130 if "SIGINT" in reason else 0
+
+
+def _compile_kernels(ranks: Ranks) -> None:
+    started = time.perf_counter()
+    engine.info("> compiling wkv kernel ...")
+    prepare(ranks.device)
+    seconds = time.perf_counter() - started
+    engine.info(f">>> done with wkv kernel. Compilation time: {seconds:.3f} seconds")
+    engine.info(f">>> done with compiling. Compilation time: {time.perf_counter() - started:.3f} seconds")
 
 
 if __name__ == "__main__":

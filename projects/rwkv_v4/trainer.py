@@ -18,17 +18,28 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import ditorch
 
-from . import checkpoint
+from . import checkpoint, schedules
 from .config import Config, ConfigError
 from .data import CharCorpus, windows
-from .events import Event, Metrics, Window, plot_losses
+from .events import Event, Metrics, Window, plot_losses, say
+from .graph import MODULES, listed
 from .parallel import Ranks, share_of_batch, spread
 
 log = logging.getLogger("rwkv.engine.trainer")
 events = logging.getLogger("rwkv.utils.events")
+graph = logging.getLogger("rwkv.models.graph")
 
 WARM_UP = 3
 """Iterations at the start of a run that are left out of the reported times: they compile and allocate."""
+
+AGREE_SECONDS = 2.0
+"""How often several ranks ask each other whether to stop; each time costs a message."""
+
+REPEAT_SECONDS = 5.0
+"""A launcher sends the Ctrl-C that the whole group got to its processes again: within this time it is no second one."""
+
+TIME_LIMIT = 1
+"""A reason to stop, beside the numbers of signals (SIGINT is 2)."""
 
 
 class Trainer:
@@ -46,16 +57,27 @@ class Trainer:
         torch.use_deterministic_algorithms(bool(self.options.deterministic))
         torch.set_float32_matmul_precision("high" if self.options.amp else "highest")
         self.corpus: CharCorpus = config.build("data")
+        samples = len(self.corpus) * self.options.train_epoch
+        self.train_iter = max(self.options.train_iter, math.ceil(samples / self.options.global_batch_size))
+        if not 0 <= self.options.warmup_ratio < 1:
+            raise ConfigError(f"train.warmup_ratio={self.options.warmup_ratio}: expected a share from 0 to 1")
+        self.warmup_iter = math.ceil(self.train_iter * self.options.warmup_ratio)
+        self._schedule = self._scheduled()
         self.iteration = 0
         self.trained_seconds = 0.0
         self.window = Window(self.options.loss_window)
         self._pending: list[Tensor] = []
-        self._stop: str | None = None
+        self._stop = 0
 
     def build(self) -> None:
         """Model, optimizer and batches on the device."""
-        self.model = self.config.build("model", vocab_size=self.corpus.vocab_size).to(self.ranks.device)
-        if self._compiled():
+        vocab_size = self.config.model.vocab_size or self.corpus.vocab_size
+        if vocab_size < self.corpus.vocab_size:
+            raise ConfigError(
+                f"model.vocab_size={vocab_size}, but {self.corpus.name} has {self.corpus.vocab_size} characters"
+            )
+        self.model = self.config.build("model", vocab_size=vocab_size).to(self.ranks.device)
+        if self.compiled():
             _avoid_mixed_order_reductions()
             self.model.from_embedding = torch.compile(self.model.from_embedding, mode=self.options.compile_mode)
         self.parallel = spread(self.model, self.strategy, self.ranks)
@@ -65,7 +87,8 @@ class Trainer:
         self.sample = self.corpus.sampler(self.ranks.device, self.options.global_batch_size, self.options.seed)
         self.share = share_of_batch(self.ranks, self.strategy, self.options.global_batch_size)
 
-    def _compiled(self) -> bool:
+    def compiled(self) -> bool:
+        """Whether torch.compile makes the model's kernels."""
         wanted = self.options.compile
         alone = self.ranks.world == 1 or self.strategy == "ddp"
         return (ditorch.backend.name == "cuda" and alone) if wanted is None else bool(wanted)
@@ -79,7 +102,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate(iteration)
         with self.precision():
-            loss = self.parallel(inputs, targets)
+            loss: Tensor = self.parallel(inputs, targets)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -91,23 +114,33 @@ class Trainer:
         return torch.autocast("cuda", dtype=torch.bfloat16)
 
     def learning_rate(self, iteration: int) -> float:
-        first, final = self.options.lr, self.options.final_lr
-        if final is None:
-            return first
-        return first * (final / first) ** min(iteration / self.options.train_iter, 1.0)
+        return float(self.options.lr * self._schedule(iteration))
+
+    def _scheduled(self) -> schedules.Schedule:
+        named, final = self.config.plain()["train"]["scheduler"], self.options.final_lr
+        if named is not None:
+            return schedules.named(named, self.train_iter, self.warmup_iter)
+        return schedules.exponential_to(1.0 if final is None else final / self.options.lr, self.train_iter)
 
     def train(self) -> str:
         """Run to the end, to the time limit or to Ctrl-C; says which it was."""
         options = self.options
         self.metrics = Metrics(self.folder / "metrics.json" if self.ranks.rank == 0 else None, self.iteration)
         log.info(f"Starting training from iteration {self.iteration}")
-        reason, first, saved = "finished", self.iteration, self.iteration
+        if options.graph_debug >= MODULES:
+            self.list_graph()
+        reason, stop, first, saved = "finished", 0, self.iteration, self.iteration
+        self._agree_every = 1
         self._clock_restart(first)
         with self._signals():
-            last = min(options.train_iter, options.stop_after or options.train_iter)
+            last = min(self.train_iter, options.stop_after or self.train_iter)
             while self.iteration < last:
                 self._step_started = time.perf_counter()
-                self._pending.append(self.step(self.iteration))
+                if self.iteration == first and self.compiled():
+                    with _told_of_compiling():
+                        self._pending.append(self.step(self.iteration))
+                else:
+                    self._pending.append(self.step(self.iteration))
                 self.iteration += 1
                 boundary = self.iteration % options.log_period == 0
                 if boundary and not self._report():
@@ -123,9 +156,8 @@ class Trainer:
                     with self._off_the_clock():
                         self.save()
                         saved = self.iteration
-                # Ranks must agree on when to stop, and agreeing costs a message: only where they report anyway.
-                if (boundary or self.ranks.world == 1) and self.ranks.any(self._due() is not None):
-                    reason = self._due() or "stopped by another rank"
+                if self.iteration % self._agree_every == 0 and (stop := int(self.ranks.largest(self._due()))):
+                    reason = self._reason(stop)
                     break
         broken = reason.startswith("the loss is not finite")
         if saved != self.iteration and not broken:  # the last good checkpoint stays the newest
@@ -134,29 +166,40 @@ class Trainer:
         if broken:
             log.error("There is no use in going on. OpOverflowCheck names the operator that made the first NaN:")
             log.error("  python -m projects.rwkv_v4.watched --tool OpOverflowCheck (with the same options)")
-        elif options.evaluation.at_end and self._stop is None:
+        elif options.evaluation.at_end and stop in (0, TIME_LIMIT):
             self.evaluate()
         if self.ranks.rank == 0 and not plot_losses(self.folder / "metrics.json", self.folder / "loss.png"):
             log.info("No loss plot: matplotlib is not installed")
         return reason
 
-    def _due(self) -> str | None:
-        """Why training should stop now, if it should."""
-        if self._stop:
-            return self._stop
+    def _due(self) -> int:
+        """Why training should stop now: a signal, ``TIME_LIMIT``, or 0 where it should go on."""
         limit = self.options.max_seconds
-        spent = self.trained_seconds + time.perf_counter() - self._clock
-        return f"after {spent:.0f} s of training (train.max_seconds)" if limit is not None and spent >= limit else None
+        return self._stop or (TIME_LIMIT if limit is not None and self._spent() >= limit else 0)
+
+    def _spent(self) -> float:
+        return self.trained_seconds + time.perf_counter() - self._clock
+
+    def _reason(self, stop: int) -> str:
+        if stop == TIME_LIMIT:
+            return f"after {self._spent():.0f} s of training (train.max_seconds)"
+        return f"asked to stop by {signal.Signals(stop).name}"
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         """The first Ctrl-C (or SIGTERM) asks for a checkpoint and an end, the second one ends at once."""
 
+        asked = 0.0
+
         def ask(number: int, frame: Any) -> None:
+            nonlocal asked
+            now = time.monotonic()
+            if self._stop and self.ranks.world > 1 and now - asked < REPEAT_SECONDS:
+                return
             if self._stop:
                 raise KeyboardInterrupt
-            self._stop = f"asked to stop by {signal.Signals(number).name}"
-            log.info(f"{self._stop}; saving a checkpoint first (once more to end at once)")
+            self._stop, asked = number, now
+            log.info(f"{self._reason(number)}; saving a checkpoint first (once more to end at once)")
 
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -194,7 +237,7 @@ class Trainer:
         batch = self.options.global_batch_size
         event = Event(
             iteration=self.iteration - 1,
-            train_iter=self.options.train_iter,
+            train_iter=self.train_iter,
             consumed_samples=self.iteration * batch,
             total_loss=self.window.median(),
             seconds=seconds,
@@ -204,8 +247,21 @@ class Trainer:
             losses=values,
         )
         events.info(event.line())
+        if self.ranks.world > 1:
+            self._agree_every = max(1, min(self.options.log_period, int(AGREE_SECONDS / self.ranks.largest(seconds))))
         self.metrics.add(event.record())
         return all(map(math.isfinite, values))
+
+    @torch.no_grad()
+    def list_graph(self) -> None:
+        """Print what one forward pass consists of; every rank takes part in it, rank 0 prints."""
+        run = self.model if self.strategy == "ddp" else self.parallel
+        compiled = self.model.__dict__.pop("from_embedding", None)
+        silent = self.ranks.rank != 0
+        with listed(self.model, self.options.graph_debug, (lambda line: None) if silent else say), self.precision():
+            run(*self.sample(self.iteration, *self.share))
+        if compiled is not None:
+            self.model.from_embedding = compiled
 
     # --- evaluation ---------------------------------------------------------------------------------------------
 
@@ -263,7 +319,7 @@ class Trainer:
                 "optimizer": optimizer,
                 "window": list(self.window.values),
                 "pending": pending,
-                "trained_seconds": self.trained_seconds + time.perf_counter() - self._clock,
+                "trained_seconds": self._spent(),
                 "vocab_size": self.corpus.vocab_size,
             }
             path = checkpoint.save(self.folder, state, self.options.checkpoint.keep)
@@ -308,6 +364,16 @@ class Trainer:
             optim_state_dict=state["optimizer"],
             options=options,
         )
+
+
+@contextlib.contextmanager
+def _told_of_compiling() -> Iterator[None]:
+    """The first step of a compiled model takes long: say so before, and how long it took."""
+    started = time.perf_counter()
+    graph.info("Start compling the train graph which may take some time. Please wait for a moment ...")
+    yield
+    torch.cuda.synchronize()
+    graph.info(f"building graph Done! Cost time: {time.perf_counter() - started:.2f}s.")
 
 
 def _avoid_mixed_order_reductions() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import ditorch
 import op_tools
 
-from .config import Config, get_config
+from .config import load
 from .events import start_log
 from .parallel import Ranks
 from .trainer import Trainer
@@ -27,8 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the report to this file too")
     parser.add_argument("opts", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args(arguments)
-    config = Config(get_config(args.config))
-    config.override(["train.compile=false", *args.opts])
+    config = load(args.config, ["train.compile=false", *args.opts])
     ranks = Ranks.join()
     start_log(1, Path())
     trainer = Trainer(config, ranks)

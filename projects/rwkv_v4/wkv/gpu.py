@@ -87,43 +87,57 @@ def _prepared(w: Tensor, u: Tensor, *rest: Tensor) -> list[Tensor]:
     return [w.to(dtype).contiguous(), u.to(dtype).contiguous(), *(x.contiguous() for x in rest)]
 
 
-def _walking(name: str, chunk: int | None, block: int = 64, warps: int = 1) -> Variant:
-    """Walk through time in chunks (chunk is None: in one piece)."""
+def _variant(name: str, launch_forward: Callable[..., None], launch_backward: Callable[..., list[Tensor]]) -> Variant:
+    """A variant from its launches, which get prepared inputs and memory for the results.
 
-    def sizes(k: Tensor) -> tuple[int, int, int, int, int]:
-        batch, steps, channels = k.shape
-        length = min(chunk or steps, steps)
-        return batch, steps, channels, length, -(-steps // length)
+    The one of backward answers with the gradients of w and u by batch row (and chunk): they are summed up here.
+    """
 
     def forward(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        from . import triton_kernels as kernels
-
         w, u, k, v = _prepared(w, u, k, v)
-        batch, steps, channels, length, chunks = sizes(k)
-        blocks = -(-channels // block)
         y, total = torch.empty_like(k, dtype=w.dtype), torch.empty_like(k, dtype=w.dtype)
-        sums = w.new_empty(3, batch, chunks, channels)
-        tail = {"BLOCK": block, "num_warps": warps}
-        if chunks > 1:
-            kernels.chunk_forward_sums[blocks, chunks - 1, batch](
-                w, k, v, sums, steps, channels, chunks, CHUNK=length, **tail
-            )
-        kernels.walk_forward[blocks, chunks, batch](w, u, k, v, y, total, sums, steps, channels, chunks, length, **tail)
+        launch_forward(w, u, k, v, y, total)
         return y, total
 
     def backward(
         w: Tensor, u: Tensor, k: Tensor, v: Tensor, y: Tensor, total: Tensor, grad: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dtypes = w.dtype, u.dtype
+        inputs = _prepared(w, u, k, v, y, total, grad)
+        gk, gv = torch.empty_like(inputs[2]), torch.empty_like(inputs[3])
+        gw, gu = (g.sum(tuple(range(g.dim() - 1))) for g in launch_backward(*inputs, gk, gv))
+        return gw.to(dtypes[0]), gu.to(dtypes[1]), gk, gv
+
+    return Variant(name, forward, backward)
+
+
+def _walking(name: str, chunk: int | None, block: int = 64, warps: int = 1) -> Variant:
+    """Walk through time in chunks (chunk is None: in one piece)."""
+    tail = {"BLOCK": block, "num_warps": warps}
+
+    def sizes(k: Tensor) -> tuple[int, int, int, int]:
+        batch, steps, channels = k.shape
+        length = min(chunk or steps, steps)
+        return batch, length, -(-steps // length), -(-channels // block)
+
+    def launch_forward(w: Tensor, u: Tensor, k: Tensor, v: Tensor, y: Tensor, total: Tensor) -> None:
         from . import triton_kernels as kernels
 
-        dtypes = w.dtype, u.dtype
-        w, u, k, v, y, total, grad = _prepared(w, u, k, v, y, total, grad)
-        batch, steps, channels, length, chunks = sizes(k)
-        blocks = -(-channels // block)
-        gk, gv = torch.empty_like(k), torch.empty_like(v)
+        (_, steps, channels), (batch, length, chunks, blocks) = k.shape, sizes(k)
+        sums = w.new_empty(3, batch, chunks, channels)
+        if chunks > 1:
+            kernels.chunk_forward_sums[blocks, chunks - 1, batch](
+                w, k, v, sums, steps, channels, chunks, CHUNK=length, **tail
+            )
+        kernels.walk_forward[blocks, chunks, batch](w, u, k, v, y, total, sums, steps, channels, chunks, length, **tail)
+
+    def launch_backward(w: Tensor, u: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> list[Tensor]:
+        from . import triton_kernels as kernels
+
+        y, total, grad, gk, gv = rest
+        (_, steps, channels), (batch, length, chunks, blocks) = k.shape, sizes(k)
         gw, gu = w.new_empty(batch, chunks, channels), w.new_empty(batch, chunks, channels)
         sums = w.new_empty(5, batch, chunks, channels)
-        tail = {"BLOCK": block, "num_warps": warps}
         if chunks > 1:
             kernels.chunk_backward_sums[blocks, chunks - 1, batch](
                 w, y, total, grad, sums, steps, channels, chunks, CHUNK=length, **tail
@@ -131,41 +145,33 @@ def _walking(name: str, chunk: int | None, block: int = 64, warps: int = 1) -> V
         kernels.walk_backward[blocks, chunks, batch](
             w, u, k, v, y, total, grad, sums, gw, gu, gk, gv, steps, channels, chunks, length, **tail
         )
-        return gw.sum((0, 1)).to(dtypes[0]), gu.sum((0, 1)).to(dtypes[1]), gk, gv
+        return [gw, gu]
 
-    return Variant(name, forward, backward)
+    return _variant(name, launch_forward, launch_backward)
 
 
 def _tiled(name: str, tile: int, block: int, warps: int) -> Variant:
     """Scan a tile of time steps at once."""
+    tail = {"TILE": tile, "BLOCK": block, "num_warps": warps}
 
-    def forward(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def launch_forward(w: Tensor, u: Tensor, k: Tensor, v: Tensor, y: Tensor, total: Tensor) -> None:
         from . import triton_kernels as kernels
 
-        w, u, k, v = _prepared(w, u, k, v)
         batch, steps, channels = k.shape
-        y, total = torch.empty_like(k, dtype=w.dtype), torch.empty_like(k, dtype=w.dtype)
-        kernels.tile_forward[-(-channels // block), batch](
-            w, u, k, v, y, total, steps, channels, TILE=tile, BLOCK=block, num_warps=warps
-        )
-        return y, total
+        kernels.tile_forward[-(-channels // block), batch](w, u, k, v, y, total, steps, channels, **tail)
 
-    def backward(
-        w: Tensor, u: Tensor, k: Tensor, v: Tensor, y: Tensor, total: Tensor, grad: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def launch_backward(w: Tensor, u: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> list[Tensor]:
         from . import triton_kernels as kernels
 
-        dtypes = w.dtype, u.dtype
-        w, u, k, v, y, total, grad = _prepared(w, u, k, v, y, total, grad)
+        y, total, grad, gk, gv = rest
         batch, steps, channels = k.shape
-        gk, gv = torch.empty_like(k), torch.empty_like(v)
         gw, gu = w.new_empty(batch, channels), w.new_empty(batch, channels)
         kernels.tile_backward[-(-channels // block), batch](
-            w, u, k, v, y, total, grad, gw, gu, gk, gv, steps, channels, TILE=tile, BLOCK=block, num_warps=warps
+            w, u, k, v, y, total, grad, gw, gu, gk, gv, steps, channels, **tail
         )
-        return gw.sum(0).to(dtypes[0]), gu.sum(0).to(dtypes[1]), gk, gv
+        return [gw, gu]
 
-    return Variant(name, forward, backward)
+    return _variant(name, launch_forward, launch_backward)
 
 
 def candidates() -> dict[str, Variant]:

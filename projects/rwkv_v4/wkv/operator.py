@@ -20,6 +20,7 @@ from torch import Tensor
 from . import gpu, native, scan
 
 NAMESPACE = "rwkv_v4"
+_SOFT = torch._C._get_privateuse1_backend_name() in ("soft", "privateuseone")
 _OTHER_DEVICES = ("XPU", "MPS", "HPU", "MTIA", "XLA")
 
 
@@ -33,7 +34,18 @@ def wkv(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> Tensor:
     >>> y.shape
     torch.Size([2, 8, 4])
     """
-    return torch.ops.rwkv_v4.wkv(w, u, k, v)[0]
+    y: Tensor = torch.ops.rwkv_v4.wkv(w, u, k, v)[0]
+    return y
+
+
+def prepare(device: torch.device | str) -> None:
+    """Build the kernel of a device now, which its first use would do otherwise."""
+    some = torch.empty(0, device=device)
+    keys, known = torch._C._dispatch_keys(some), torch._C.DispatchKey  # the device's name may be cuda on any device
+    if keys.has(known.CUDA):
+        gpu.chosen(some.device)
+    elif keys.has(known.CPU) or (keys.has(known.PrivateUse1) and _SOFT):
+        native.library()
 
 
 def _check(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> None:
@@ -94,7 +106,8 @@ def _remember(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, ...]:
-    return torch.ops.rwkv_v4.wkv_backward(*ctx.saved_tensors, grad)
+    grads: tuple[Tensor, ...] = torch.ops.rwkv_v4.wkv_backward(*ctx.saved_tensors, grad)
+    return grads
 
 
 _wkv.register_autograd(_differentiate, setup_context=_remember)
@@ -107,7 +120,9 @@ def _autocast(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     for name in ("AutocastCPU", "AutocastPrivateUse1"):
         keys = keys | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
     with torch._C._ExcludeDispatchKeyGuard(keys):
-        return torch.ops.rwkv_v4.wkv(w.to(scan.compute_dtype(w)), u.to(scan.compute_dtype(u)), k, v)
+        w, u = w.to(scan.compute_dtype(w)), u.to(scan.compute_dtype(u))
+        out: tuple[Tensor, Tensor] = torch.ops.rwkv_v4.wkv(w, u, k, v)
+        return out
 
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -115,6 +130,6 @@ for _key in ("CUDA", "CPU", "PrivateUse1"):
     _library.impl("wkv", _autocast, f"Autocast{_key}")
 for _key in _OTHER_DEVICES + ("PrivateUse1",):
     # soft is left out: its fallback runs the CPU's kernel on the same memory.
-    if _key != "PrivateUse1" or torch._C._get_privateuse1_backend_name() not in ("soft", "privateuseone"):
+    if _key != "PrivateUse1" or not _SOFT:
         _library.impl("wkv", scan.forward, _key)
         _library.impl("wkv_backward", scan.backward, _key)

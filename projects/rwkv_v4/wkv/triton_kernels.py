@@ -70,14 +70,19 @@ def ask(w, out, total, grad, top, ask_v, ask_1, slope_v, slope_1):
 
 
 @triton.jit
-def chunk_forward_sums(w_ptr, k_ptr, v_ptr, sums_ptr, T, C, CHUNKS, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum up every chunk but the last on its own: (top, weighted, weights) into sums (3, B, CHUNKS, C)."""
+def place(w_ptr, C, CHUNKS, BLOCK: tl.constexpr):
+    """Where a program stands: its channels, chunk and batch row, which channels exist, the size of one kind of sums
+    (B, CHUNKS, C), and the decay of its channels."""
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    n = tl.program_id(1)
-    b = tl.program_id(2)
     inside = c < C
     plane = tl.num_programs(2).to(tl.int64) * CHUNKS * C
-    w = tl.load(w_ptr + c, mask=inside, other=0.0)
+    return c, tl.program_id(1), tl.program_id(2), inside, plane, tl.load(w_ptr + c, mask=inside, other=0.0)
+
+
+@triton.jit
+def chunk_forward_sums(w_ptr, k_ptr, v_ptr, sums_ptr, T, C, CHUNKS, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum up every chunk but the last on its own: (top, weighted, weights) into sums (3, B, CHUNKS, C)."""
+    c, n, b, inside, plane, w = place(w_ptr, C, CHUNKS, BLOCK)
     at = (b.to(tl.int64) * T + n * CHUNK) * C + c
     top = tl.zeros_like(w) + EMPTY
     weighted = tl.zeros_like(w)
@@ -102,12 +107,7 @@ def chunk_forward_sums(w_ptr, k_ptr, v_ptr, sums_ptr, T, C, CHUNKS, CHUNK: tl.co
 @triton.jit
 def walk_forward(w_ptr, u_ptr, k_ptr, v_ptr, y_ptr, total_ptr, sums_ptr, T, C, CHUNKS, CHUNK, BLOCK: tl.constexpr):
     """Outputs of one chunk, from the joined sums of the chunks before it. One chunk of length T: sequential."""
-    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    n = tl.program_id(1)
-    b = tl.program_id(2)
-    inside = c < C
-    plane = tl.num_programs(2).to(tl.int64) * CHUNKS * C
-    w = tl.load(w_ptr + c, mask=inside, other=0.0)
+    c, n, b, inside, plane, w = place(w_ptr, C, CHUNKS, BLOCK)
     u = tl.load(u_ptr + c, mask=inside, other=0.0)
     top = tl.zeros_like(w) + EMPTY
     weighted = tl.zeros_like(w)
@@ -145,12 +145,8 @@ def chunk_backward_sums(
     w_ptr, y_ptr, total_ptr, grad_ptr, sums_ptr, T, C, CHUNKS, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Sum up what every chunk but the first asks of the past: five values into sums (5, B, CHUNKS, C)."""
-    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    n = tl.program_id(1) + 1
-    b = tl.program_id(2)
-    inside = c < C
-    plane = tl.num_programs(2).to(tl.int64) * CHUNKS * C
-    w = tl.load(w_ptr + c, mask=inside, other=0.0)
+    c, n, b, inside, plane, w = place(w_ptr, C, CHUNKS, BLOCK)
+    n += 1
     top = tl.zeros_like(w) + EMPTY
     ask_v = tl.zeros_like(w)
     ask_1 = tl.zeros_like(w)
@@ -200,12 +196,7 @@ def walk_backward(
     BLOCK: tl.constexpr,
 ):
     """Gradients of one chunk, from the joined sums of the chunks after it. One chunk of length T: sequential."""
-    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    n = tl.program_id(1)
-    b = tl.program_id(2)
-    inside = c < C
-    plane = tl.num_programs(2).to(tl.int64) * CHUNKS * C
-    w = tl.load(w_ptr + c, mask=inside, other=0.0)
+    c, n, b, inside, plane, w = place(w_ptr, C, CHUNKS, BLOCK)
     u = tl.load(u_ptr + c, mask=inside, other=0.0)
     top = tl.zeros_like(w) + EMPTY
     ask_v = tl.zeros_like(w)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from projects.rwkv_v4 import checkpoint, train, trainer
+from projects.rwkv_v4 import checkpoint, parallel, train, trainer
 from projects.rwkv_v4.events import read_metrics
 
 SMALL = [
@@ -86,6 +86,34 @@ def test_ctrl_c_ends_with_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [p.name for p in checkpoint.found(Path("cut"))] == ["checkpoint_0000007.pt"]
     assert run("cut", "--resume") == 0
     assert len(losses("cut")) == 24
+
+
+def test_a_second_ctrl_c_ends_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def impatient(self: Any, iteration: int) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        return torch.zeros(())
+
+    monkeypatch.setattr(trainer.Trainer, "step", impatient)
+    assert run("twice") == 130
+    assert capsys.readouterr().err == "Interrupted\n"
+    assert not checkpoint.found(Path("twice"))
+
+
+def test_a_launcher_that_passes_ctrl_c_on_is_no_second_one() -> None:
+    one = trainer.Trainer.__new__(trainer.Trainer)
+    one.ranks, one._stop = parallel.Ranks(0, 2, torch.device("cpu")), 0
+    with one._signals():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+    assert one._stop == signal.SIGINT
+
+
+def test_what_another_rank_was_asked_stops_this_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel.Ranks, "largest", lambda self, value: float(signal.SIGINT))
+    assert run("other", "train.evaluation.at_end=true") == 130
+    assert [p.name for p in checkpoint.found(Path("other"))] == ["checkpoint_0000001.pt"]
+    assert not any("valid_loss" in r for r in read_metrics(Path("other") / "metrics.json")), "it would wait for ever"
 
 
 def test_fast_dev_run_then_evaluation_only(capsys: pytest.CaptureFixture[str]) -> None:
