@@ -116,12 +116,9 @@ def _clip_program(job: Job) -> Step:
     import transformers as hf
 
     sizes = {k: v for k, v in SIZES.items() if k != "vocab_size"}
-    text = hf.CLIPTextConfig(**SIZES, max_position_embeddings=32, eos_token_id=199)
-    net = job.to(
-        hf.CLIPModel(
-            hf.CLIPConfig.from_text_vision_configs(text, hf.CLIPVisionConfig(**sizes, image_size=32, patch_size=8))
-        )
-    )
+    text = {**SIZES, "max_position_embeddings": 32, "eos_token_id": 199, "bos_token_id": 198, "pad_token_id": 0}
+    config = hf.CLIPConfig(text_config=text, vision_config={**sizes, "image_size": 32, "patch_size": 8})
+    net = job.to(hf.CLIPModel(config))
     ids, x = job.ints(199, 4, 12), job.randn(4, 3, 32, 32)
     ids[:, -1] = 199
     return trained(job, net.train(), lambda: net(input_ids=ids, pixel_values=x, return_loss=True).loss)

@@ -252,7 +252,7 @@ def least_squares(job: Job) -> Step:
 
     def loss() -> torch.Tensor:
         z = net(x).float()
-        w = torch.linalg.solve(z.T @ z + 0.5 * torch.eye(4, device=z.device), z.T @ y)
+        w = torch.linalg.solve((z.T @ z).float() + 0.5 * torch.eye(4, device=z.device), (z.T @ y).float())
         return F.mse_loss(z @ w, y)
 
     return trained(job, net, loss)
@@ -409,20 +409,6 @@ def equal_rows(job: Job) -> Step:
     net = job.to(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4)))
     x = torch.ones(64, 8, device=job.device)
     return trained(job, net, lambda: net(x).square().mean())
-
-
-@program
-def sparse_rows(job: Job) -> Step:
-    table = nn.Embedding(50, 8, sparse=True).to(job.device)
-    optimizer = torch.optim.SparseAdam(list(table.parameters()), lr=0.01)
-    ids = job.ints(50, 16)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        table(ids).square().mean().backward()
-        optimizer.step()
-
-    return step
 
 
 @program

@@ -160,6 +160,13 @@ def _var_mean(mode: InOrder, func: Any, x: Tensor, dim: Any = (), *args: Any, **
     )
 
 
+def _cumsum(mode: InOrder, func: Any, x: Tensor, dim: int, **more: Any) -> Any:
+    if not x.is_floating_point() or not x.dim():
+        return NotImplemented
+    sums = np.add.accumulate(x.to(torch.float32).numpy(), axis=dim)
+    return torch.from_numpy(sums).to(more.get("dtype") or x.dtype)
+
+
 def _norm(
     mode: InOrder, func: Any, x: Tensor, order: Any = 2, dim: Any = (), keepdim: bool = False, **more: Any
 ) -> Any:
@@ -296,6 +303,7 @@ _HANDLERS: Final[dict[str, Callable[..., Any]]] = {
     "var": _var,
     "var_mean": _var_mean,
     "linalg_vector_norm": _norm,
+    "cumsum": _cumsum,
     "mm": _mm,
     "bmm": _mm,
     "mv": _mv,
