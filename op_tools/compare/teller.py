@@ -16,7 +16,8 @@ from typing import Any, Final, Protocol
 from .. import settings
 from ..call.description import TensorMeta, describe, labelled
 from ..files.saved import save_comparison
-from ..judge.verdict import NOT_COMPARABLE, WRONG, Judgement, Row
+from ..judge.allowances import IN_TF32
+from ..judge.verdict import NOT_COMPARABLE, WEAK, WRONG, Judgement, Row
 from ..view import console, rows, store
 from ..view.rows import label_of
 from .ladder import FORWARD, ComparedCall, Job
@@ -57,6 +58,7 @@ class Teller:
         self.verdicts: Counter[str] = Counter()
         self.compared: Counter[str] = Counter()
         self.not_comparable: Counter[str] = Counter()
+        self.known: Counter[tuple[str, str, str]] = Counter()  # operator, phase, and what explains its error
         self._saved = 0
         self.folder = settings.results_dir() / "op_capture_results"
 
@@ -120,6 +122,8 @@ class Teller:
         if self.not_comparable:
             text += "; not comparable: " + ", ".join(f"{op} {n}" for op, n in self.not_comparable.most_common(5))
         lines = [text, *[note for note in notes if note]]
+        for (op, phase, note), count in self.known.most_common():
+            lines.append(f"{op} ({phase}): {count} results {note}")
         if self.abandoned:
             lines.append("interrupted: comparisons that were still queued were dropped")
         return lines + report(self.blames, self.lineage, self.compared)
@@ -145,6 +149,11 @@ class Teller:
             return
         self.verdicts[judgement.verdict] += 1
         self.compared[call.op] += 1
+        for row in judgement.rows:
+            if row.verdict == WEAK:
+                self.known[call.op, job.phase, row.reason] += 1
+            elif IN_TF32 in row.error_info:
+                self.known[call.op, job.phase, IN_TF32] += 1
         which, where = (call.id, call.record_site, job.phase), (call.site.module, call.site.step)
         self._tool.record_all(
             [(*which, label_of(*row[:3]), *row[rows.FIRST : rows.END], *where) for row in judgement.rows]

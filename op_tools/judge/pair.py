@@ -87,6 +87,7 @@ class Pair:
     of_call: CallUncertainty | None
     units: float | None = None  # the largest error in units of rounding, if it is known
     tolerance_set: bool = False  # by the user
+    allowances: bool = False  # see `Rules`
 
     def row(self, allclose: bool, largest: float, atol: float, rtol: float, info: str) -> Row:
         """A row of this pair whose differences are all as large as `largest`."""

@@ -22,6 +22,7 @@ from ..native.device_measures import DeviceQuery
 from ..native.measuring import Bound, Columns
 from ..view.rows import NOT_COMPARABLE as NOT_COMPARABLE
 from ..view.rows import RIGHT as RIGHT
+from ..view.rows import WEAK as WEAK
 from ..view.rows import WRONG as WRONG
 from ..view.rows import Row as Row
 from . import formulas, random_draws
@@ -51,7 +52,7 @@ class Judgement:
 
     def __add__(self, other: Judgement) -> Judgement:
         """Both together: the worse verdict counts (`judge(...) + judge(...)`)."""
-        order = (RIGHT, NOT_COMPARABLE, WRONG)
+        order = (RIGHT, WEAK, NOT_COMPARABLE, WRONG)
         worse = max((self, other), key=lambda j: order.index(j.verdict))
         return Judgement(worse.verdict, worse.reason, self.rows + other.rows, self.probes + other.probes)
 
@@ -67,12 +68,14 @@ class Rules:
     standard: str = "ulp"
     tolerances: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     casts: settings.Casts = dataclasses.field(default_factory=settings.Casts)
+    allowances: bool = False  # TF32 where it is allowed, and known weaknesses of kernels, are not wrong
 
     @classmethod
     def from_environment(cls) -> Rules:
         """Read the standard, all tolerances and all casts; mistakes are errors now (`Rules.from_environment()`)."""
         standard = settings.choice("OP_AUTOCOMPARE_STANDARD")
-        return cls(standard, settings.tolerances(), settings.Casts.from_environment())
+        allowances = settings.choice("OP_AUTOCOMPARE_KNOWN") == "note"
+        return cls(standard, settings.tolerances(), settings.Casts.from_environment(), allowances)
 
     def tolerance(self, name: str, dtype: torch.dtype | None) -> tuple[float, float, bool]:
         """atol, rtol and whether the user set them; the most specific variable wins."""
@@ -121,8 +124,8 @@ def judge(
     indices = indices or _indices(pairs)
     asked = [Pair(name, part, indices[n], n, left, right, of_call) for n, (left, right) in enumerate(pairs)]
     rows = [_judge_pair(pair, rules) for pair in asked]
-    verdict = WRONG if any(r.verdict == WRONG for r in rows) else RIGHT
-    worst = max(rows, key=lambda r: (r.verdict == WRONG, r.excess), default=None)
+    verdict = next((v for v in (WRONG, WEAK) if any(r.verdict == v for r in rows)), RIGHT)
+    worst = max(rows, key=lambda r: (r.verdict == verdict, r.excess), default=None)
     reason = f"{worst.name}: {worst.reason}" if worst is not None and worst.reason else ""
     if plan is not None and verdict == RIGHT and rules.standard == "ulp" and not plan.gave_up:
         plan.learn(asked, rows)
@@ -370,6 +373,7 @@ def _judge_pair(pair: Pair, rules: Rules) -> Row:
         return _judge_plain(pair, rules)
     problem, info = _difference_of_kind(pair.device, pair.golden)
     atol, rtol, pair.tolerance_set = rules.tolerance(pair.op, pair.device.dtype)
+    pair.allowances = rules.allowances
     if problem:
         return decided(pair.row(False, math.inf, atol, rtol, info), False, problem)
     row = pair.row(True, 0.0, atol, rtol, info)

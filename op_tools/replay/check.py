@@ -239,7 +239,7 @@ class Check:
                 outcome.notes.append("the captured result is the same, bit for bit: it is wrong, too")
         elif same:
             outcome.status = IDENTICAL
-        elif judged.verdict == verdict.RIGHT:
+        elif judged.verdict in (verdict.RIGHT, verdict.WEAK):
             outcome.status, outcome.reason = RIGHT, judged.reason
         else:
             outcome.status = NOT_COMPARABLE

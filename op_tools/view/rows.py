@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, NamedTuple, get_type_hints
 
 RIGHT: Final = "right"
 WRONG: Final = "wrong"
+WEAK: Final = "known weakness"  # of a kernel of this device, as its ledger says; within what that explains
 NOT_COMPARABLE: Final = "not comparable"
 
 

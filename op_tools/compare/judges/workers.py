@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import threading
@@ -59,7 +60,8 @@ class Workers(Judge):
 
     def _start(self) -> None:
         setup = self.setup
-        options = Options(setup.rules, setup.queue_bytes // 4 // self.processes, setup.max_bytes, setup.max_seconds)
+        rules = dataclasses.replace(setup.rules, allowances=False)  # a worker has other settings
+        options = Options(rules, setup.queue_bytes // 4 // self.processes, setup.max_bytes, setup.max_seconds)
         with self._lock:
             if self.pool is not None or not self.processes:
                 return

@@ -17,7 +17,8 @@ from ...call import facts
 from ...call.description import Tensor
 from ...call.equality import same_values
 from ...native.measuring import Bound
-from ...view.rows import WRONG, Row
+from ...view.rows import RIGHT, WRONG, Row
+from .. import allowances
 from ..measures import beyond
 from ..noise import PROBES
 from ..pair import Pair, first_place, joined
@@ -29,7 +30,6 @@ from ..uncertainty import Uncertainty
 STORED: Final = 2.0
 SIGMAS: Final = 6.0
 DRIFTS: Final = 2.0  # how often what real orders of summation are off is added, before a result is called wrong
-_TF32: Final = 2.0**-11
 _MIN_TF32_SHARE: Final = 1 / 64  # of the largest error that TF32 can make: the worst element has at least that
 _TRUST_IN_ONE_PROBE: Final = 0.5  # its sigma counts by half; that of n probes by the square root of n times as much
 _MAX_NARROWED_SHARE: Final = 1 / 16  # share of elements in doubt above which a probe of the whole call is cheaper
@@ -98,8 +98,29 @@ def _judge_rounding(row: Row, pair: Pair) -> Row:
         if elements.drift is not None:
             left = elements.unexplained(sigma)
             suspects = None if left is None else _mask_or_none(suspects & left)
-    hint = "" if suspects is None else _pattern_of_errors(pair, elements, suspects, sigma)
-    return _concluded(row, elements, suspects, sigma, hint)
+    if suspects is None:
+        return _concluded(row, elements, None, sigma)
+    allowed = _allowed(row, pair, uncertainty) if pair.allowances else None
+    hint = "" if allowed is not None else _pattern_of_errors(pair, elements, suspects, sigma)
+    return allowed or _concluded(row, elements, suspects, sigma, hint)
+
+
+def _allowed(row: Row, pair: Pair, uncertainty: Uncertainty) -> Row | None:
+    """The row of a result that another precision explains, which the settings or the ledger of the device name."""
+    source, structure = uncertainty.result.source, uncertainty.structure
+    tensors = [pair.device, *source.tensors, *[g for g in source.grad_outputs or () if g is not None]]
+    dtypes = [t.dtype for t in tensors if t.is_floating_point()]
+    phase = "backward" if uncertainty.backward else "forward"
+    for precision, verdict, note in allowances.of(pair.op, phase, source.device, dtypes, structure.contracts):
+        wider = Uncertainty(uncertainty.result, uncertainty.part, precision, uncertainty.max_seconds, structure)
+        elements = _Elements(pair.sides.left, pair.sides.right, precision, pair.golden.dtype, STORED)
+        elements.floor, elements.least = _lowest_of_sums(precision, wider), wider.least_error(pair.position)
+        sigma, left = _movement(pair, wider, elements)
+        if left is None:
+            reason = "" if verdict == RIGHT else note
+            excess = min(1.0, elements.excess(sigma))
+            return row._replace(verdict=verdict, reason=reason, error_info=joined(row.error_info, note), excess=excess)
+    return None
 
 
 def _lowest_of_sums(precision: Precision, uncertainty: Uncertainty) -> float:
@@ -347,16 +368,6 @@ def _concluded(
     return row._replace(verdict=WRONG, reason=joined(reason, hint), excess=excess, where=where)
 
 
-def _tf32_allowed(name: str) -> bool:
-    """Whether this process lets CUDA multiply float32 in TF32 for an operator."""
-    last = facts.last_name(name)
-    flags = torch.backends.cudnn if last.startswith("conv") or last in facts.BY_CUDNN else torch.backends.cuda.matmul
-    try:
-        return bool(flags.allow_tf32)
-    except RuntimeError:  # set in the old way and in the new one
-        return True
-
-
 def _pattern_of_errors(pair: Pair, elements: _Elements, suspects: Tensor, sigma: Tensor | None) -> str:
     """What the errors look like, to be added to the reason."""
     wrong_device, wrong_golden = elements.device[suspects], elements.golden[suspects]
@@ -365,11 +376,11 @@ def _pattern_of_errors(pair: Pair, elements: _Elements, suspects: Tensor, sigma:
     structure = pair.uncertainty.structure if pair.uncertainty is not None else None
     if structure is not None and structure.contracts and pair.device.dtype == torch.float32 and sigma is not None:
         # the sums' share of sigma, if every product had the ten bits of TF32
-        grown = _TF32 / (elements.precision.stored * math.sqrt(structure.longest_sum))
+        grown = allowances.TF32 / (elements.precision.stored * math.sqrt(structure.longest_sum))
         limit = elements.bound(None) + sigma * (SIGMAS * max(grown, 1.0))
         share = (elements.error / limit)[suspects]
         if _MIN_TF32_SHARE < float(share.max()) < 4 and float((share > 1).double().mean()) < 0.05:
-            allowed = _tf32_allowed(pair.op)
+            allowed = allowances.tf32_allowed(pair.op)
             return f"as large as products in TF32 make it ({'allow_tf32' if allowed else 'but allow_tf32 is off'})"
     tiny = torch.finfo(elements.precision.dtype).smallest_normal
     if bool((wrong_device == 0).all()) and bool((wrong_golden.abs() < tiny).all()):
