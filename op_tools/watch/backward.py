@@ -62,14 +62,9 @@ _NO_GRADIENTS: Final[list[Tensor | None]] = []
 _TO_LEAF: Final = _Slice((), (), 0)
 
 
-class _Target(NamedTuple):
-    """An edge over which gradients leave a call: the inputs that it serves, and how they get there."""
-
-    edge: int
-    inputs: tuple[int, ...]
-    place: _Slice | None
-    following: Any  # the node at the other end
-    through: tuple[Any, ...] = ()  # nodes on the way to the inputs that have no hook
+# An edge over which gradients leave a call: its number, the inputs that it serves, where they lie in that gradient, the
+# node at the other end, and the nodes on the way to the inputs that have no hook.
+_Target = tuple[int, tuple[int, ...], "_Slice | None", Any, tuple[Any, ...]]
 
 
 class Edges(NamedTuple):
@@ -147,7 +142,7 @@ def _hooks_of_call(
     numbers = {node: number for number, node in enumerate(sources)}
     ends: set[Any] | None = None
     stack = list(sources)
-    since = edges.since
+    known, since = edges.targets, edges.since
     while stack:
         node = stack.pop()
         targets: list[_Target] = []
@@ -156,15 +151,19 @@ def _hooks_of_call(
             next_node = following[0]
             if next_node is None:
                 continue
+            inputs = known.get(following)
+            if inputs is not None:
+                targets.append((edge, inputs, None, next_node, ()))
+                continue
             end = _end_of(following, edges)
             if end is not None:
                 if end[0]:
-                    targets.append(_Target(edge, *end, next_node))
+                    targets.append((edge, *end, next_node, ()))
                 continue
             if state.gradients and type(next_node).__name__ in _PASSES_ON:
                 way, passed = _way_to_input(next_node, edges)
                 if way is not None:
-                    targets.append(_Target(edge, *way, next_node, passed))
+                    targets.append((edge, *way, next_node, passed))
                     timed = passed if state.starters else ()  # their time counts, what comes to them does not
                     for other in timed:
                         if other not in numbers and other._sequence_nr() >= since:
@@ -172,7 +171,7 @@ def _hooks_of_call(
                             found.append((other, _Hook(state, numbers[other])))
                     continue
             if ends is None:
-                ends = {key[0] for key in edges.targets if type(key) is tuple}
+                ends = {key[0] for key in known if type(key) is tuple}
             if next_node in ends or next_node._sequence_nr() < since:
                 continue
             number = numbers.get(next_node)
