@@ -368,6 +368,23 @@ def recurrent_networks(device: torch.device) -> Iterator[Found]:
 
 
 @claim
+def weight_gradient_of_a_convolution(device: torch.device) -> Iterator[Found]:
+    x, sent = numbers(device, 2, 64, 16, 16), numbers(device, 2, 64, 16, 16, seed=2) * 1e-3
+    shape = (64, 64, 3, 3)
+
+    def gradient(x: Tensor, sent: Tensor) -> Tensor:
+        return torch.nn.grad.conv2d_weight(x, shape, sent, padding=1)
+
+    truth = gradient(x.double(), sent.double())
+    size = torch.finfo(torch.float32).eps / 2 * truth.abs().max()
+    found = gradient(x, sent)
+    with torch.backends.cudnn.flags(enabled=False):
+        other = gradient(x, sent)
+    errors = [float((y.double() - truth).abs().max() / size) for y in (found, other)]
+    yield Found("conv2d's weight, cuDNN against cudnn.flags(enabled=False), ulp of the largest", errors[0], errors[1])
+
+
+@claim
 def attention_below_normal(device: torch.device) -> Iterator[Found]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

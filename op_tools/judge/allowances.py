@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import importlib.util
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -18,11 +19,11 @@ import torch
 
 from ..call import facts
 from ..view.rows import RIGHT, WEAK
-from .rounding import SINGLE, Precision, unit
+from .rounding import SINGLE, Precision, Structure, unit
 
 TF32: Final = 2.0**-11  # its unit of rounding
 IN_TF32: Final = "in TF32, as torch.backends allows"
-_LANES: Final = 8  # kernels that add up in a half type keep some sums side by side
+_MAX_CHAIN: Final = 16  # roundings of a term in a sum that a kernel does in a half type, in blocks
 _RECURRENT: Final = {"lstm": "nn.LSTM", "gru": "nn.GRU", "rnn_tanh": "nn.RNN", "rnn_relu": "nn.RNN"}
 
 
@@ -34,22 +35,20 @@ class Allowance(NamedTuple):
     note: str
 
 
-def of(op: str, phase: str, device: str, dtypes: Sequence[torch.dtype], products: bool) -> Iterator[Allowance]:
-    """What may explain an error of a call on a device; `dtypes` are those of its floating arguments and results.
-
-    >>> [a.note for a in of("torch.mm", "forward", "soft", [torch.float32], True)]
-    []
-    """
+def of(op: str, phase: str, device: str, dtypes: Sequence[torch.dtype], structure: Structure) -> Iterator[Allowance]:
+    """What may explain an error of a call on a device; `dtypes` are those of its floating arguments and results."""
     if not dtypes:
         return
     coarsest = max(dtypes, key=unit)
     single = coarsest == torch.float32
-    if single and products and device == "cuda" and tf32_allowed(op):
+    if single and structure.contracts and device == "cuda" and tf32_allowed(op):
         yield Allowance(_coarse(torch.float32, TF32, device), RIGHT, IN_TF32)
     reason = known_weakness(op, phase, device, coarsest)
     if reason:
         stored = TF32 if single else unit(coarsest)
-        precision = _coarse(coarsest, stored, device, inner=SINGLE if single else stored / _LANES)
+        length = structure.longest_sum
+        chained = math.sqrt(min(length, _MAX_CHAIN) / length)
+        precision = _coarse(coarsest, stored, device, inner=SINGLE if single else stored * chained)
         yield Allowance(precision, WEAK, f"known weakness of this kernel: {reason}")
 
 

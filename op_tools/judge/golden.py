@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -242,14 +242,20 @@ def run_as_is(
         return outputs, _gradients_of(list(zip(tensors_in(outputs), grad_outputs)), leaves)
 
 
-def autocast_rounds_to(name: str, low: torch.dtype, result: Any) -> torch.dtype | None:
+def autocast_rounds_to(
+    name: str, low: torch.dtype, result: Any, arguments: Iterable[Tensor] = ()
+) -> torch.dtype | None:
     """The dtype to which autocast with dtype `low` rounded the arguments of a call, None if it did not.
 
-    Told by the result: `autocast_rounds_to("torch.nn.functional.linear", torch.bfloat16, y)`.
+    Told by the result: `autocast_rounds_to("torch.nn.functional.linear", torch.bfloat16, y)`. An operator that autocast
+    does not know may call one that it does: then its arguments are all wider than its result.
     """
-    if facts.last_name(name) not in facts.AUTOCAST_LOW:
+    if not any(t.dtype == low for t in tensors_in(result)):
         return None
-    return low if any(t.dtype == low for t in tensors_in(result)) else None
+    if facts.last_name(name) in facts.AUTOCAST_LOW:
+        return low
+    floating = [t.dtype for t in arguments if t.is_floating_point()]
+    return low if floating and low not in floating else None
 
 
 def _why_not(source: Source, max_bytes: int | None) -> str:

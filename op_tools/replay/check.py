@@ -281,7 +281,9 @@ class Check:
             traits=op.traits,
             device=op.device.type,
             max_bytes=_memory_for_one(8 * sum(t.numel() for t in tensors_in((args, kwargs)))),
-            rounded_to=None if low is None else golden.autocast_rounds_to(op.name, low, op.result),
+            rounded_to=None
+            if low is None
+            else golden.autocast_rounds_to(op.name, low, op.result, tensors_in((op.args, op.kwargs))),
             autocast=low,
             outputs=map_tensors(self.runs.outputs, on_host) if facts.has_free_vectors(op.name) else None,
         )

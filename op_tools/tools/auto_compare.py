@@ -205,7 +205,7 @@ class OpAutoCompare(Tool):
         self.count(call)
         low = compared.region.autocast
         if low is not None:
-            rounded_to = golden.autocast_rounds_to(call.op, low, call.result)
+            rounded_to = golden.autocast_rounds_to(call.op, low, call.result, call.tensors)
             compared.region = compared.region._replace(rounded_to=rounded_to)
         inputs, outputs = compared.numbers = (call.inputs.number, call.outputs.number)
         compared.record_site = self.site(call)

@@ -24,6 +24,7 @@ KERNELS.register("addr", KernelFacts(low_on=CPU + CUDA))
 
 
 KERNELS.register("mm bmm mv dot", KernelFacts(Kind.CONTRACT, sum_of_products=True, length=lambda a: a[0].shape[-1]))
+KERNELS.register("affine_grid_generator", KernelFacts(Kind.CONTRACT, length=lambda a: a[0].shape[-1]))
 KERNELS.register("vdot", KernelFacts(Kind.CONTRACT, length=lambda a: a[0].shape[-1]))
 KERNELS.register(
     "addmm baddbmm addmv", KernelFacts(Kind.CONTRACT, sum_of_products=True, length=lambda a: a[1].shape[-1] + 1)

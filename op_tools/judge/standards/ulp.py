@@ -111,7 +111,7 @@ def _allowed(row: Row, pair: Pair, uncertainty: Uncertainty) -> Row | None:
     tensors = [pair.device, *source.tensors, *[g for g in source.grad_outputs or () if g is not None]]
     dtypes = [t.dtype for t in tensors if t.is_floating_point()]
     phase = "backward" if uncertainty.backward else "forward"
-    for precision, verdict, note in allowances.of(pair.op, phase, source.device, dtypes, structure.contracts):
+    for precision, verdict, note in allowances.of(pair.op, phase, source.device, dtypes, structure):
         wider = Uncertainty(uncertainty.result, uncertainty.part, precision, uncertainty.max_seconds, structure)
         elements = _Elements(pair.sides.left, pair.sides.right, precision, pair.golden.dtype, STORED)
         elements.floor, elements.least = _lowest_of_sums(precision, wider), wider.least_error(pair.position)

@@ -136,3 +136,22 @@ def test_arguments_that_are_conjugate_or_negative_views() -> None:
     assert judged("torch.matmul", multiply, (a, b), sent, grad_inputs=found) == verdict.RIGHT
     found[0][2, 3] *= 1 + 1e-3
     assert judged("torch.matmul", multiply, (a, b), sent, grad_inputs=found) == verdict.WRONG
+
+
+def test_an_operator_that_calls_one_which_autocast_rounds() -> None:
+    """Autocast does not know `affine_grid`, but the product of matrices inside it is done in bfloat16."""
+    torch.manual_seed(0)
+    theta, size = torch.randn(4, 2, 3) * 0.1 + torch.eye(2, 3), [4, 1, 28, 28]
+    low = theta.bfloat16()
+    grid = torch.nn.functional.affine_grid(torch.eye(2, 3)[None].double(), [1, 1, 28, 28], False).view(-1, 2)
+    base = torch.cat([grid, torch.ones(784, 1).double()], 1).bfloat16()
+    found = (base.float() @ low.float().mT).bfloat16().view(4, 28, 28, 2)
+    name = "torch.nn.functional.affine_grid"
+    rounded = golden.autocast_rounds_to(name, torch.bfloat16, found, [theta])
+    assert rounded == torch.bfloat16
+    options = {"device": "cuda", "name": name, "autocast": torch.bfloat16}
+    arguments = (theta, size, False)
+    result = golden.run(torch.nn.functional.affine_grid, arguments, rounded_to=rounded, **options)
+    judged = verdict.judge_call(name, result, outputs=found)
+    assert judged.verdict == verdict.RIGHT, judged.reason
+    assert golden.autocast_rounds_to("torch.add", torch.bfloat16, found, [low, theta]) is None, "low came in"
