@@ -19,6 +19,7 @@ from ..files.saved import save_comparison
 from ..judge.verdict import NOT_COMPARABLE, WRONG, Judgement, Row
 from ..view import console, rows, store
 from ..view.rows import label_of
+from .judges.host import asked
 from .ladder import FORWARD, ComparedCall, Job
 
 _MAX_SAVED: Final = 200  # wrong calls that are saved to disk
@@ -155,11 +156,12 @@ class Teller:
             self._blame(job, call, judgement)
 
     def _blame(self, job: Job, call: ComparedCall, judgement: Judgement) -> None:
-        worst = max((r for r in judgement.rows if r.verdict == WRONG), key=lambda r: r.excess)
+        wrong = sorted((r for r in judgement.rows if r.verdict == WRONG), key=lambda r: -r.excess)
+        worst = wrong[0]
         folder = ""
         if self._saved < _MAX_SAVED and job.golden is not None:
             self._saved += 1
-            folder = self._save(job, call, worst)
+            folder = self._save(job, call, wrong)
         if len(self.blames) < _MAX_BLAMES:
             reason = f"{worst.label}: {worst.reason}"
             where = (*call.site[:3], folder)
@@ -169,7 +171,7 @@ class Teller:
         message = f"{worst.label} is wrong{where_in_model}: {worst.reason} ({distance})"
         self._tool.found(job.live, "difference", message)
 
-    def _save(self, job: Job, call: ComparedCall, worst: Row) -> str:
+    def _save(self, job: Job, call: ComparedCall, wrong: Sequence[Row]) -> str:
         """The saved call, both sides, and a script that repeats it; what cannot be saved is left out."""
         result = job.golden
         assert result is not None
@@ -181,9 +183,10 @@ class Teller:
             reference: dict[str, Any] = {"input": result.inputs_after, "output": result.outputs}
         else:
             device["grad_outputs"], device["grad_inputs"] = map(tuple, job.values)
-            reference = {"grad_inputs": tuple(result.grad_inputs or ())}
-        reason = f"{worst.label}: {worst.reason}"
-        files = save_comparison(folder, call, device, reference, reason=reason, observed=worst.max_abs_diff)
+            reference = {"grad_inputs": tuple(asked(result.grad_inputs or (), job.unasked))}
+        described = [meta for _, meta in labelled(job.live.inputs, "") if isinstance(meta, TensorMeta)]
+        on_cpu = [number for number, meta in enumerate(described) if meta.device.type == "cpu"]
+        files = save_comparison(folder, call, device, reference, wrong, on_cpu)
         self._tool.view.block(*[f"{path} saved" for path in files])
         return str(folder)
 
