@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from .. import settings
-from ..call.description import TensorMeta, describe, labelled
+from ..call.description import Described, TensorMeta, describe, labelled
 from ..files.saved import save_comparison
 from ..judge.verdict import NOT_COMPARABLE, WRONG, Judgement, Row
 from ..view import console, rows, store
@@ -173,7 +173,7 @@ class Teller:
 
     def _save(self, job: Job, call: ComparedCall, wrong: Sequence[Row]) -> str:
         """The saved call, both sides, and a script that repeats it; what cannot be saved is left out."""
-        result = job.golden
+        result, live = job.golden, job.live
         assert result is not None
         stamp = call.notes.setdefault("stamp", store.time_label())
         folder = self.folder / call.op / settings.process_label() / "autocompare" / str(call.id) / stamp
@@ -184,9 +184,7 @@ class Teller:
         else:
             device["grad_outputs"], device["grad_inputs"] = map(tuple, job.values)
             reference = {"grad_inputs": tuple(asked(result.grad_inputs or (), job.unasked))}
-        described = [meta for _, meta in labelled(job.live.inputs, "") if isinstance(meta, TensorMeta)]
-        on_cpu = [number for number, meta in enumerate(described) if meta.device.type == "cpu"]
-        files = save_comparison(folder, call, device, reference, wrong, on_cpu)
+        files = save_comparison(folder, call, device, reference, wrong, *map(_devices_of, (live.inputs, live.outputs)))
         self._tool.view.block(*[f"{path} saved" for path in files])
         return str(folder)
 
@@ -238,6 +236,11 @@ class Teller:
             *[f"{r.label}: {r.reason}" for r in judgement.rows if r.verdict == WRONG],
             "",
         )
+
+
+def _devices_of(described: Described) -> list[str]:
+    """The types of device of the tensors in a description, in order."""
+    return [meta.device.type for _, meta in labelled(described, "") if isinstance(meta, TensorMeta)]
 
 
 # --- blame --------------------------------------------------------------------------------------------

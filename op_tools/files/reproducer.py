@@ -45,15 +45,15 @@ with --plain, each element is compared with the reference and with the bound tha
 '''
 
 
-def write(folder: Path, call: Invocation, reasons: Sequence[str]) -> Path:
-    """Write `reproduce.py` into the folder of a saved call (`write(folder, call, ["output: NaN"])`)."""
+def write(folder: Path, call: Invocation, device: str, reasons: Sequence[str]) -> Path:
+    """Write `reproduce.py` into the folder of a saved call (`write(folder, call, "npu", ["output: NaN"])`)."""
     region, site = call.region, call.site
     expression, defined_in, modules = _expression(call.op, call.function)
     facts = [site.location, f"module {site.module}" if site.module else "", *reasons]
     title = (
         _TITLE.format(
             op=call.op,
-            device=region.device,
+            device=device,
             facts="\n".join(line.replace("\\", "\\\\").replace('"""', "'''") for line in facts if line),
         )
         .encode(errors="replace")
@@ -63,10 +63,10 @@ def write(folder: Path, call: Invocation, reasons: Sequence[str]) -> Path:
         f"OP = {call.op!r}\n"
         f"FUNCTION = {expression!r}\n"
         f"DEFINED_IN = {defined_in!r}\n"
-        f"DEVICE = {region.device!r}\n"
+        f"DEVICE = {device!r}\n"
         f"AUTOCAST = {region.autocast}  # dtype of the autocast region that the call was made in\n"
         f"GRAD = {region.grad_enabled}  # whether autograd recorded the call\n"
-        f"IMPORTS = {(*_device_modules(region.device), *modules)!r}  # what brings the device and the operator\n"
+        f"IMPORTS = {(*_device_modules(device), *modules)!r}  # what brings the device and the operator\n"
         f"FLAGS = {_flags()!r}  # of PyTorch, which change what kernels compute\n"
     )
     head, tail = _parts()

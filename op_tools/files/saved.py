@@ -20,14 +20,15 @@ def save_comparison(
     device: Mapping[str, Any],
     golden: Mapping[str, Any],
     wrong: Sequence[Row],
-    on_cpu: Sequence[int] = (),
+    given_on: Sequence[str] = (),
+    made_on: Sequence[str] = (),
 ) -> list[Path]:
     """Save what the device and the CPU returned for one phase of a call; returns the files that were written.
 
     Both sides map parts to values: `input` is (args, kwargs), as they were before on the device, as they are afterwards
     on the CPU; `output` is the result, `grad_outputs` and `grad_inputs` are sequences. Files that are there are kept.
-    `wrong` are the rows of what differs, the worst first; `on_cpu` the tensors among the arguments that the call had
-    in main memory.
+    `wrong` are the rows of what differs, the worst first; `given_on` and `made_on` the devices of the tensors among the
+    arguments and results.
 
     >>> save_comparison(folder, call, {"input": (args, {}), "output": y}, {"output": z}, rows)  # doctest: +SKIP
     """
@@ -42,11 +43,13 @@ def save_comparison(
             archive.save(path, {**facts, **content(part, value)})
             written.append(path)
     phase = BACKWARD if "grad_inputs" in device else FORWARD
-    verdict = {"wrong": [_finding(row, device, golden) for row in wrong], "on_cpu": list(on_cpu), "rules": _rules()}
+    verdict: dict[str, Any] = {"wrong": [_finding(row, device, golden) for row in wrong], "rules": _rules()}
+    verdict["on_cpu"] = [number for number, device_type in enumerate(given_on) if device_type == "cpu"]
     archive.save(folder / f"{phase}.pth", {"name": call.op, **verdict})
     files = [folder / f"{each}.pth" for each in (FORWARD, BACKWARD)]
     reasons = [text for file in files if file.exists() for text in _reasons(file)]
-    return [*written, folder / f"{phase}.pth", reproducer.write(folder, call, reasons)]
+    where = next((name for name in (*given_on, *made_on) if name != "cpu"), call.region.device)
+    return [*written, folder / f"{phase}.pth", reproducer.write(folder, call, where, reasons)]
 
 
 def _finding(row: Row, device: Mapping[str, Any], golden: Mapping[str, Any]) -> dict[str, Any]:

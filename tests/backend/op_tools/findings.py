@@ -303,6 +303,7 @@ CASES: dict[str, Case] = {
     "softmax under autocast": Case("_softmax: noise=0.1", low(lambda: F.softmax(r(4, 6, dtype=torch.bfloat16), -1))),
     # without gradients, factories, operators of others
     "no_grad with parameters": Case("mul_.Tensor: noise=0.1", no_grad(lambda: r(6, 5, grad=True).mul_(0.5))),
+    "to the device": Case("copy_: noise=0.1", lambda: torch.ones(6).to(DEVICE)),
     "arange": Case("arange.start_out: element", lambda: torch.arange(0, 9, 2, device=DEVICE)),
     "linspace": Case("linspace.out: element", lambda: torch.linspace(0, 1, 7, device=DEVICE)),
     "full": Case("fill_.Scalar: element", lambda: torch.full((4,), 2.0, device=DEVICE)),
