@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from .. import settings
-from ..call.description import TensorMeta, describe, labelled
+from ..call.description import Described, TensorMeta, describe, labelled
 from ..files.saved import save_comparison
 from ..judge.allowances import IN_TF32
 from ..judge.verdict import NOT_COMPARABLE, WEAK, WRONG, Judgement, Row
 from ..view import console, rows, store
 from ..view.rows import label_of
+from .judges.host import asked
 from .ladder import FORWARD, ComparedCall, Job
 
 _MAX_SAVED: Final = 200  # wrong calls that are saved to disk
@@ -164,11 +165,12 @@ class Teller:
             self._blame(job, call, judgement)
 
     def _blame(self, job: Job, call: ComparedCall, judgement: Judgement) -> None:
-        worst = max((r for r in judgement.rows if r.verdict == WRONG), key=lambda r: r.excess)
+        wrong = sorted((r for r in judgement.rows if r.verdict == WRONG), key=lambda r: -r.excess)
+        worst = wrong[0]
         folder = ""
         if self._saved < _MAX_SAVED and job.golden is not None:
             self._saved += 1
-            folder = self._save(job, call, worst)
+            folder = self._save(job, call, wrong)
         if len(self.blames) < _MAX_BLAMES:
             reason = f"{worst.label}: {worst.reason}"
             where = (*call.site[:3], folder)
@@ -178,9 +180,9 @@ class Teller:
         message = f"{worst.label} is wrong{where_in_model}: {worst.reason} ({distance})"
         self._tool.found(job.live, "difference", message)
 
-    def _save(self, job: Job, call: ComparedCall, worst: Row) -> str:
+    def _save(self, job: Job, call: ComparedCall, wrong: Sequence[Row]) -> str:
         """The saved call, both sides, and a script that repeats it; what cannot be saved is left out."""
-        result = job.golden
+        result, live = job.golden, job.live
         assert result is not None
         stamp = call.notes.setdefault("stamp", store.time_label())
         folder = self.folder / call.op / settings.process_label() / "autocompare" / str(call.id) / stamp
@@ -190,9 +192,8 @@ class Teller:
             reference: dict[str, Any] = {"input": result.inputs_after, "output": result.outputs}
         else:
             device["grad_outputs"], device["grad_inputs"] = map(tuple, job.values)
-            reference = {"grad_inputs": tuple(result.grad_inputs or ())}
-        reason = f"{worst.label}: {worst.reason}"
-        files = save_comparison(folder, call, device, reference, reason=reason, observed=worst.max_abs_diff)
+            reference = {"grad_inputs": tuple(asked(result.grad_inputs or (), job.unasked))}
+        files = save_comparison(folder, call, device, reference, wrong, *map(_devices_of, (live.inputs, live.outputs)))
         self._tool.view.block(*[f"{path} saved" for path in files])
         return str(folder)
 
@@ -244,6 +245,11 @@ class Teller:
             *[f"{r.label}: {r.reason}" for r in judgement.rows if r.verdict == WRONG],
             "",
         )
+
+
+def _devices_of(described: Described) -> list[str]:
+    """The types of device of the tensors in a description, in order."""
+    return [meta.device.type for _, meta in labelled(described, "") if isinstance(meta, TensorMeta)]
 
 
 # --- blame --------------------------------------------------------------------------------------------

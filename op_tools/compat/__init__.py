@@ -18,12 +18,14 @@ Other rooms may read these attributes of PyTorch's objects, which hold for the s
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch._decomp import decomposition_table as decomposition_table
+from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.storage import _dtype_to_storage_type_map
 from torch.utils._device import DeviceContext as DeviceContext
@@ -116,6 +118,16 @@ aten_operator_names: Final = torch._C._dispatch_get_all_op_names  # "aten::add.T
 autograd_nodes: Final = torch._C._functions  # the classes of the nodes that PyTorch defines in C++
 CPU_KERNELS: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 MODULE_CALL: Final = torch.nn.Module._call_impl.__code__  # the frame in which a module's forward runs
+
+
+def registering_file(name: str) -> str:
+    """The source file that registered an operator, "" if unknown (`registering_file("mylib::scale")`)."""
+    from torch._library.custom_ops import OPDEFS
+
+    if name in OPDEFS:  # defined by `torch.library.custom_op`
+        return str(OPDEFS[name]._init_fn.__code__.co_filename)
+    found = re.search(r"registered at (.*):\d+", torch._C._dispatch_dump(name))
+    return found[1] if found else ""
 
 
 # -- CUDA and Dynamo --------------------------------------------------------------------------------------

@@ -46,7 +46,11 @@ class InOrder(DispatchMode):
         name = op_facts.base_name(func)
         handler = _HANDLERS.get(name)
         if handler is not None and all(_plain(a) for a in args):
-            found = handler(self, func, *args, **kwargs)
+            given = {key: value for key, value in kwargs.items() if key != "out"}
+            found = handler(self, func, *args, **given)
+            if isinstance(found, Tensor) and func._schema.is_mutable:  # out=, or in place
+                target = kwargs.get("out", args[0])
+                return target.resize_(found.shape).copy_(found)
             if found is not NotImplemented:
                 return found
         if name in _TAKEN_APART:
@@ -121,7 +125,8 @@ def drift(
             break
         for position, (here, there) in enumerate(zip(exact, found)):
             if isinstance(here, Tensor) and isinstance(there, Tensor) and here.shape == there.shape:
-                moved = (there.to(torch.float64) - here.to(torch.float64)).abs().nan_to_num(0.0, 0.0, 0.0)
+                wide = torch.complex128 if here.is_complex() else torch.float64
+                moved = (there.to(wide) - here.to(wide)).abs().nan_to_num(0.0, 0.0, 0.0)
                 worst[position] = moved if worst[position] is None else torch.maximum(worst[position], moved)
     return worst
 

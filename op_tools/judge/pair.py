@@ -118,9 +118,9 @@ class Pair:
         return None if self.of_call is None else self.of_call.of(self.device)
 
 
-def decided(row: Row, right: bool, reason: str) -> Row:
-    """The row with its verdict; what is right needs no reason."""
-    return row._replace(verdict=RIGHT if right else WRONG, reason="" if right else reason)
+def decided(row: Row, right: bool, reason: str, bound: float | Tensor | None = None) -> Row:
+    """The row with its verdict; what is right needs no reason. An infinite bound: not the values are wrong."""
+    return row._replace(verdict=RIGHT) if right else row._replace(verdict=WRONG, reason=reason, bound=bound)
 
 
 def joined(*texts: str) -> str:

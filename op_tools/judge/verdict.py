@@ -118,8 +118,8 @@ def judge(
     rules = rules or Rules()
     pairs, mismatch = _pairs(name, part, device, golden)
     if mismatch:
-        row = Row(name, part, None, False, math.inf, math.inf, 0, 0, mismatch, verdict=WRONG, reason=mismatch)
-        return Judgement(WRONG, mismatch, (row,))
+        row = Row(name, part, None, False, math.inf, math.inf, 0, 0, mismatch)
+        return Judgement(WRONG, mismatch, (decided(row, False, mismatch, math.inf),))
     of_call = None if result is None else CallUncertainty(result, part, [d for d, _ in pairs], max_seconds)
     indices = indices or _indices(pairs)
     asked = [Pair(name, part, indices[n], n, left, right, of_call) for n, (left, right) in enumerate(pairs)]
@@ -375,7 +375,7 @@ def _judge_pair(pair: Pair, rules: Rules) -> Row:
     atol, rtol, pair.tolerance_set = rules.tolerance(pair.op, pair.device.dtype)
     pair.allowances = rules.allowances
     if problem:
-        return decided(pair.row(False, math.inf, atol, rtol, info), False, problem)
+        return decided(pair.row(False, math.inf, atol, rtol, info), False, problem, math.inf)
     row = pair.row(True, 0.0, atol, rtol, info)
     if pair.device.numel() == 0:
         return row
@@ -391,21 +391,22 @@ def _judge_plain(pair: Pair, rules: Rules) -> Row:
     if isinstance(left, Tensor) or isinstance(right, Tensor):
         zero = (left is None or right is None) and not bool((left if right is None else right).any())
         reason = "" if zero else f"{_kind(left)} instead of {_kind(right)}"
-        return decided(pair.row(zero, 0, 0, 0, reason), zero, reason)
+        return decided(pair.row(zero, 0, 0, 0, reason), zero, reason, math.inf)
     if not all(isinstance(v, (int, float, complex)) and not isinstance(v, bool) for v in (left, right)):
         same = left == right or (_kind(left) == _kind(right) and not isinstance(left, (str, bool, torch.Size)))
-        return decided(pair.row(bool(same), 0, 0, 0, ""), bool(same), f"{left!r} instead of {right!r}")
+        return decided(pair.row(bool(same), 0, 0, 0, ""), bool(same), f"{left!r} instead of {right!r}", math.inf)
     atol, rtol, _ = rules.tolerance(pair.op, None)
     dtype = torch.complex128 if isinstance(left, complex) or isinstance(right, complex) else torch.float64
     device, golden = torch.tensor(left, dtype=dtype), torch.tensor(right, dtype=dtype)
     row = _with_columns(pair.row(True, 0, atol, rtol, ""), measure(Sides(device, golden), atol, rtol))
     if isinstance(left, int) and isinstance(right, int):
-        return decided(row, left == right, f"{left} instead of {right}")
+        return decided(row, left == right, f"{left} instead of {right}", 0.0)
     # The number was read out of a tensor of some dtype: the coarsest among the inputs is the measure.
     coarse = pair.uncertainty.precision if pair.uncertainty else precision_of(torch.float32)
-    within = abs(left - right) <= max(2 * coarse.stored * abs(right), coarse.smallest) or left == right
+    bound = max(2 * coarse.stored * abs(right), coarse.smallest)
+    within = abs(left - right) <= bound or left == right
     within = within or (left != left and right != right)
-    return decided(row, within, f"{left!r} instead of {right!r}")
+    return decided(row, within, f"{left!r} instead of {right!r}", bound)
 
 
 def _with_columns(row: Row, columns: Columns) -> Row:

@@ -69,6 +69,7 @@ class Row(NamedTuple):
     reason: Annotated[str, Column("TEXT", console=False, replay_csv=False)] = ""
     excess: float = 0.0
     where: tuple[int, ...] = ()
+    bound: Any = None  # of a wrong row: the largest error allowed, a number or one per element; None where unknown
 
     @property
     def name(self) -> str:

@@ -22,4 +22,4 @@ NUMBER_TOLERANCE: Final = 1e-6  # of what is not a tensor
 def judge(row: Row, pair: Pair) -> Row:
     """The verdict is the column allclose."""
     why = f"allclose with {'the tolerance that was set' if pair.tolerance_set else 'the seed tolerance'}"
-    return decided(row, row.allclose, why)
+    return decided(row, row.allclose, why, None if row.allclose else row.atol + row.rtol * pair.sides.right.abs())

@@ -25,4 +25,5 @@ def judge(row: Row, pair: Pair) -> Row:
     left, right = pair.sides.left, pair.sides.right
     close = torch.isclose(left, right, atol=atol, rtol=rtol, equal_nan=True)
     row = row._replace(allclose=bool(close.all()), atol=atol, rtol=rtol)
-    return decided(row, row.allclose, f"{int((~close).sum())} elements outside torch.testing's tolerance")
+    why = f"{int((~close).sum())} elements outside torch.testing's tolerance"
+    return decided(row, row.allclose, why, None if row.allclose else atol + rtol * right.abs())

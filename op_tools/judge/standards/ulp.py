@@ -43,10 +43,10 @@ def judge(row: Row, pair: Pair) -> Row:
 
 
 def _judge_whole_numbers(row: Row, pair: Pair) -> Row:
-    different = pair.device != pair.golden
+    differs = different = pair.device != pair.golden
     if not bool(different.any()):
         return row
-    uncertainty = pair.uncertainty
+    uncertainty, chosen = pair.uncertainty, None
     if uncertainty is not None:
         chosen = facts.differing_choices(pair.op, uncertainty.result.source, pair.device, pair.golden, pair.position)
         if chosen is not None and not bool(chosen.any()):
@@ -58,7 +58,9 @@ def _judge_whole_numbers(row: Row, pair: Pair) -> Row:
     where = first_place(different)
     values = (pair.device[where].item(), pair.golden[where].item())
     reason = f"{count} of {different.numel()} differ, first at {list(where)}: {values[0]} instead of {values[1]}"
-    return row._replace(verdict=WRONG, reason=reason, excess=math.inf, where=where)
+    # which of several choices are right cannot be told from the reference alone
+    bound = torch.zeros(differs.shape).masked_fill_(differs & ~different, math.inf) if chosen is None else None
+    return row._replace(verdict=WRONG, reason=reason, excess=math.inf, where=where, bound=bound)
 
 
 def _judge_rounding(row: Row, pair: Pair) -> Row:
@@ -365,7 +367,10 @@ def _concluded(
     device, golden = elements.device[where].item(), elements.golden[where].item()
     share = f"{count} of {suspects.numel()} elements, worst at {list(where)}"
     reason = f"{share}: {device:.9g} instead of {golden:.9g}{size}"
-    return row._replace(verdict=WRONG, reason=joined(reason, hint), excess=excess, where=where)
+    bound = elements.bound(sigma)
+    otherwise = ~(suspects | elements.same | (elements.error <= bound))  # explained by more than the bound
+    bound.masked_fill_(otherwise, math.inf)
+    return row._replace(verdict=WRONG, reason=joined(reason, hint), excess=excess, where=where, bound=bound)
 
 
 def _pattern_of_errors(pair: Pair, elements: _Elements, suspects: Tensor, sigma: Tensor | None) -> str:

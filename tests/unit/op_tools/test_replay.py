@@ -34,6 +34,7 @@ from op_tools.replay import pool
 from op_tools.replay.captured import CapturedOp
 from op_tools.replay.check import Check, replay
 from op_tools.replay.outcome import ERROR, IDENTICAL, NOT_COMPARABLE, RAN, RIGHT, WRONG, Options, Outcome
+from op_tools.view.rows import Row
 
 from .test_archive import Bomb, check_same, strided
 
@@ -240,9 +241,10 @@ def test_a_comparison_saved_under_autocast_replays_under_autocast() -> None:
     call = Invocation(7, "torch.nn.functional.linear", linear, traits_of(linear), Site("train.py:3", "head", 2), region)
     answer = (x.bfloat16() @ w.bfloat16().t()).double()
     sides = {"input": ((x, w), {}), "output": y}, {"input": ((x, w), {}), "output": answer}
-    files = save_comparison(Path("b"), call, *sides, reason="output: off", observed=0.5)
-    assert {f.name for f in files} == {"input.pth", "output.pth", "reproduce.py"}
-    assert "LOW = torch.bfloat16" in files[-1].read_text()
+    wrong = [Row("torch.nn.functional.linear", "output", None, False, 0.5, 0.5, 0.0, 0.0, "", reason="off", bound=0.1)]
+    files = save_comparison(Path("b"), call, *sides, wrong)
+    assert {f.name for f in files} == {"input.pth", "output.pth", "forward.pth", "reproduce.py"}
+    assert "AUTOCAST = torch.bfloat16" in files[-1].read_text()
     for folder in (written_before, Path("b/device")):
         outcome = replay(folder, CPU)
         assert (outcome.status, outcome.reason) == (IDENTICAL, "")
@@ -250,7 +252,7 @@ def test_a_comparison_saved_under_autocast_replays_under_autocast() -> None:
         op.prepare()
         assert op.run_forward().dtype == torch.bfloat16
     assert replay(Path("b/device"), CPU).location == "train.py:3"
-    assert save_comparison(Path("b"), call, *sides, reason="output: off", observed=0.5) == [Path("b/reproduce.py")]
+    assert save_comparison(Path("b"), call, *sides, wrong) == [Path("b/forward.pth"), Path("b/reproduce.py")]
 
 
 def test_the_reference_knows_the_autocast_region(monkeypatch: pytest.MonkeyPatch) -> None:

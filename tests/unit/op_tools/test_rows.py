@@ -30,6 +30,7 @@ any_row = st.builds(
     verdict=st.sampled_from([rows.RIGHT, rows.WRONG]),
     reason=st.text("ab", max_size=5),
     where=st.tuples(st.integers(0, 9)),
+    bound=st.none(),
 )
 
 
