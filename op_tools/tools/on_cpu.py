@@ -233,8 +233,9 @@ def _call_on_cpu(
         return func(*args, **kwargs) if pinned is None else pinned.run(func, args, kwargs)
     except (NotImplementedError, RuntimeError) as error:
         text = str(error)
-        if any(t.dtype in HALVES for t in tensors_in((args, kwargs))) and "not implemented for" in text:
-            return _in_float32(func, args, kwargs, converted)
+        if any(t.dtype in HALVES for t in tensors_in((args, kwargs))):
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # then the dtype is not what is wrong
+                return _in_float32(func, args, kwargs, converted)
         if "Could not run" in text or "not implemented" in text or isinstance(error, NotImplementedError):
             raise NoCpuKernel(f"the CPU has no kernel for {func}") from error
         raise
@@ -245,7 +246,6 @@ def _in_float32(
 ) -> Any:
     """The CPU lacks this kernel for half types: compute in float32, give back the half type."""
     half = next(t.dtype for t in tensors_in((args, kwargs)) if t.dtype in HALVES)
-    converted[torch.float32] = half
     raised: dict[int, tuple[Tensor, Tensor]] = {}  # the original and its copy, by the id of the original
 
     def up(tensor: Tensor) -> Tensor:
@@ -255,6 +255,7 @@ def _in_float32(
 
     wide_kwargs = {k: torch.float32 if v in HALVES and k == "dtype" else map_tensors(v, up) for k, v in kwargs.items()}
     result = func(*map_tensors(args, up), **wide_kwargs)
+    converted[torch.float32] = half
     for original, wide in raised.values():
         if wide._version:  # written to
             original.copy_(wide)
