@@ -18,7 +18,7 @@ _MAX_VALUES: Final = 1_000_000  # in one file; a real call has a few, a foreach 
 
 
 # Types of arguments that are data, and that PyTorch does not load unless it is told to.
-_PLAIN_DATA: Final = [
+_PLAIN_DATA: Final[list[Any]] = [
     *(slice, range, (Ellipsis, "builtins.Ellipsis")),
     *(kind for kind in vars(torch.return_types).values() if isinstance(kind, type)),
 ]

@@ -339,6 +339,7 @@ with faults.plant("*: no_float64"):
     os.environ["OP_DTYPE_CAST_DICT"] = "torch.float16->torch.float64"
     with op_tools.OpDtypeCast():
         print(x.half().add(1).dtype)
+    print(x)
 """
     out = run(code, tmp_path)
     fallback, cast = out.split("OpFallback summary")
@@ -346,6 +347,7 @@ with faults.plant("*: no_float64"):
     assert "\n\n\n" + WARNING in fallback
     assert "torch.float32 torch.float32\n" in fallback
     assert "torch.float16\n" in cast
+    assert "\ntensor([" in cast, "a tensor cannot be printed"
     actions = [row[:3] for _, rows in tables(cast) for row in rows]
     assert ["torch.Tensor.add", "input[0]", "torch.float16 -> torch.float32"] in actions
 
