@@ -236,7 +236,7 @@ def _as_cpu(
 def _only_moved(call: Call, result: Any) -> bool:
     """Whether a conversion took its tensor to a device, or would have; one of the dtype alone is an operator."""
     tensor = next(tensors_in((call.args, call.kwargs)))
-    if result.device != tensor.device:
+    if not isinstance(result, Tensor) or result.device != tensor.device:  # x.type() is a question
         return True
     asked = (*call.args[1:], *call.kwargs.values())
     return result is tensor and call.op == "torch.Tensor.to" and not any(isinstance(a, _DTYPES) for a in asked)

@@ -294,6 +294,7 @@ def test_moves_between_devices_do_not_fall_back(device: str) -> None:
     x = torch.rand(3, device=device)
     with op_tools.OpFallback() as tool:
         moved = [x.cpu(), x.to("cpu"), x.to("cpu", torch.float64), x.cuda(), x.to(device), x.type("torch.FloatTensor")]
+        assert x.type().endswith("FloatTensor")
     assert not tool.calls
     assert [t.device.type for t in moved].count("cpu") == 4
 
