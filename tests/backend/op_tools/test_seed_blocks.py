@@ -299,6 +299,12 @@ def test_moves_between_devices_do_not_fall_back(device: str) -> None:
     assert [t.device.type for t in moved].count("cpu") == 4
 
 
+def test_the_name_of_a_type_is_not_compared(device: str) -> None:
+    with op_tools.OpAutoCompare() as compared:
+        torch.ones(3, device=device).type()
+    assert not compared.findings()
+
+
 def test_fallback_shows_what_the_cpu_was_given(tmp_path: Path) -> None:
     code = """
 with op_tools.OpFallback():
