@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.utils._device
+from torch import _tensor_str
 from torch.jit import _builtins
 
 from ditorch.patching import Ledger, Patch
@@ -64,6 +65,7 @@ NAMESPACED_FACTORIES = (
     ("nested", "as_nested_tensor"),
 )
 METHODS_WITH_KEYWORD = ["new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "new_tensor"]
+WHY_PRINTED = "a tensor on a device without float64 can be printed"
 WHY_FACTORY = 'device="cuda" means the accelerator'
 
 
@@ -86,7 +88,25 @@ def install(ledger: Ledger, devices: Devices) -> None:
     _install_methods(ledger, devices)
     if devices.type != "cpu":
         _install_data(ledger, devices)
+        ledger.redirect(_tensor_str.tensor_totype, _printed_in_float32, WHY_PRINTED, "emulated")
     _install_views(ledger, devices)
+
+
+def _printed_in_float32(original: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch prints by way of float64, which some devices refuse."""
+    told = False
+
+    def totype(tensor: Any) -> Any:
+        nonlocal told
+        try:
+            return original(tensor)
+        except TypeError:
+            if not told:
+                told = True
+                sys.stderr.write("Warning: Device do not support double dtype now, dtype cast repalce with float.\n")
+            return tensor.float()
+
+    return totype
 
 
 def named_like(original: Any, wrapper: Callable[..., Any], qualname: str | None = None) -> Callable[..., Any]:

@@ -92,7 +92,7 @@ def _tensor_meta(tensor: Tensor, ptrs: list[int]) -> TensorMeta:
         ptrs.append(tensor.data_ptr())
         return meta
     except Exception:  # sparse, nested, fake and functorch tensors lack some of these
-        ptrs.append(_address(tensor))
+        ptrs.append(pointer_of(tensor))
         shape = tuple(int(n) for n in tensor.size()) if not tensor.is_nested else ()
         return TensorMeta(shape, None, tensor.numel(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout)
 
@@ -174,11 +174,12 @@ class Descriptions:
         try:
             addresses = tuple([t.data_ptr() for t in tensors])
         except Exception:
-            addresses = tuple(map(_address, tensors))
+            addresses = tuple(map(pointer_of, tensors))
         return Described(found.args, found.kwargs, addresses, found.number)
 
 
-def _address(tensor: Tensor) -> int:
+def pointer_of(tensor: Tensor) -> int:
+    """The address of a tensor's first element, 0 where it has none (`pointer_of(x)`)."""
     try:
         return tensor.data_ptr()
     except Exception:  # sparse, fake and functorch tensors have none

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from ..compat import count_dispatch_modes, no_dispatch_modes, no_torch_function, set_grad_enabled
+
+# What stands in for these dtypes on a device that does not have them, and what is said then.
+NARROWER: Final = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+NO_DOUBLE: Final = "Warning: Device do not support double dtype now, dtype cast repalce with float."
 
 
 class quiet:

@@ -70,6 +70,8 @@ def function_of(name: str) -> Callable[..., Any]:
     >>> function_of("torch.add") is torch.add
     True
     """
+    if name.startswith("torch.functional."):  # where PyTorch defines functions of torch
+        name = f"torch.{last_name(name)}"
     function = _known_functions().get(name) or _aten_function(name)
     if function is None:
         raise LookupError(f"{name!r} is not an operator of PyTorch {torch.__version__}")

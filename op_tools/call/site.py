@@ -63,7 +63,7 @@ def _text(code: CodeType, line: int) -> str:
         if len(_texts) > _MAX_KNOWN:
             _texts.clear()
         source = linecache.getline(code.co_filename, line).strip()
-        text = _texts[key] = f"{code.co_filename}:{line} {code.co_name}: {source}"
+        text = _texts[key] = f"{code.co_filename}:{line} {code.co_name}: {source}".rstrip()
     return text
 
 

@@ -37,8 +37,8 @@ class OpTraits:
     random: bool | None = False
     collective: bool = False
     factory: bool = False
-    conversion: bool = False
-    transfer: bool = False
+    conversion: bool = False  # to another dtype or device
+    transfer: bool = False  # to another device, never to another dtype
 
     # Answers of `call.facts` that depend on the name only; each is worked out once.
 
@@ -98,5 +98,5 @@ def traits_of(function: Callable[..., Any], name: str | None = None) -> OpTraits
         random=draws or (False if overloads else None),
         factory=name in factories(),
         conversion=bool(facts.converts) and name.startswith("torch.Tensor."),
-        transfer=facts.converts in ("device", "both") and name.startswith("torch.Tensor."),
+        transfer=facts.converts == "device" and name.startswith("torch.Tensor."),
     )

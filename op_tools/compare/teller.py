@@ -243,7 +243,8 @@ class Teller:
             console.tensor_table(live.op, shown, pointers),
             console.table(rows.CONSOLE, [row.cells() for row in judgement.rows]),
             *[f"{r.label}: {r.reason}" for r in judgement.rows if r.verdict == WRONG],
-            "",
+            above=3,
+            below=3,
         )
 
 

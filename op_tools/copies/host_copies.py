@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import torch
 
-from ..call.description import Tensor
-from ..call.devices import can_pin, module_of
+from ..call.description import Tensor, pointer_of
+from ..call.devices import NARROWER, can_pin, module_of
 from ..native.statistics import is_dense
 from .materialise import span_of, turned_like
 from .pinned_results import PinnedResults
@@ -38,14 +38,16 @@ class _Known(weakref.ref):  # type: ignore[type-arg]
 class HostCopies:
     """CPU copies of device tensors, kept while the tensor lives unchanged."""
 
-    def __init__(self, keep: bool, pinned: PinnedResults | None = None) -> None:
+    def __init__(self, keep: bool, pinned: PinnedResults | None = None, shown: bool = False) -> None:
         self._keep = keep
+        self._shown = shown  # whether `address` will be asked
         self.pinned = pinned  # None where results are pageable
         self._kept: dict[int, _Known] = {}
         self._by_storage: dict[int, list[_Known]] = {}
-        self._addresses: dict[int, int] = {}
+        self._addresses: dict[int, int] = {}  # of copies made during this call, by the addresses on the device
         self._written: dict[int, list[tuple[Tensor, Tensor, int]]] = {}  # by storage
         self._counting = threading.Lock()
+        self.narrowed = False  # whether results were made float32 for a device without float64
         self.copied_bytes = 0
 
     def get(self, tensor: Tensor) -> Tensor | None:
@@ -79,9 +81,8 @@ class HostCopies:
     def put(self, tensor: Tensor, copy: Tensor) -> None:
         """Keep a copy; nobody may write to it."""
         key = id(tensor)
-        if len(self._addresses) > _MAX_ADDRESSES:
-            self._addresses.clear()
-        self._addresses[key] = copy.data_ptr()
+        if self._shown and len(self._addresses) < _MAX_ADDRESSES:
+            self._addresses[pointer_of(tensor)] = pointer_of(copy)
         if not self._keep or tensor.is_inference():
             return
         old = self._kept.get(key)
@@ -155,8 +156,14 @@ class HostCopies:
         return copy
 
     def on_device(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """A device tensor with these values; it remembers where they came from."""
-        moved, copy = _to_device(tensor.detach(), device)
+        """A device tensor with these values, in float32 where the device has no float64; it remembers its copy."""
+        try:
+            moved, copy = _to_device(tensor.detach(), device)
+        except TypeError:  # a device without float64
+            if tensor.dtype not in NARROWER:
+                raise
+            self.narrowed = True
+            moved, copy = _to_device(tensor.detach().to(NARROWER[tensor.dtype]), device)
         self.count(copy)
         self.put(moved, copy)
         return moved
@@ -170,9 +177,22 @@ class HostCopies:
         with self._counting:
             self.copied_bytes += copied.numel() * copied.element_size()
 
-    def address(self, tensor: Tensor) -> int:
-        """Where the latest copy of a tensor is, 0 where it has none."""
-        return self._addresses.get(id(tensor), 0)
+    def forget_addresses(self) -> None:
+        """A call begins: from now on, `address` knows copies that are made during this call, or kept."""
+        self._addresses.clear()
+
+    def address(self, tensor: Tensor, held: list[Tensor]) -> int:
+        """Where the copy of a tensor is; one that has none gets one, which is added to `held`."""
+        if tensor.is_cpu:
+            return pointer_of(tensor)
+        known = self.get(tensor)
+        if known is not None:
+            return pointer_of(known)
+        found = self._addresses.get(pointer_of(tensor))
+        if found is None:
+            held.append(self.on_host(tensor))
+            found = pointer_of(held[-1])
+        return found
 
     def end(self) -> None:
         """Let go of everything; backward passes of calls that ran may still come."""

@@ -17,6 +17,13 @@ PARTS: Final = ("input", "output", "grad_outputs", "grad_inputs")
 _MAX_VALUES: Final = 1_000_000  # in one file; a real call has a few, a foreach call of an optimizer thousands
 
 
+# Types of arguments that are data, and that PyTorch does not load unless it is told to.
+_PLAIN_DATA: Final[list[Any]] = [
+    *(slice, range, (Ellipsis, "builtins.Ellipsis")),
+    *(kind for kind in vars(torch.return_types).values() if isinstance(kind, type)),
+]
+
+
 class CannotReplay(ArchiveError):
     """An intact capture of a call that cannot run alone, such as a collective."""
 
@@ -60,10 +67,12 @@ def read(path: Path) -> dict[str, Any]:
         is_plain, size = payload is not None, path.stat().st_size
         if not is_plain:
             _check_records(path, size)
-            payload = torch.load(path, map_location="cpu", weights_only=True)
+            with torch.serialization.safe_globals(_PLAIN_DATA):
+                payload = torch.load(path, map_location="cpu", weights_only=True)
+            _check_tree(payload, size)  # the plain form never claims more than its size
+            if _is_of_ditorch(payload):
+                payload = _converted(payload, path.stem)
         _check_format(payload)
-        if not is_plain:  # which never claims more than its size
-            _check_tree(payload, size)
         decoded = {key: archive.decode(value) for key, value in payload.items()}
         return {**decoded, "as_tuples": _kinds_lost(payload)}
     except ArchiveError as error:
@@ -92,6 +101,25 @@ def _check_format(payload: Any) -> None:
         raise ArchiveError("is not an op_tools capture (no format field)")
     if payload["format"] != archive.FORMAT:
         raise ArchiveError(f"was written in format {payload['format']!r}, this version reads {archive.FORMAT}")
+
+
+def _is_of_ditorch(payload: Any) -> bool:
+    """Whether a file was written by the op_tools of ditorch 2024; in it, each part is the arguments of a call."""
+    if not isinstance(payload, dict) or not {"name", "args", "kwargs", "identifier"} <= payload.keys():
+        return False
+    args, kwargs = payload["args"], payload["kwargs"]
+    return "format" not in payload and isinstance(args, tuple) and isinstance(kwargs, (dict, type(None)))
+
+
+def _converted(payload: dict[str, Any], part: str) -> dict[str, Any]:
+    args, kwargs = payload["args"], payload["kwargs"] or {}
+    if part == "input" and not kwargs and [type(a) for a in args] == [tuple, dict]:
+        args, kwargs = args  # its first version saved a pair
+    content = {"args": args, "kwargs": kwargs}
+    if part != "input":
+        content = {"result": args[0]} if part == "output" and args else {part: args}
+    encoded = {key: archive.encode(value) for key, value in content.items()}
+    return {"format": archive.FORMAT, "name": payload["name"], "of_ditorch": True, **encoded}
 
 
 def _check_tree(payload: Any, size: int) -> None:

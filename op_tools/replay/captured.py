@@ -70,6 +70,9 @@ class CapturedOp:
             if missing:
                 raise CannotReplay(f"arguments of type {', '.join(missing)} were not captured")
             self.note = ""
+            self._of_ditorch = bool(payload.get("of_ditorch"))
+            if self._of_ditorch and self.traits.random is not False:
+                self.drew_from = self.drew_from or "a random state that was not captured"
             self.host_args, self.host_kwargs = self._on_host(payload["args"], payload["kwargs"], contiguous)
         self.writes = _writes(self.name, self.host_args, self.host_kwargs)
         self.args: tuple[Any, ...] = ()
@@ -95,7 +98,8 @@ class CapturedOp:
         if part in self._parts:
             return self._parts[part]
         path = self.folder / f"{part}.pth"
-        if not path.exists():
+        # ditorch saved gradients of the last autograd node, which may be within the operator
+        if not path.exists() or (self._of_ditorch and part == "grad_inputs"):
             return None
         payload = read(path)
         key = "result" if part == "output" else part
@@ -196,7 +200,11 @@ class CapturedOp:
     def prepare_backward(self) -> None:
         """Put the incoming gradients on the device: the captured ones, or ones (`op.prepare_backward()`)."""
         outputs = list(tensors_in(self.result))
+        as_saved = "grad_outputs" not in self._parts
         captured = self.captured("grad_outputs") if self.has_backward else None
+        if captured is not None and as_saved and self._of_ditorch:  # ditorch saved those of differentiable results
+            given = iter(captured)
+            captured = self._parts["grad_outputs"] = [next(given, None) if t.requires_grad else None for t in outputs]
         if captured is not None and len(captured) != len(outputs):
             raise ArchiveError(
                 f"{self.folder / 'grad_outputs.pth'}: {len(captured)} gradients, but {self.name} "

@@ -56,7 +56,7 @@ class Report:
     # -- one capture ----------------------------------------------------------------------------------
 
     def _show(self, outcome: Outcome) -> None:
-        console.emit(str(outcome.folder))
+        console.emit(f"{outcome.folder}\n\n\n")
         runs = max(len(outcome.forward_ms), len(outcome.backward_ms), 1)
         for number in range(runs):
             self._forward_id += 1
@@ -87,7 +87,9 @@ class Report:
             header = ["name", "forward_id", f"{which}_elasped", "unit"]
             lines.append(console.table(header, [[outcome.op, str(self._forward_id), f"{times[number]:.8f}", "ms"]]))
         if lines:
-            console.emit("\n".join(lines) + "\n")
+            timed = number < len(times)
+            above, below = ("", "") if backward else ("\n" * 3 * bool(timed and number), "\n" * (3 if timed else 1))
+            console.emit(above + "\n".join(lines) + "\n" + below)
 
     # -- the end --------------------------------------------------------------------------------------
 

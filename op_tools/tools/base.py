@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 
 from .. import settings
 from ..call.description import Described, Finding, TensorMeta, labelled
+from ..call.devices import NO_DOUBLE
 from ..call.filter import OpFilter
 from ..call.traits import OpTraits
 from ..settings import SettingsError
@@ -51,7 +52,7 @@ class Tool(Hooks):
     columns: ClassVar[dict[str, str]] = {}  # of its table in the store
     feature: ClassVar[str] = ""  # its name in `apply_feature`, if it has one
     run_options: ClassVar[dict[str, dict[str, Any]]] = {}  # of `op_tools run`: keyword of the tool, words for argparse
-    announces: ClassVar[bool] = False  # says "apply OpXHook on ..." for every call
+    announces: ClassVar[bool] = False  # says "apply OpXHook on ..." as a tool; the others do as features
     _store: store.Store | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -197,14 +198,14 @@ class Tool(Hooks):
                 return True
         except Exception as error:
             self.failed(call, error, "condition_func raised")
-        self.view.skip(self.hook, call.op)
+        self.skipped(call.op)
         return False
 
     def count(self, call: Call) -> None:
         """Count the call, and say `apply OpXHook on ...` where that is documented."""
         with self._counting:
             self.calls[call.op] += 1
-        if self.announces or self.only is not None:
+        if self.announces != (self.only is not None):
             self.view.apply(self.hook, call.op)
 
     # -- findings ---------------------------------------------------------------------------------------
@@ -218,6 +219,11 @@ class Tool(Hooks):
         """A fast path is broken for good: report it once per run."""
         if self._is_first(part, "slow"):
             self._report(Finding(self.name, part, "slow", f"a slower way is used: {why}"))
+
+    def no_double(self) -> None:
+        """Say, once per run, that the device has no float64 and float32 stands in for it."""
+        if self._is_first("", "no float64"):
+            self.view.say(NO_DOUBLE)
 
     def _is_first(self, op: str, kind: str) -> bool:
         with self._counting:

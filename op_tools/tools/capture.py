@@ -67,7 +67,8 @@ class OpCapture(Tool):
         self._root = str(self.folder)
         self._inputs, self._outputs, self._grads = Layouts(), Layouts(), Layouts()
         self._gradients = Descriptions()
-        self._shown: deque[_Shown] = deque()
+        self._shown: deque[_Shown | str] = deque()  # blocks, and operators that were left alone
+        self._showing = threading.Lock()
         self._fetchers: dict[int, Fetcher] = {}
         self.bytes_written = 0
         self.files_written = 0
@@ -206,11 +207,22 @@ class OpCapture(Tool):
 
     # -- what is shown --------------------------------------------------------------------------------
 
+    def skipped(self, op: str) -> None:
+        if self.view.full:  # the line waits until the files of earlier calls are written
+            self._shown.append(op)
+            self._show_done()
+
     def _show_done(self) -> None:
-        while self._shown and self._shown[0].done:
-            shown = self._shown.popleft()
-            if shown.paths:
-                self._show(shown.call, shown.paths, shown.gradients)
+        with self._showing:
+            while self._shown:
+                shown = self._shown[0]
+                if not isinstance(shown, str) and not shown.done:
+                    return
+                self._shown.popleft()
+                if isinstance(shown, str):
+                    self.view.skip(self.hook, shown)
+                elif shown.paths:
+                    self._show(shown.call, shown.paths, shown.gradients)
 
     def _show(self, call: Call, paths: list[Path], gradients: tuple[Described, Described] | None) -> None:
         lines = [f"{path} saved" for path in paths]
@@ -230,7 +242,7 @@ class OpCapture(Tool):
             first.data_ptrs + second.data_ptrs,
             console.CAPTURE_COLUMNS,
         )
-        self.view.block(*lines, shown, "\n\n\n")
+        self.view.block(*lines, shown, below=4)
 
     def finish(self) -> None:
         self.writer.close()

@@ -12,7 +12,7 @@ import torch
 
 from .. import settings
 from ..call.description import Tensor, map_tensors, tensors_in
-from ..call.devices import autocast_dtype, get_rng_state, quiet, set_rng_state
+from ..call.devices import NARROWER, autocast_dtype, get_rng_state, quiet, set_rng_state
 from ..copies.host_copies import version_of
 from ..view import console
 from ..watch.intercept import Call
@@ -51,6 +51,7 @@ class OpDtypeCast(Tool):
         if self.only is not None:  # a feature may be applied before its variable is set: it is read at each call
             self._casts = settings.Casts(os.environ)
         self._by_op: dict[str, tuple[str, dict[torch.dtype, torch.dtype]]] = {}
+        self._narrowed = False  # whether a cast to float64 became one to float32
         self._result_dtypes: dict[Any, tuple[torch.dtype | None, ...]] = {}
 
     def _map_for(self, op: str) -> tuple[str, dict[torch.dtype, torch.dtype]]:
@@ -71,6 +72,7 @@ class OpDtypeCast(Tool):
         if not any(t.dtype in mapping for t in tensors_in((call.args, call.kwargs))):
             return run(call.args, call.kwargs)
         expected = self._expected_dtypes(call)
+        self.count(call)
         cast: dict[int, tuple[Tensor, Tensor]] = {}  # the original and its copy, by the id of the original
         actions: list[tuple[str, str]] = []
 
@@ -79,13 +81,16 @@ class OpDtypeCast(Tool):
             if target is None:
                 return tensor
             if id(tensor) not in cast:
-                cast[id(tensor)] = (tensor, tensor.to(target))
-            actions.append((f"input[{index}]", f"{tensor.dtype} -> {target}"))
-            return cast[id(tensor)][1]
+                cast[id(tensor)] = (tensor, self._converted(tensor, target))
+            copy = cast[id(tensor)][1]
+            if copy is not tensor:
+                actions.append((f"input[{index}]", f"{tensor.dtype} -> {copy.dtype}"))
+            return copy
 
         args = [map_tensors(arg, functools.partial(change, index)) for index, arg in enumerate(call.args)]
         named = enumerate(call.kwargs.items(), len(args))
         kwargs = {key: map_tensors(value, functools.partial(change, index)) for index, (key, value) in named}
+        cast = {key: pair for key, pair in cast.items() if pair[0] is not pair[1]}
         versions = [version_of(copy) for _, copy in cast.values()]
         with torch.autocast(call.device.type, enabled=False):
             result = run(tuple(args), kwargs)
@@ -96,6 +101,15 @@ class OpDtypeCast(Tool):
         result = _restored(result, back, expected, actions)
         call.notes[self] = (actions, config)
         return result
+
+    def _converted(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        try:
+            return tensor.to(dtype)
+        except TypeError:  # a device without float64
+            if dtype not in NARROWER:
+                raise
+            self._narrowed = True
+            return tensor.to(NARROWER[dtype])
 
     def _expected_dtypes(self, call: Call) -> tuple[torch.dtype | None, ...]:
         """The dtypes that the operator itself would return: seen once per operator and input dtypes."""
@@ -118,13 +132,14 @@ class OpDtypeCast(Tool):
         if noted is None:
             return
         actions, config = noted
-        self.count(call)
         site = self.site(call)
         for target, action in actions:
             self.record(call.id, site, target, action, config)
-        if self.view.full:
+        if self.view.full and actions:
             rows = [[call.op, target, action, config] for target, action in actions]
             self.view.block(console.table(console.CAST_COLUMNS, rows))
+        if self._narrowed:
+            self.no_double()
 
 
 def _restored(

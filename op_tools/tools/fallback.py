@@ -11,20 +11,21 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 
-from ..call.description import Tensor, TensorMeta, labelled, map_tensors, tensors_in
+from ..call.description import Described, Tensor, TensorMeta, describe, labelled, map_tensors, tensors_in
 from ..call.devices import accelerator_type, autocast_dtype
 from ..copies.host_copies import HostCopies
 from ..copies.pinned_results import LIBRARY, PinnedResults
 from ..watch import patches
 from ..watch.intercept import Call
 from .base import Tool
-from .on_cpu import NoCpuKernel, OnCpu, cpu_argument, random_stream
+from .on_cpu import HALVES, NoCpuKernel, OnCpu, cpu_arguments, random_stream
 
 _Move = Callable[[Tensor], Tensor]
+_DTYPES: Final = (torch.dtype, Tensor)  # what says in which dtype a conversion ends
 _MAX_MISSING: Final = 10_000
 _USERS: Final = itertools.count(1)
 _WITH_PINNED_RESULTS: Final = frozenset({"cuda"})  # elsewhere results are copied to pinned memory, if there is any
@@ -57,8 +58,9 @@ class OpFallback(Tool):
         if pinned is not None:
             why = "results of CPU kernels are in pinned memory, one copy away from the device"
             patches.record(self._allocator, why, pinned.stop, "native")
-        self._copies = HostCopies(keep, pinned)
+        self._copies = HostCopies(keep, pinned, shown=self.view.full)
         self._missing: dict[Any, str] = {}  # calls like these have no CPU kernel, and why
+        self._shown = object()  # key of what is shown of a call
         self.copied_bytes = 0
 
     def transform(self, call: Call, run: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Any:
@@ -67,13 +69,17 @@ class OpFallback(Tool):
             return run(call.args, call.kwargs)
         if call.traits.transfer:
             return run(call.args, call.kwargs)
-        self.count(call)
+        full = self.view.full
+        if full:
+            self._copies.forget_addresses()
+            given = call.inputs if call.inputs.args or call.inputs.kwargs else describe(call.args, call.kwargs)
         like = (call.function, call.inputs.number)
         missing = self._missing.get(like) if call.inputs.number else None
         ran_on = "cpu"
+        mode = OnCpu(self._copies)
         if missing is None:
             try:
-                with OnCpu(self._copies):
+                with mode:
                     result = run(call.args, call.kwargs)
                 self._copies.settle()
             except NoCpuKernel as error:
@@ -87,7 +93,12 @@ class OpFallback(Tool):
                 self.found(call, "refused", f"{missing}; {reason}; it ran on the device", once=True)
                 result = run(call.args, call.kwargs)
                 ran_on = "device"
+        if call.traits.conversion and _only_moved(call, result):
+            return result
+        self.count(call)
         call.notes[self] = ran_on
+        if full and ran_on == "cpu":
+            call.notes[self._shown] = _Ran(given, call.args, call.kwargs, result, mode.converted)
         return result
 
     def after(self, call: Call) -> None:
@@ -96,28 +107,35 @@ class OpFallback(Tool):
             return
         site = self.site(call)
         self.record(call.id, site, ran_on, call.step)
-        if self.view.full and ran_on == "cpu":
-            self._show(call, site)
+        ran = call.notes.pop(self._shown, None)
+        if ran is not None:
+            self._show(call, site, ran)
+        if self._copies.narrowed:
+            self.no_double()
 
-    def _show(self, call: Call, site: int) -> None:
-        before, after = call.inputs, call.outputs
-        address = self._copies.address
-        on_cpu, results = [address(t) for t in call.tensors], [address(t) for t in call.results]
+    def _show(self, call: Call, site: int, ran: _Ran) -> None:
+        before = ran.given
+        after = call.outputs if ran.result is call.result else describe((ran.result,))
+        held: list[Tensor] = []  # or the next copy may be where this one was
+        on_cpu = [self._copies.address(t, held) for t in tensors_in((ran.args, ran.kwargs))]
+        results = [self._copies.address(t, held) for t in tensors_in(ran.result)]
         pointers = (*before.data_ptrs, *on_cpu, *after.data_ptrs, *results)
 
         def rows() -> list[tuple[str, TensorMeta | str]]:
+            given = describe(*cpu_arguments(ran.args, ran.kwargs))
+            wide = {low: dtype for dtype, low in ran.converted.items()}
             return [
                 *labelled(before, "input(device)"),
-                *_as_cpu(labelled(before, "input(cpu)")),
+                *_as_cpu(labelled(given, "input(cpu)"), {low: wide[low] for low in HALVES if low in wide}),
                 *labelled(after, "output(device)"),
-                *_as_cpu(labelled(after, "output(cpu)")),
+                *_as_cpu(labelled(after, "output(cpu)"), wide),
             ]
 
-        self.view.block(
-            f"{call.op}    forward_id: {call.id}",
-            call.location,
-            self.view.tables.render(site, call.op, rows, pointers),
-        )
+        key = (site, before.args, before.kwargs, after.args, tuple(ran.converted))
+        lines = [self.view.tables.render(key, call.op, rows, pointers)]
+        if ran.converted:
+            lines.append(f"dtype_convert_back_dict:{ran.converted}")
+        self.view.block(f"{call.op}    forward_id: {call.id}", call.location, *lines, above=3, below=3)
 
     def before_node(self, call: Call, node: int) -> Any:
         if call.notes.get(self) != "cpu":
@@ -141,6 +159,16 @@ class OpFallback(Tool):
 
     def summary(self) -> list[str]:
         return [f"{self.copied_bytes / 1e6:.1f} MB copied between device and host"]
+
+
+class _Ran(NamedTuple):
+    """A call that ran on the CPU, for the console: a cast around it may have changed its arguments."""
+
+    given: Described
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any
+    converted: dict[torch.dtype, torch.dtype]  # dtypes that the CPU computed in, and those of the results
 
 
 class _CannotRunWhole(Exception):
@@ -175,8 +203,7 @@ def _run_whole(call: Call, host: HostCopies) -> Any:
             copies[id(tensor)] = _Moved.apply(tensor, host.on_host, to_device)  # type: ignore[no-untyped-call]
         return copies[id(tensor)]
 
-    args = map_tensors(call.args, fetch)
-    kwargs = {k: cpu_argument(k, map_tensors(v, fetch)) for k, v in call.kwargs.items()}
+    args, kwargs = cpu_arguments(*map_tensors((call.args, call.kwargs), fetch))
     before = {key: copy._version for key, copy in copies.items()}
     low = autocast_dtype(device.type)
     random = call.traits.random is not False
@@ -194,6 +221,22 @@ def _run_whole(call: Call, host: HostCopies) -> Any:
     return map_tensors(result, lambda t: _Moved.apply(t, to_device, host.on_host))  # type: ignore[no-untyped-call]
 
 
-def _as_cpu(rows: list[tuple[str, TensorMeta | str]]) -> list[tuple[str, TensorMeta | str]]:
+def _as_cpu(
+    rows: list[tuple[str, TensorMeta | str]], wide: dict[torch.dtype, torch.dtype]
+) -> list[tuple[str, TensorMeta | str]]:
     cpu = torch.device("cpu")
-    return [(label, part._replace(device=cpu) if isinstance(part, TensorMeta) else part) for label, part in rows]
+    return [
+        (label, part._replace(device=cpu, dtype=wide.get(part.dtype, part.dtype)))
+        if isinstance(part, TensorMeta)
+        else (label, part)
+        for label, part in rows
+    ]
+
+
+def _only_moved(call: Call, result: Any) -> bool:
+    """Whether a conversion took its tensor to a device, or would have; one of the dtype alone is an operator."""
+    tensor = next(tensors_in((call.args, call.kwargs)))
+    if not isinstance(result, Tensor) or result.device != tensor.device:  # x.type() is a question
+        return True
+    asked = (*call.args[1:], *call.kwargs.values())
+    return result is tensor and call.op == "torch.Tensor.to" and not any(isinstance(a, _DTYPES) for a in asked)

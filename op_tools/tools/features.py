@@ -14,7 +14,8 @@ from typing import Any
 from torch.overrides import get_testing_overrides
 
 from .. import lifecycle
-from ..call.traits import name_of, traits_of
+from ..call.functions import name_of, watched_name
+from ..call.traits import traits_of
 from ..settings import SettingsError, near_misses
 from ..watch import patches
 from ..watch.intercept import INTERCEPTOR
@@ -104,7 +105,7 @@ def apply_feature(
 def _resolve(ops: Any) -> list[tuple[str, Callable[..., Any]]]:
     if isinstance(ops, str):
         found = _by_name(ops)
-        return _resolve(found) if isinstance(found, ModuleType) else [(ops, found)]
+        return _resolve(found) if isinstance(found, ModuleType) else [(watched_name(ops), found)]
     if isinstance(ops, ModuleType):
         members = [
             (f"{ops.__name__}.{name}", member)

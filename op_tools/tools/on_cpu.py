@@ -16,7 +16,7 @@ from ..compat import DispatchMode, no_torch_function
 from ..copies.host_copies import READS_AT_ONCE, HostCopies, wait_for_copies
 from ..copies.pinned_results import PinnedResults
 
-_HALVES: Final = (torch.float16, torch.bfloat16)
+HALVES: Final = (torch.float16, torch.bfloat16)
 
 
 class _Kernel(NamedTuple):
@@ -65,6 +65,7 @@ class OnCpu(DispatchMode):
     def __init__(self, copies: HostCopies) -> None:
         super().__init__()
         self._copies = copies
+        self.converted: dict[torch.dtype, torch.dtype] = {}  # from what the CPU computed in to what it gave back
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -109,9 +110,9 @@ class OnCpu(DispatchMode):
             with random_stream(device, kwargs.get("generator")) as generator:
                 if generator is not None:
                     cpu_kwargs = {**cpu_kwargs, "generator": generator}
-                result = _call_on_cpu(func, tuple(cpu_args), cpu_kwargs, self._copies.pinned)
+                result = _call_on_cpu(func, tuple(cpu_args), cpu_kwargs, self._copies.pinned, self.converted)
         else:
-            result = _call_on_cpu(func, tuple(cpu_args), cpu_kwargs, self._copies.pinned)
+            result = _call_on_cpu(func, tuple(cpu_args), cpu_kwargs, self._copies.pinned, self.converted)
         for tensor in written:
             copy = copies.get(id(tensor))
             if copy is not None:
@@ -121,7 +122,10 @@ class OnCpu(DispatchMode):
             for key, copy in copies.items():
                 if copy is tensor:  # an argument handed back
                     return next(t for t in tensors if id(t) == key)
-            return self._copies.on_device(tensor, device)
+            moved = self._copies.on_device(tensor, device)
+            if moved.dtype != tensor.dtype:
+                self.converted[tensor.dtype] = moved.dtype
+            return moved
 
         def returned(value: Any, where: int | str | None) -> Any:
             return map_tensors(value, move) if where is None else _argument(args, kwargs, where)
@@ -181,9 +185,20 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], where: int | str) -
 
 
 def cpu_argument(name: str, value: Any) -> Any:
-    if name == "device" and value is not None:
+    if isinstance(value, torch.device) or (name == "device" and value is not None):
         return torch.device("cpu")
     return None if name == "pin_memory" else value
+
+
+def cpu_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a function for the CPU: devices that they name become the CPU; tensors stay where they are.
+
+    >>> cpu_arguments(("cuda:0", torch.float64), {"device": "cuda"})
+    ((device(type='cpu'), torch.float64), {'device': device(type='cpu')})
+    """
+    cpu = torch.device("cpu")
+    named = [cpu if isinstance(a, str) and facts.is_device_text(a) else cpu_argument("", a) for a in args]
+    return tuple(named), {k: cpu_argument(k, v) for k, v in kwargs.items()}
 
 
 def _device_of(tensors: list[Tensor], kwargs: dict[str, Any]) -> torch.device | None:
@@ -200,37 +215,47 @@ def _device_of(tensors: list[Tensor], kwargs: dict[str, Any]) -> torch.device | 
 def _moves(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a kernel carries data between devices, which the CPU alone cannot do."""
     if func is torch.ops.aten._to_copy.default:
-        wanted = kwargs.get("device")
-        return wanted is not None and torch.device(wanted).type != args[0].device.type
+        wanted, here = kwargs.get("device"), args[0].device
+        return wanted is not None and torch.device(wanted) not in (here, torch.device(here.type))
     if func in (torch.ops.aten.copy_.default, torch.ops.aten._copy_from.default):
         return bool(args[0].device != args[1].device)
     return False
 
 
-def _call_on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], pinned: PinnedResults | None) -> Any:
+def _call_on_cpu(
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    pinned: PinnedResults | None,
+    converted: dict[torch.dtype, torch.dtype],
+) -> Any:
     try:
         return func(*args, **kwargs) if pinned is None else pinned.run(func, args, kwargs)
     except (NotImplementedError, RuntimeError) as error:
         text = str(error)
-        if any(t.dtype in _HALVES for t in tensors_in((args, kwargs))) and "not implemented for" in text:
-            return _in_float32(func, args, kwargs)
+        if any(t.dtype in HALVES for t in tensors_in((args, kwargs))):
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # then the dtype is not what is wrong
+                return _in_float32(func, args, kwargs, converted)
         if "Could not run" in text or "not implemented" in text or isinstance(error, NotImplementedError):
             raise NoCpuKernel(f"the CPU has no kernel for {func}") from error
         raise
 
 
-def _in_float32(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _in_float32(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], converted: dict[torch.dtype, torch.dtype]
+) -> Any:
     """The CPU lacks this kernel for half types: compute in float32, give back the half type."""
-    half = next(t.dtype for t in tensors_in((args, kwargs)) if t.dtype in _HALVES)
+    half = next(t.dtype for t in tensors_in((args, kwargs)) if t.dtype in HALVES)
     raised: dict[int, tuple[Tensor, Tensor]] = {}  # the original and its copy, by the id of the original
 
     def up(tensor: Tensor) -> Tensor:
-        if tensor.dtype not in _HALVES:
+        if tensor.dtype not in HALVES:
             return tensor
         return raised.setdefault(id(tensor), (tensor, tensor.float()))[1]
 
-    wide_kwargs = {k: torch.float32 if v in _HALVES and k == "dtype" else map_tensors(v, up) for k, v in kwargs.items()}
+    wide_kwargs = {k: torch.float32 if v in HALVES and k == "dtype" else map_tensors(v, up) for k, v in kwargs.items()}
     result = func(*map_tensors(args, up), **wide_kwargs)
+    converted[torch.float32] = half
     for original, wide in raised.values():
         if wide._version:  # written to
             original.copy_(wide)

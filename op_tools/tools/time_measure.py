@@ -91,7 +91,7 @@ class OpTimeMeasure(Tool):
         self._folder = settings.results_dir() / "op_time_measure_result"
         self.wants_gradients = self.view.full
         self._spans = object()  # key of the notes of a call whose backward pass is on its way
-        self._waiting: deque[_Timing] = deque()
+        self._waiting: deque[_Timing | str] = deque()  # times, and operators that were left alone
         self._free: dict[str, list[Any]] = {}  # device events that have been read, by device type
         self._samples: dict[tuple[str, str], _Samples] = {}
         self._reading = threading.Lock()
@@ -184,7 +184,11 @@ class OpTimeMeasure(Tool):
 
     # -- reading back ---------------------------------------------------------------------------------
 
-    def _wait_for(self, timing: _Timing) -> None:
+    def skipped(self, op: str) -> None:
+        if self.view.full:  # the line waits for the times of earlier calls
+            self._wait_for(op)
+
+    def _wait_for(self, timing: _Timing | str) -> None:
         waiting = self._waiting
         waiting.append(timing)
         at_once = self.only is not None  # a feature on one operator shows at once
@@ -198,6 +202,10 @@ class OpTimeMeasure(Tool):
         waiting = self._waiting
         while waiting:
             timing = waiting[0]
+            if isinstance(timing, str):
+                waiting.popleft()
+                self.view.skip(self.hook, timing)
+                continue
             spans = timing.spans
             if type(spans) is Pass:
                 clock = self._clock
@@ -248,7 +256,10 @@ class OpTimeMeasure(Tool):
             ["name", "forward_id", f"{timing.phase}_elasped", "unit"],
             [[call.op, str(call.id), f"{elapsed:.8f}", "ms"]],
         )
-        self.view.block(*([call.location] if forward else []), shown, times)
+        if forward:
+            self.view.block(call.location, shown, times, above=3, below=3)
+        else:
+            self.view.block(shown, times)
 
     # -- results --------------------------------------------------------------------------------------
 

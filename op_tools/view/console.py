@@ -142,10 +142,10 @@ class View:
         if self.full:
             emit(f"apply {hook} on {op}")
 
-    def block(self, *lines: str) -> None:
-        """A block of a single call, at level full."""
+    def block(self, *lines: str, above: int = 0, below: int = 0) -> None:
+        """A block of a single call, at level full, with so many blank lines above and below it."""
         if self.full:
-            emit("\n".join(lines))
+            emit("\n" * above + "\n".join(lines) + "\n" * (below + 1))
 
     def say(self, *lines: str) -> None:
         """A message at the end or about the tool itself, at levels full and summary."""

@@ -48,6 +48,10 @@ class Hooks:
         """Whether the tool works on this very call; asked only of gated tools."""
         return True
 
+    def skipped(self, op: str) -> None:
+        """An operator was left alone, and the console names it."""
+        self.view.skip(self.hook, op)
+
     def before(self, call: Call) -> None:
         """The operator is about to run."""
 

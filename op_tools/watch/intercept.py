@@ -159,7 +159,7 @@ class Interceptor(TorchFunctionMode):
         if not self.include_cpu and not _is_on_device(args, kwargs, traits):
             return func(*args, **kwargs)
         for tool in plan.skipped:
-            tool.view.skip(tool.hook, traits.name)
+            tool.skipped(traits.name)
         observers, transforms = plan.observers, plan.transforms
         if not observers and not transforms:
             return func(*args, **kwargs)
@@ -373,7 +373,9 @@ def _is_on_device(args: tuple[Any, ...], kwargs: dict[str, Any], traits: OpTrait
     if traits.factory and wanted is None:
         return names_device(torch.get_default_device())
     if traits.transfer:
-        return not traits.name.endswith((".to", ".cpu")) or any(names_device(a) for a in args[1:2])
+        return not traits.name.endswith(".cpu")
+    if traits.conversion:
+        return any(names_device(a) for a in args[1:2])
     others = [a for a in args if type(a) not in _SCALARS and type(a) not in _CONTAINERS and not isinstance(a, Tensor)]
     return any(not t.is_cpu and t.device.type != "meta" for t in tensors_in(others))
 

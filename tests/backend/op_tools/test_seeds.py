@@ -375,10 +375,10 @@ def test_apply_feature(tmp_path: Path) -> None:
     three, four = three.split("=== 4\n")
     four, _ = four.split("=== end\n")
     assert one.startswith(
-        "hook enable because a.dtype is float16\napply OpFallbackHook on torch.add\ntorch.add    forward_id: 1\n"
+        "hook enable because a.dtype is float16\napply OpFallbackHook on torch.add\n\n\n\ntorch.add    forward_id: 1\n"
     )
     assert two.startswith(
-        "hook enable because a.dim() is 2\napply OpAutoCompareHook on torch.sub\ntorch.sub forward_id: 2"
+        "hook enable because a.dim() is 2\napply OpAutoCompareHook on torch.sub\n\n\n\ntorch.sub forward_id: 2"
     )
     assert two.rstrip().endswith("hook disable\nskip OpAutoCompareHook on torch.sub")
     assert re.match(
@@ -404,7 +404,7 @@ def test_offline_commands(tmp_path: Path) -> None:
     folder = tmp_path / "op_tools_results/op_capture_results/torch.nn.functional.linear"
     done = command(["op_tools/run_op_from_data.py", f"{folder}/", "--acc_check", "--run_times", "1"], tmp_path)
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    lines = [line for line in done.stdout.splitlines() if line]
     assert lines[0].startswith("ditorch.framework: ")
     assert lines[1].startswith(str(folder))
     assert lines[2].startswith("torch.nn.functional.linear forward_id: 1    cpu_dtype_cast_info(from:to): ")
