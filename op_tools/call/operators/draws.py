@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .registry import FUNCTIONS, FunctionFacts
+from .registry import FUNCTIONS, KERNELS, FunctionFacts, KernelFacts, Kind
 
 # Compositions in Python, which have no schema that would say that they are random.
 FUNCTIONS.register("dropout", FunctionFacts(draws=True, inplace_option=True, law="dropout"))
@@ -13,8 +13,14 @@ FUNCTIONS.register("dropout_", FunctionFacts(law="dropout"))
 FUNCTIONS.register(
     "dropout1d dropout2d dropout3d", FunctionFacts(draws=True, inplace_option=True, law="channel dropout")
 )
-FUNCTIONS.register("feature_dropout", FunctionFacts(law="channel dropout"))
-FUNCTIONS.register("alpha_dropout feature_alpha_dropout rrelu", FunctionFacts(draws=True, inplace_option=True))
+FUNCTIONS.register("feature_dropout feature_dropout_", FunctionFacts(law="channel dropout"))
+FUNCTIONS.register("alpha_dropout", FunctionFacts(draws=True, inplace_option=True, law="alpha dropout"))
+FUNCTIONS.register("alpha_dropout_", FunctionFacts(law="alpha dropout"))
+FUNCTIONS.register(
+    "feature_alpha_dropout", FunctionFacts(draws=True, inplace_option=True, law="alpha channel dropout")
+)
+FUNCTIONS.register("feature_alpha_dropout_", FunctionFacts(law="alpha channel dropout"))
+FUNCTIONS.register("rrelu", FunctionFacts(draws=True, inplace_option=True))
 FUNCTIONS.register("normal_ uniform_", FunctionFacts(draws=True, law="samples"))
 FUNCTIONS.register("""
     fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d fractional_max_pool3d_with_indices
@@ -25,6 +31,8 @@ FUNCTIONS.register("""
     bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal poisson rand rand_like randint
     randint_like randn randn_like random_
     """, FunctionFacts(law="samples"))  # fmt: skip
+
+KERNELS.register("bernoulli", KernelFacts(Kind.EXACT))  # zeros and ones
 
 
 def really_draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
