@@ -1,7 +1,7 @@
 """Calls that draw random numbers, on the run's thread: the state of the generator, and the draws of calls with dropout.
 
 To find out what a call drew inside, the device does it once more from the same state of its generator, on copies, and
-the draws are noted (`judge/draws.py`). The training does not notice: the generators go on from where the call left them.
+the draws are noted (`judge/draws.py`). Then the generators go on from where the call left them.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Recorder(DispatchMode):
         return result
 
     def _mask_inside(self, func: Any, args: Any, kwargs: Any) -> Draw:
-        """What a fused attention drops: with equal weights and a part of the identity for values its result shows it."""
+        """What a fused attention drops: with equal weights, and the identity for values, its result shows it."""
         query, key, value = args[:3]
         length, width = value.shape[-2:]
         elements = query.numel() // max(1, query.shape[-1]) * length
@@ -126,7 +126,7 @@ class Substitute(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not draws(func, args, kwargs) or _has_generator(args, kwargs):  # probes have one: calls were deprived of it
+        if not draws(func, args, kwargs):
             return func(*args, **kwargs)
         name = _name(func)
         if name == "native_dropout":

@@ -322,7 +322,7 @@ def _execute(
             function = facts.on_cpu(source.name, function)
         args, kwargs = _map_settings(copier.copy(given, source.tensors), cast)
         drawn = None if source.draws is None else Substitute(source.draws)
-        with drawn or contextlib.nullcontext(), mode or contextlib.nullcontext():
+        with mode or contextlib.nullcontext(), drawn or contextlib.nullcontext():  # what probes draw is their own
             outputs = function(*args, **kwargs)
             if drawn is not None and not drawn.used_up:
                 raise DrawsRandomNumbers("the device draws other numbers than the CPU")

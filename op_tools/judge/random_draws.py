@@ -77,6 +77,8 @@ def is_dropout(name: str) -> bool:
 def recover(name: str, args: Sequence[Any], kwargs: dict[str, Any], outputs: Any) -> Mask | None:
     """The mask of a dropout, from its arguments before the call and its result; None where it drops nothing."""
     law = function_facts(name).law
+    if not law.endswith("dropout"):
+        return None
     given = [*args[:3], *[None] * (3 - len(args))]
     x = kwargs.get("input", given[0])
     p = kwargs.get("p", 0.5) if given[1] is None else given[1]
@@ -267,7 +269,7 @@ def _not_from(values: Tensor, law: tuple[Any, ...], dtype: torch.dtype) -> str:
     cumulative = _CUMULATIVE.get(kind)
     if cumulative is None or deviation <= 0:
         return ""
-    points = values.sort().values
+    points = values.sort().values.clamp(-1e30, 1e30)  # a half type may overflow
     width = points.abs() * grid
     ranks = torch.arange(count + 1, dtype=torch.float64) / count
     over = cumulative(points - width, a, b) - ranks[1:]
@@ -281,7 +283,8 @@ def _not_distributed(how: str, distance: float, limit: float) -> str:
 
 
 def _normal(x: Tensor, mean: float, deviation: float) -> Tensor:
-    return torch.special.ndtr((x - mean) / deviation)
+    found: Tensor = torch.special.ndtr((x - mean) / deviation)
+    return found
 
 
 _CUMULATIVE: Final[dict[str, Callable[[Tensor, float, float], Tensor]]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .registry import FUNCTIONS, KERNELS, FunctionFacts, KernelFacts, Kind
+from .registry import FUNCTIONS, FunctionFacts
 
 # Compositions in Python, which have no schema that would say that they are random.
 FUNCTIONS.register("dropout", FunctionFacts(draws=True, inplace_option=True, law="dropout"))
@@ -16,9 +16,7 @@ FUNCTIONS.register(
 FUNCTIONS.register("feature_dropout feature_dropout_", FunctionFacts(law="channel dropout"))
 FUNCTIONS.register("alpha_dropout", FunctionFacts(draws=True, inplace_option=True, law="alpha dropout"))
 FUNCTIONS.register("alpha_dropout_", FunctionFacts(law="alpha dropout"))
-FUNCTIONS.register(
-    "feature_alpha_dropout", FunctionFacts(draws=True, inplace_option=True, law="alpha channel dropout")
-)
+FUNCTIONS.register("feature_alpha_dropout", FunctionFacts(draws=True, inplace_option=True, law="alpha channel dropout"))
 FUNCTIONS.register("feature_alpha_dropout_", FunctionFacts(law="alpha channel dropout"))
 FUNCTIONS.register("rrelu", FunctionFacts(draws=True, inplace_option=True))
 FUNCTIONS.register("normal_ uniform_", FunctionFacts(draws=True, law="samples"))
@@ -31,8 +29,6 @@ FUNCTIONS.register("""
     bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal poisson rand rand_like randint
     randint_like randn randn_like random_
     """, FunctionFacts(law="samples"))  # fmt: skip
-
-KERNELS.register("bernoulli", KernelFacts(Kind.EXACT))  # zeros and ones
 
 
 def really_draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
