@@ -32,7 +32,7 @@ class Drawn:
 
     states: States | None  # of the generator, before and after the call
     laws: tuple[tuple[Any, ...], ...] = ()  # of each draw inside the call
-    staged: Operands | None = None  # the draws, and the share of elements that came out the same in each result
+    staged: Operands | None = None  # the draws; where that is in doubt, the share of each result that came out the same
     reason: str = ""  # why the draws inside are not known
 
 
@@ -45,6 +45,7 @@ class Repeater:
 
     def __init__(self) -> None:
         self._never: set[Hashable] = set()  # kinds of calls that draw nothing
+        self._repeatable: dict[torch.device, bool] = {}  # whether the same state gives the same numbers again
 
     def before(self, call: Any) -> tuple[Tensor, Tensor] | None:
         """The states of the generators of device and CPU; None where nothing is drawn."""
@@ -81,13 +82,24 @@ class Repeater:
             if not recorder.draws:
                 return None
             with torch.no_grad(), no_dispatch_modes() if count_dispatch_modes() else contextlib.nullcontext():
-                shares = [_same_share(a, b) for a, b in zip(tensors_in(call.result), tensors_in(result))]
+                shares: list[Tensor] = []
+                if recorder.probed or not self._is_repeatable(device):
+                    shares = [_same_share(a, b) for a, b in zip(tensors_in(call.result), tensors_in(result))]
                 staged = stage(([draw.values for draw in recorder.draws], shares))
         except DrawsRandomNumbers as error:
             return Drawn(None, reason=f"random: {error}")
         except Exception as error:  # no memory, most likely
             return Drawn(None, reason=f"random: it could not be repeated ({type(error).__name__})")
         return Drawn(None, tuple([draw.law for draw in recorder.draws]), staged)
+
+    def _is_repeatable(self, device: torch.device) -> bool:
+        known = self._repeatable.get(device)
+        if known is None:
+            ones, state = torch.ones(512, device=device), get_rng_state(device)
+            assert state is not None
+            first, second = [_from_here(device, lambda: torch.dropout(ones, 0.5, True)) for _ in range(2)]
+            known = self._repeatable[device] = torch.equal(first, second)
+        return known
 
 
 def _may_be_repeated(call: ComparedCall) -> bool:

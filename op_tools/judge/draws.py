@@ -20,7 +20,7 @@ _IN_PLACE: Final = frozenset({
 })  # fmt: skip
 _NEW: Final = frozenset({"bernoulli", "rand", "rand_like", "randn", "randn_like"})
 _MAX_PROBES: Final = 32  # calls of a fused attention for one mask
-_MAX_MASK: Final = 1 << 28  # elements
+_MAX_MASK: Final = 1 << 26  # elements
 
 
 class DrawsRandomNumbers(Exception):
@@ -65,6 +65,7 @@ class Recorder(DispatchMode):
         super().__init__()
         self._rewound = rewound
         self.draws: list[Draw] = []
+        self.probed = False  # a mask was found out by probing
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -89,6 +90,7 @@ class Recorder(DispatchMode):
 
     def _mask_inside(self, func: Any, args: Any, kwargs: Any) -> Draw:
         """What a fused attention drops: with equal weights, and the identity for values, its result shows it."""
+        self.probed = True
         query, key, value = args[:3]
         length, width = value.shape[-2:]
         elements = query.numel() // max(1, query.shape[-1]) * length

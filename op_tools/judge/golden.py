@@ -272,6 +272,7 @@ def _why_not(source: Source, max_bytes: int | None) -> str:
         if tensor.is_meta:
             return "a meta tensor has no values"
         needed += 8 * tensor.numel()
+    needed += sum([32 * draw.numel() for draw in source.draws or ()])  # scores, softmax, mask, product
     if max_bytes is not None and needed > max_bytes:
         return f"needs {needed / 2**20:,.0f} MiB in double precision; the limit is {max_bytes / 2**20:,.0f} MiB"
     return ""

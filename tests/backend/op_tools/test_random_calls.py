@@ -129,7 +129,7 @@ def test_a_wrong_scale_in_the_forward_is_found(device: str, replace_kernel: Kern
 
 def test_a_fault_beside_the_dropout_is_found(device: str, faults: Any) -> None:
     call = calls(device)["scaled_dot_product_attention"]
-    with faults.plant("_softmax: noise=1e-2"), op_tools.OpAutoCompare() as compared:
+    with faults.plant("_safe_softmax: noise=1e-2"), op_tools.OpAutoCompare() as compared:
         call()
     assert wrong(compared) == {("scaled_dot_product_attention", "forward")}
 
