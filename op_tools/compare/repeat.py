@@ -123,11 +123,13 @@ def _set_back(device: torch.device, states: tuple[Tensor, Tensor]) -> Iterator[N
     now, on_host = get_rng_state(device), torch.get_rng_state()
     assert now is not None
     try:
-        torch.set_rng_state(states[1])
+        if not torch.equal(on_host, states[1]):  # other threads may use it: it is left alone if the call does not
+            torch.set_rng_state(states[1])
         set_rng_state(device, states[0])
         yield
     finally:
-        torch.set_rng_state(on_host)
+        if not torch.equal(on_host, torch.get_rng_state()):
+            torch.set_rng_state(on_host)
         set_rng_state(device, now)
 
 

@@ -288,6 +288,8 @@ class OpAutoCompare(Tool):
         job.before = compared.before
         assert job.snapshot is not None
         job.nbytes = size = (job.before.nbytes if job.before is not None else 0) + job.snapshot.nbytes
+        if compared.drawn is not None and compared.drawn.staged is not None:
+            size += compared.drawn.staged.nbytes
         self._queue.reserve(size)  # where a run waits: Ctrl-C comes before the job has a number
         for judge in self._admitting:
             judge.admit(job)
