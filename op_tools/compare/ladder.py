@@ -30,6 +30,7 @@ from ..copies.invocation import FORWARD as FORWARD
 from ..copies.invocation import Invocation
 from ..copies.operands import Fetcher, Operands
 from ..judge.golden import GoldenResult
+from ..judge.random_draws import Mask
 from ..judge.verdict import Judgement, Rules
 
 Places = tuple[tuple[int, int, bool, bool], ...]
@@ -45,6 +46,7 @@ class ComparedCall(Invocation):
     kind: Hashable = None  # where calls are chosen: what decides about calls like it
     record_site: int = 0
     places: Places | None = None  # of the results in the memory of the arguments, where they may be views of these
+    drawn: Any = None  # what is known of its random numbers: `repeat.Drawn`, and states of generators during the call
     notes: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what judges remember until the backward
 
 
@@ -73,6 +75,8 @@ class Job:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     values: tuple[Any, ...] = ()
+    draws: tuple[Tensor, ...] | None = None  # random numbers that the call drew inside
+    mask: Mask | None = None  # of a dropout
     fetcher: Fetcher | None = None  # of the thread that works on it
     judgement: Judgement | None = None
     golden: GoldenResult | None = None

@@ -26,6 +26,8 @@ from ..compat import (
     without_saved_tensor_hooks,
 )
 from ..copies.materialise import Cast, Copier
+from .draws import DrawsRandomNumbers, Substitute
+from .draws import draws as draws_numbers
 
 _HALVES: Final = (torch.float16, torch.bfloat16)
 DOUBLE: Final[dict[torch.dtype, torch.dtype]] = {
@@ -38,16 +40,12 @@ AS_IS: Final[dict[torch.dtype, torch.dtype]] = {}
 Graph = tuple[Any, list[Tensor | None]]  # results with their history, and the leaf of each tensor of the arguments
 
 
-class _DrawsRandomNumbers(Exception):
-    """The call would consume random numbers, so that two runs of it cannot be compared."""
-
-
 class _NoRandomNumbers(DispatchMode):
     """Stops a call before it draws from any random stream."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags and facts.really_draws(func, args, kwargs or {}):
-            raise _DrawsRandomNumbers(str(func))
+        if draws_numbers(func, args, kwargs or {}):
+            raise DrawsRandomNumbers("two runs draw different numbers")
         return func(*args, **(kwargs or {}))
 
 
@@ -76,6 +74,7 @@ class Source:
     rounded_to: torch.dtype | None = None  # autocast rounded the float32 arguments to this dtype first
     autocast: torch.dtype | None = None  # the lower precision of the autocast region around the call
     outputs: Any = None  # what the device returned, for gradients of results whose signs are free
+    draws: tuple[Tensor, ...] | None = None  # random numbers that the device drew, in order
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -158,11 +157,20 @@ class GoldenResult:
 
         if backward and any(t.requires_grad and t.shape != shape for t in source.tensors):
             return None
+        if any(d.shape != shape for d in source.draws or ()):
+            return None
         try:
             fewer = source.mapped(pick)
+            if source.draws is not None:
+                fewer = dataclasses.replace(fewer, draws=tuple(map(pick, source.draws)))
             return dataclasses.replace(self, source=fewer, run=_execute(fewer, self.cast, backward, None)[0])
         except Exception:  # shapes that do not broadcast, arguments that name a shape
             return None
+
+    def with_draws(self, draws: tuple[Tensor, ...]) -> GoldenResult:
+        """The same call with the random numbers that the device drew (`result.with_draws((mask,))`)."""
+        source = dataclasses.replace(self.source, draws=draws)
+        return _first_that_works(source, None, source.grad_outputs is not None, False)
 
     def rerun(self, mode: DispatchMode | None = None, backward: bool = False) -> Run:
         """Run once more on fresh copies, under a dispatch mode (`result.rerun(noise)`)."""
@@ -184,6 +192,7 @@ def run(
     max_bytes: int | None = None,
     keep_graph: bool = False,
     outputs: Any = None,
+    draws: tuple[Tensor, ...] | None = None,
 ) -> GoldenResult:
     """Do a call again on the CPU, float64 in place of every float; never raises for what the call does.
 
@@ -191,7 +200,8 @@ def run(
     `grad_outputs`, one per tensor of the result, adds the backward pass. `dtype_cast` overrides the casts.
     `device` is the type of the device whose result will be judged, `rounded_to` and `autocast` are as in `Source`.
     With `keep_graph` the backward pass can be added later, by `backward`. `outputs` are CPU copies of what the device
-    returned: vectors whose signs are free decide about the gradients that come back to them.
+    returned: vectors whose signs are free decide about the gradients that come back to them. `draws` are the random
+    numbers that the device drew in this call.
 
     >>> run(torch.mul, (torch.ones(2, requires_grad=True), 3), grad_outputs=[torch.ones(2)]).grad_inputs
     [tensor([3., 3.], dtype=torch.float64)]
@@ -199,7 +209,7 @@ def run(
     if traits is None:
         traits = traits_of(function)
     call = (function, name or traits.name, traits, tuple(args), dict(kwargs or {}))
-    source = Source(*call, grad_outputs, device, rounded_to, autocast, outputs)
+    source = Source(*call, grad_outputs, device, rounded_to, autocast, outputs, draws)
     reason = _why_not(source, max_bytes)
     if reason:
         return GoldenResult(False, reason, source)
@@ -268,6 +278,7 @@ def _why_not(source: Source, max_bytes: int | None) -> str:
         if tensor.is_meta:
             return "a meta tensor has no values"
         needed += 8 * tensor.numel()
+    needed += sum([32 * draw.numel() for draw in source.draws or ()])  # scores, softmax, mask, product
     if max_bytes is not None and needed > max_bytes:
         return f"needs {needed / 2**20:,.0f} MiB in double precision; the limit is {max_bytes / 2**20:,.0f} MiB"
     return ""
@@ -282,12 +293,12 @@ def _first_that_works(source: Source, dtype_cast: Cast | None, backward: bool, k
     else:
         candidates = (DOUBLE, SINGLE, AS_IS)
     first_error = ""
-    guard = _NoRandomNumbers() if source.traits.random is not False else None
+    guard = _NoRandomNumbers() if source.traits.random is not False and source.draws is None else None
     for cast in candidates:
         try:
             done, graph = _execute(source, cast, backward, guard, keep_graph)
-        except _DrawsRandomNumbers:
-            return GoldenResult(False, "random: two runs draw different numbers", source, random=True)
+        except DrawsRandomNumbers as error:
+            return GoldenResult(False, f"random: {error}", source, random=True)
         except Exception as error:
             text = str(error).strip().splitlines() or [""]
             first_error = first_error or f"{type(error).__name__}: {text[0][:200]}"
@@ -317,8 +328,11 @@ def _execute(
             given = facts.adapt(source.name, *given)
             function = facts.on_cpu(source.name, function)
         args, kwargs = _map_settings(copier.copy(given, source.tensors), cast)
-        with mode or contextlib.nullcontext():
+        drawn = None if source.draws is None else Substitute(source.draws)
+        with mode or contextlib.nullcontext(), drawn or contextlib.nullcontext():  # what probes draw is their own
             outputs = function(*args, **kwargs)
+            if drawn is not None and not drawn.used_up:
+                raise DrawsRandomNumbers("the device draws other numbers than the CPU")
             grads = _gradients(source, outputs, copier.leaves) if backward else None
     graph = (outputs, copier.leaves) if keep_graph else None
     args, kwargs = _detached((args, kwargs)) if grad else (args, kwargs)

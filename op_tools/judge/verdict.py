@@ -263,8 +263,17 @@ def judge_call(
 ) -> Judgement:
     """Judge all that is known of a call; `inputs_after` are the device's arguments after an in-place or `out=` call."""
     if not result.comparable:
-        return _judge_random(name, result, outputs)
-    total = Judgement(RIGHT, "")
+        mask = random_draws.recover(name, result.source.args, result.source.kwargs, outputs) if result.random else None
+        if mask is None:
+            return judge_samples(name, result, outputs)
+        total = unlikely(name, random_draws.Tally().mask(name, mask))
+        mask = mask.completed(next((g for g in grad_inputs or () if g is not None), None))
+        result = result.with_draws((mask.kept,))
+        if not result.comparable:
+            return Judgement(NOT_COMPARABLE, result.reason)
+        mask.clean(result.outputs)
+    else:
+        total = Judgement(RIGHT, "")
     options: dict[str, Any] = {"result": result, "rules": rules, "max_seconds": max_seconds}
     if outputs is not None:
         total += judge(name, outputs, result.outputs, part="output", **options)
@@ -277,13 +286,28 @@ def judge_call(
     return total
 
 
-def _judge_random(name: str, result: GoldenResult, outputs: Any) -> Judgement:
-    found = random_draws.judge(name, result.source, outputs) if result.random else None
+def judge_samples(
+    name: str,
+    result: GoldenResult,
+    outputs: Any,
+    tally: random_draws.Tally | None = None,
+    states: random_draws.States | None = None,
+) -> Judgement:
+    """Judge what a random call returned by its distribution, if that is known."""
+    found = random_draws.judge_samples(name, result.source, outputs, tally, states) if result.random else None
     if found is None:
         return Judgement(NOT_COMPARABLE, result.reason)
     right, reason = found
-    row = decided(Row(name, "output", None, right, 0.0, 0.0, 0.0, 0.0, "random"), right, reason)
-    return Judgement(row.verdict, reason, (row,))
+    return unlikely(name, reason) if not right else Judgement(RIGHT, "", (_random_row(name, True, ""),))
+
+
+def unlikely(name: str, reason: str) -> Judgement:
+    """The judgement on random numbers, given why they cannot be right: nothing at all where "" (`unlikely(op, "")`)."""
+    return Judgement(WRONG, reason, (_random_row(name, False, reason),)) if reason else Judgement(RIGHT, "")
+
+
+def _random_row(name: str, right: bool, reason: str) -> Row:
+    return decided(Row(name, "output", None, right, 0.0, 0.0, 0.0, 0.0, "random"), right, reason)
 
 
 def judge_on_device(

@@ -24,6 +24,7 @@ from ..call.site import module_path
 from ..compare import cores
 from ..compare.choose import MODES, Chooser, kind_of, parse_budget
 from ..compare.ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, gradient_kind, make_ladder
+from ..compare.repeat import Repeater
 from ..compare.teller import Blame, Teller
 from ..compat import count_dispatch_modes, no_dispatch_modes
 from ..copies.invocation import Region, Site
@@ -120,7 +121,7 @@ class OpAutoCompare(Tool):
             tuple([judge for judge in self._ladder if getattr(type(judge), name) is not getattr(Judge, name)])
             for name in ("expects", "admit", "leave", "learn")
         ]
-        self._layouts = Layouts()
+        self._layouts, self._repeater = Layouts(), Repeater()
         self._gradient_kinds: dict[Any, int] = {}
         self._workers = threading.local()
         # held here, too: a forked child drops what threads hold, and freeing pinned memory there aborts it
@@ -177,6 +178,8 @@ class OpAutoCompare(Tool):
         else:
             if self._copy_arguments(compared):
                 call.notes[self] = compared
+        if call.traits.random is not False:
+            compared.drawn = self._repeater.before(call)
         if self._sampled:
             self._chooser.spend(kind, time.perf_counter() - started)
 
@@ -207,6 +210,8 @@ class OpAutoCompare(Tool):
         if low is not None:
             rounded_to = golden.autocast_rounds_to(call.op, low, call.result, call.tensors)
             compared.region = compared.region._replace(rounded_to=rounded_to)
+        if compared.drawn is not None:
+            compared.drawn = self._repeater.after(call, compared, compared.drawn)
         inputs, outputs = compared.numbers = (call.inputs.number, call.outputs.number)
         compared.record_site = self.site(call)
         compared.event = self._teller.lineage.made_from(call.inputs.data_ptrs, call.outputs.data_ptrs)
@@ -283,6 +288,8 @@ class OpAutoCompare(Tool):
         job.before = compared.before
         assert job.snapshot is not None
         job.nbytes = size = (job.before.nbytes if job.before is not None else 0) + job.snapshot.nbytes
+        if compared.drawn is not None and compared.drawn.staged is not None:
+            size += compared.drawn.staged.nbytes
         self._queue.reserve(size)  # where a run waits: Ctrl-C comes before the job has a number
         for judge in self._admitting:
             judge.admit(job)

@@ -13,8 +13,12 @@ FUNCTIONS.register("dropout_", FunctionFacts(law="dropout"))
 FUNCTIONS.register(
     "dropout1d dropout2d dropout3d", FunctionFacts(draws=True, inplace_option=True, law="channel dropout")
 )
-FUNCTIONS.register("feature_dropout", FunctionFacts(law="channel dropout"))
-FUNCTIONS.register("alpha_dropout feature_alpha_dropout rrelu", FunctionFacts(draws=True, inplace_option=True))
+FUNCTIONS.register("feature_dropout feature_dropout_", FunctionFacts(law="channel dropout"))
+FUNCTIONS.register("alpha_dropout", FunctionFacts(draws=True, inplace_option=True, law="alpha dropout"))
+FUNCTIONS.register("alpha_dropout_", FunctionFacts(law="alpha dropout"))
+FUNCTIONS.register("feature_alpha_dropout", FunctionFacts(draws=True, inplace_option=True, law="alpha channel dropout"))
+FUNCTIONS.register("feature_alpha_dropout_", FunctionFacts(law="alpha channel dropout"))
+FUNCTIONS.register("rrelu", FunctionFacts(draws=True, inplace_option=True))
 FUNCTIONS.register("normal_ uniform_", FunctionFacts(draws=True, law="samples"))
 FUNCTIONS.register("""
     fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d fractional_max_pool3d_with_indices

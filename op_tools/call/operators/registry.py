@@ -79,7 +79,7 @@ class FunctionFacts(NamedTuple):
     cudnn: bool = False  # a recurrent network that cuDNN runs
     factors_at: int | None = None  # position of the first of two matrices that it multiplies
     draws: bool = False  # draws random numbers, though no schema says so
-    law: str = ""  # "dropout", "channel dropout" or "samples": what must hold for whatever it draws
+    law: str = ""  # "samples", or "dropout" with "alpha" or "channel" before it: what must hold for whatever it draws
     stays: bool = False  # without arithmetic: stays on the device when operators fall back to the CPU
     moves: bool = False  # copies between devices
     writes: tuple[int, ...] = ()  # positions of arguments that it writes to, though its schema does not say so

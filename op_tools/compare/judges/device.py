@@ -308,7 +308,7 @@ def _may_be_checked(call: Any, result: GoldenResult) -> bool:
     source, traits, grad_enabled = result.source, call.traits, call.region.grad_enabled
     if not all(call.numbers) or not result.comparable or result.note or dict(result.cast) != DOUBLE:
         return False
-    if traits.collective or traits.factory or source.kwargs.get("out") is not None:
+    if source.draws is not None or traits.collective or traits.factory or source.kwargs.get("out") is not None:
         return False
     if traits.mutates:
         if not source.tensors or (grad_enabled and any(t.requires_grad for t in source.tensors)):

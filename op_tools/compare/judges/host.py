@@ -19,14 +19,17 @@ from ...call.description import Tensor, map_tensors, tensors_in
 from ...call.equality import equal, same_leaves, same_values
 from ...copies.operands import MAX_BORROWED
 from ...copies.queue import MemoryBudget, Reservation
-from ...judge import golden, verdict
+from ...judge import golden, random_draws, verdict
+from ...judge.draws import Draw
 from ...judge.golden import GoldenResult
+from ...judge.random_draws import Mask
 from ...judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
 from .. import cores, pieces
 from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup, gradient_kind
 
 _MAX_KINDS: Final = 20_000
 _MAX_WAIT: Final = 60.0  # seconds
+_SAME: Final = 0.9  # of the elements of a repeated result: then it is by the same random numbers
 
 
 @dataclasses.dataclass(eq=False)
@@ -35,6 +38,7 @@ class ForwardRun:
 
     golden: tuple[GoldenResult, Reservation] | None = None  # the golden forward pass, and the memory it takes
     returned: Any = None  # what the device returned, where signs are free
+    mask: Mask | None = None  # of a dropout
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
     lock: Any = dataclasses.field(default_factory=threading.Lock)
 
@@ -64,10 +68,15 @@ class Host(Judge):
     def settle(self, job: Job) -> Judgement:
         call = job.call
         assert isinstance(call, ComparedCall)
+        shares = _fetch_draws(job, call) if call.drawn is not None else []
         _fetch(job)
         # of the forward and the backward, either may be judged first
         forward: ForwardRun = call.notes.get(self) or call.notes.setdefault(self, ForwardRun())
         found = self.comparer.compare(job, forward, self.setup.shown)
+        if found.verdict == WRONG and not all(float(share) >= _SAME for share in shares):
+            found = Judgement(NOT_COMPARABLE, "random: the device repeats it with another result")
+        elif found.verdict == NOT_COMPARABLE and call.drawn is not None and call.drawn.reason:
+            found = Judgement(NOT_COMPARABLE, call.drawn.reason)
         if found.verdict == WRONG or self.setup.shown:  # told after the fetcher has gone on: copy what was borrowed
             assert job.snapshot is not None
             assert job.fetcher is not None
@@ -95,6 +104,7 @@ class Comparer:
         self._moves: dict[Hashable, Judgement | None] = {}  # kinds of calls: what is found where they only move values
         self._unchanged_rows: dict[Hashable, tuple[Row, ...]] = {}
         self._plans: dict[Hashable, verdict.Plan] = {}
+        self._tally = random_draws.Tally()
 
     def compare(self, job: Job, forward: ForwardRun | None = None, shown: bool = False) -> Judgement:
         """Judge a job; its golden run is kept in it where one was needed, and always where it is shown."""
@@ -140,7 +150,9 @@ class Comparer:
             kept = forward.take()
             if kept is not None:
                 return golden.backward(kept[0], sent, returned)
+        draws = self._draws(job, forward) if call.traits.random is not False else None
         keeps = not backward and forward is not None and region.grad_enabled
+        keeps = keeps and (job.mask is None or job.mask.complete)
         room = self.budget.reserve(4 * job.nbytes) if keeps else None  # arguments and results in double precision
         result = golden.run(
             call.function,
@@ -156,11 +168,38 @@ class Comparer:
             max_bytes=self.max_bytes,
             keep_graph=room is not None,
             outputs=returned,
+            draws=draws,
         )
+        if job.mask is not None and result.run is not None:
+            job.mask.clean(result.run.outputs)
         if room is not None and result.graph is not None and forward is not None:
             forward.golden = (dataclasses.replace(result), room)
             result.graph = None
         return result
+
+    def _draws(self, job: Job, forward: ForwardRun | None) -> tuple[Tensor, ...] | None:
+        """The random numbers that the device drew in this call, as far as they are known."""
+        if job.draws is not None or not random_draws.is_dropout(job.call.op):
+            return job.draws
+        if job.phase == FORWARD:
+            job.mask = random_draws.recover(job.call.op, job.args, job.kwargs, job.values[2])
+            if forward is not None and job.mask is not None:
+                forward.mask = job.mask.packed()
+        elif forward is not None:
+            forward.done.wait(_MAX_WAIT)  # another thread may still be at its forward
+            found = next((g for g in job.values[1] if g is not None), None)
+            job.mask = None if forward.mask is None else forward.mask.completed(found)
+        return None if job.mask is None else (job.mask.kept,)
+
+    def _judge_draws(self, job: Job) -> Judgement:
+        """What must hold for whatever was drawn."""
+        op, drawn = job.call.op, getattr(job.call, "drawn", None)
+        states = drawn.states if drawn is not None else None
+        if job.mask is not None:
+            return verdict.unlikely(op, self._tally.mask(op, job.mask, states))
+        draws = map(Draw, job.draws or (), drawn.laws if drawn is not None else ())
+        reasons = [self._tally.draw(op, draw, states, number) for number, draw in enumerate(draws)]
+        return verdict.unlikely(op, next(filter(None, reasons), ""))
 
     def _in_pieces(self, job: Job, forward: ForwardRun | None) -> Judgement | None:
         """What is found in a large call on lists, piece by piece; None where it must be compared as a whole."""
@@ -221,13 +260,15 @@ class Comparer:
     def _judge_forward(self, job: Job, result: GoldenResult, kind: Hashable = None) -> Judgement:
         name = job.call.op
         if not result.comparable:
-            return verdict.judge_call(name, result, outputs=job.values[2], rules=self.rules)
+            states = getattr(getattr(job.call, "drawn", None), "states", None)
+            return verdict.judge_samples(name, result, job.values[2], self._tally, states)
         options: dict[str, Any] = {"result": result, "rules": self.rules, "max_seconds": self.max_seconds}
         run = result.run
         assert run is not None
         inputs = self._judge_inputs(job, result, run, kind, options)
         options["plan"] = self._plan(kind)
-        return inputs + verdict.judge(name, job.values[2], run.outputs, part="output", **options)
+        found = inputs + verdict.judge(name, job.values[2], run.outputs, part="output", **options)
+        return found if result.source.draws is None else found + self._judge_draws(job)
 
     def _judge_inputs(
         self, job: Job, result: GoldenResult, run: golden.Run, kind: Hashable, options: dict[str, Any]
@@ -285,6 +326,18 @@ class Comparer:
         return Judgement(judged.verdict, judged.reason, rows, judged.probes)
 
 
+def _fetch_draws(job: Job, call: ComparedCall) -> list[Tensor]:
+    """Bring the random numbers of a call to the host, where they stay; the share that came out the same again."""
+    drawn, fetcher = call.drawn, job.fetcher
+    assert fetcher is not None
+    if drawn.staged is None:
+        return []
+    drawn.staged = drawn.staged._replace(storages=tuple(fetcher.fetch(drawn.staged)), event=None)
+    draws, shares = drawn.staged.tensors()
+    job.draws = tuple(draws)
+    return list(shares)
+
+
 def _fetch(job: Job) -> None:
     """Bring arguments and values to the host; the arguments stay there for a backward to come."""
     call, values, fetcher = job.call, job.snapshot, job.fetcher
@@ -326,7 +379,7 @@ def gradient_indices(found: Sequence[Any], expected: Sequence[Any]) -> tuple[lis
 
 def _only_moves(job: Job, result: GoldenResult, judgement: Judgement) -> bool:
     """Whether a call like this one moves values about and nothing else, as its golden run has shown."""
-    if judgement.verdict != RIGHT or not result.comparable or result.note or _wrote(result):
+    if judgement.verdict != RIGHT or not result.comparable or result.note or _wrote(result) or result.source.draws:
         return False
     if any(row.max_abs_diff or row.max_ulp for row in judgement.rows):
         return False

@@ -84,6 +84,8 @@ class Workers(Judge):
         call, before, after = job.call, job.before, job.snapshot
         if job.places is not None or before is None or after is None or job.nbytes > pool.max_bytes():
             return False
+        if call.traits.random is not False and (call.traits.facts.law or getattr(call, "drawn", None) is not None):
+            return False  # random numbers of a run are judged together, and a backward needs those of its forward
         if not self.setup.is_stock(call.op, call.function) or facts.has_free_vectors(call.op):
             return False
         return sendable(before) and sendable(after) and torch.get_default_dtype() == torch.float32

@@ -1,0 +1,276 @@
+"""Calls that draw random numbers: compared in full with the numbers that the device drew, and never a false alarm."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import ditorch
+import op_tools
+
+Kernels = Callable[[str, Callable[..., Any]], None]
+
+
+@pytest.fixture
+def faults(device: str) -> Iterator[Any]:
+    if getattr(ditorch.backend, "name", "") != "soft":
+        pytest.skip("only the software accelerator can be made to fail on purpose")
+    from ditorch.soft import faults as module
+
+    yield module
+    module.clear()
+
+
+@pytest.fixture
+def replace_kernel(faults: Any) -> Iterator[Kernels]:
+    """Replaces a kernel of the software accelerator until the test ends."""
+    libraries = []
+
+    def replace(name: str, function: Callable[..., Any]) -> None:
+        library = torch.library.Library("aten", "IMPL")
+        library.impl(name, function, "PrivateUse1", allow_override=True)
+        libraries.append(library)
+
+    yield replace
+    for library in libraries:
+        library._destroy()
+
+
+def verdicts(compared: op_tools.OpAutoCompare) -> set[tuple[str, str, str]]:
+    return {(row["op"].rpartition(".")[2], row["phase"], row["verdict"]) for row in compared.records()}
+
+
+def wrong(compared: op_tools.OpAutoCompare) -> set[tuple[str, str]]:
+    return {(op, phase) for op, phase, verdict in verdicts(compared) if verdict == "wrong"}
+
+
+def reasons(compared: op_tools.OpAutoCompare) -> str:
+    return "\n".join(row["reason"] for row in compared.records() if row["verdict"] == "wrong")
+
+
+def calls(device: str, dtype: torch.dtype = torch.float32) -> dict[str, Callable[[], torch.Tensor]]:
+    """Calls that drop something, each by the last part of its name."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 6, 16, device=device, dtype=dtype, requires_grad=True)
+    attention = nn.MultiheadAttention(16, 2, dropout=0.2).to(device, dtype)
+    network = nn.LSTM(16, 8, 2, dropout=0.3).to(device, dtype)
+    return {
+        "dropout": lambda: F.dropout(x.relu(), 0.3),
+        "alpha_dropout": lambda: F.alpha_dropout(x, 0.3, training=True),
+        "feature_alpha_dropout": lambda: F.feature_alpha_dropout(x, 0.3, training=True),
+        "dropout1d": lambda: F.dropout1d(x, 0.3),
+        "dropout3d": lambda: F.dropout3d(x.unsqueeze(-1), 0.3),
+        "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(x, x, x, dropout_p=0.3),
+        "multi_head_attention_forward": lambda: attention(x, x, x)[0],
+        "lstm": lambda: network(x)[0],
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", list(calls("cpu")))
+def test_calls_with_dropout_are_compared_forward_and_backward(device: str, name: str, dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and name == "lstm":
+        pytest.skip("recurrent networks in a half type round at every step, and take seconds to probe")
+    call = calls(device, dtype)[name]
+    with op_tools.OpAutoCompare() as compared:
+        call().square().sum().backward()
+    found = verdicts(compared)
+    assert {(name, "forward", "right"), (name, "backward", "right")} <= found
+    assert not wrong(compared), reasons(compared)
+    assert not [f for f in compared.findings() if f.kind != "skipped" or name in f.op]
+
+
+def test_in_place_dropout_is_compared(device: str, replace_kernel: Kernels) -> None:
+    x = torch.randn(500, device=device, requires_grad=True)
+    with op_tools.OpAutoCompare() as compared:
+        F.dropout(x * 1, 0.4, inplace=True).sum().backward()
+        torch.dropout_((x * 1), 0.4, True).sum().backward()
+    assert {("dropout", "forward", "right"), ("dropout_", "forward", "right")} <= verdicts(compared)
+    assert not wrong(compared), reasons(compared)
+
+
+def test_a_gradient_through_another_mask_is_found(device: str, replace_kernel: Kernels) -> None:
+    kept = calls(device)
+    replace_kernel("native_dropout_backward", lambda grad, mask, scale: grad * mask.flip(0) * scale)
+    for name in ("dropout", "scaled_dot_product_attention", "lstm"):
+        with op_tools.OpAutoCompare() as compared:
+            kept[name]().square().sum().backward()
+        assert wrong(compared) == {(name, "backward")}
+
+
+def test_a_gradient_of_the_wrong_size_is_found(device: str, replace_kernel: Kernels) -> None:
+    x = torch.randn(64, device=device, requires_grad=True)
+    replace_kernel("native_dropout_backward", lambda grad, mask, scale: grad * mask)
+    with op_tools.OpAutoCompare() as compared:
+        F.dropout(x, 0.1).sum().backward()
+    assert wrong(compared) == {("dropout", "backward")}
+
+
+def test_a_wrong_scale_in_the_forward_is_found(device: str, replace_kernel: Kernels) -> None:
+    kept = calls(device)
+
+    def unscaled(x: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = torch.rand(x.shape, device=x.device) >= p
+        return x * mask, mask
+
+    replace_kernel("native_dropout", unscaled)
+    for name in ("dropout", "scaled_dot_product_attention", "multi_head_attention_forward"):
+        with op_tools.OpAutoCompare() as compared:
+            kept[name]()
+        assert (name, "forward") in wrong(compared)
+
+
+def test_a_fault_beside_the_dropout_is_found(device: str, faults: Any) -> None:
+    call = calls(device)["scaled_dot_product_attention"]
+    with faults.plant("_safe_softmax: noise=1e-2"), op_tools.OpAutoCompare() as compared:
+        call()
+    assert wrong(compared) == {("scaled_dot_product_attention", "forward")}
+
+
+def test_a_wrong_proportion_is_found_in_small_calls_together(device: str, replace_kernel: Kernels) -> None:
+    x = torch.randn(16, device=device)
+    with op_tools.OpAutoCompare() as healthy:
+        for _ in range(60):
+            F.dropout(x, 0.1)
+    assert not wrong(healthy), reasons(healthy)
+
+    def too_many(x: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = torch.rand(x.shape, device=x.device) >= 3 * p
+        return x * mask * (1 / (1 - p)), mask
+
+    replace_kernel("native_dropout", too_many)
+    with op_tools.OpAutoCompare() as compared:
+        for _ in range(60):
+            F.dropout(x, 0.1)
+    assert "in all calls so far" in reasons(compared)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_values_that_are_not_finite_are_no_alarm(device: str, value: float, replace_kernel: Kernels) -> None:
+    x = torch.randn(600, device=device)
+    x[::2] = value
+    x.requires_grad_()
+
+    def selected(x: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = torch.rand(x.shape, device=x.device) >= p
+        return torch.where(mask, x / (1 - p), torch.zeros_like(x)), mask
+
+    with op_tools.OpAutoCompare() as compared:
+        F.dropout(x, 0.1).backward(torch.ones_like(x))
+        F.dropout(torch.full_like(x, value), 0.1)
+        replace_kernel("native_dropout", selected)
+        F.dropout(x, 0.1).backward(torch.ones_like(x))
+        F.dropout(torch.full_like(x, value), 0.1)
+    assert not wrong(compared), reasons(compared)
+    assert ("dropout", "backward", "right") in verdicts(compared)
+
+
+def repeating(advances: bool) -> Callable[..., Any]:
+    """A dropout kernel whose mask depends on the size alone; it may advance the generator all the same."""
+
+    def kernel(x: torch.Tensor, p: float, train: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        if advances:
+            torch.rand(1, device=x.device)
+        mask = torch.rand(x.shape, generator=torch.Generator().manual_seed(3)).to(x.device) >= p
+        return x * mask * (1 / (1 - p)), mask
+
+    return kernel
+
+
+@pytest.mark.parametrize("advances", [True, False])
+@pytest.mark.parametrize("name", ["dropout", "scaled_dot_product_attention", "lstm"])
+def test_masks_that_repeat_are_found(device: str, name: str, advances: bool, replace_kernel: Kernels) -> None:
+    call = calls(device)[name]
+    replace_kernel("native_dropout", repeating(advances))
+    with op_tools.OpAutoCompare() as compared:
+        for _ in range(4):
+            call()
+    assert (name, "forward") in wrong(compared)
+    assert "the same random numbers as in an earlier call" in reasons(compared)
+    assert ("does not change the state" in reasons(compared)) is not advances
+
+
+def test_masks_that_repeat_on_purpose_are_no_alarm(device: str) -> None:
+    call = calls(device)["scaled_dot_product_attention"]
+    x = torch.randn(400, device=device, requires_grad=True)
+    with op_tools.OpAutoCompare() as compared:
+        for _ in range(4):
+            torch.manual_seed(1)
+            F.dropout(x, 0.5)
+            call()
+            torch.randn(400, device=device)
+            checkpoint(F.dropout, x, 0.5, use_reentrant=False).sum().backward()
+    assert not wrong(compared), reasons(compared)
+    assert ("dropout", "forward", "right") in verdicts(compared)
+
+
+def test_samples_of_another_distribution_are_found(device: str, replace_kernel: Kernels) -> None:
+    with op_tools.OpAutoCompare() as healthy:
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            for size in (3, 300, 100_000):
+                torch.randn(size, device=device, dtype=dtype)
+                torch.rand(size, device=device, dtype=dtype)
+                torch.empty(size, device=device, dtype=dtype).normal_(5, 0.1).uniform_(-3, 1).exponential_().cauchy_()
+    assert not wrong(healthy), reasons(healthy)
+    assert {("randn", "forward", "right"), ("normal_", "forward", "right")} <= verdicts(healthy)
+    replace_kernel(
+        "normal_", lambda self, mean=0.0, std=1.0, *, generator=None: self.copy_(1.5 * torch.randn(self.shape))
+    )
+    with op_tools.OpAutoCompare() as compared:
+        torch.randn(1000, device=device)
+        for _ in range(120):
+            torch.randn(8, device=device)
+    assert wrong(compared) == {("randn", "forward")}
+    assert "the standard deviation of 1000 values" in reasons(compared)
+    assert "the standard deviation of 256 values" in reasons(compared)
+
+
+def test_samples_that_repeat_are_found(device: str, replace_kernel: Kernels) -> None:
+    def same(self: torch.Tensor, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> torch.Tensor:
+        return self.copy_(torch.randn(self.shape, generator=torch.Generator().manual_seed(5)))
+
+    replace_kernel("normal_", same)
+    with op_tools.OpAutoCompare() as compared:
+        for _ in range(3):
+            torch.randn(32, device=device)
+    assert "the same random numbers" in reasons(compared)
+
+
+def test_what_draws_inside_its_kernel_is_named(device: str) -> None:
+    x = torch.randn(100, device=device)
+    with op_tools.OpAutoCompare() as compared:
+        F.rrelu(x, training=True)
+    assert [f.message for f in compared.findings()] == [
+        "not comparable: random: rrelu_with_noise draws inside its kernel"
+    ]
+    assert any("not comparable: torch.nn.functional.rrelu 1" in line for line in compared.summary())
+
+
+def test_training_is_the_same_with_calls_that_are_repeated(device: str) -> None:
+    def train(tool: Any) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
+        torch.manual_seed(7)
+        model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2).to(device)
+        recurrent = nn.LSTM(8, 8, 2, dropout=0.2).to(device)
+        optimizer = torch.optim.SGD([*model.parameters(), *recurrent.parameters()], 0.1)
+        x = torch.randn(5, 3, 8, device=device)
+        with tool if tool is not None else torch.enable_grad():
+            for low in (torch.float32, torch.bfloat16):
+                with torch.autocast("cuda", low, enabled=low != torch.float32):
+                    y = F.scaled_dot_product_attention(x, x, model(x), dropout_p=0.1)
+                    loss = recurrent(y.float())[0].square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        return copy.deepcopy(model.state_dict()), torch.get_rng_state(), torch.cuda.get_rng_state()
+
+    bare, watched = train(None), train(op_tools.OpAutoCompare())
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(bare[0].values(), watched[0].values()))
+    assert torch.equal(bare[1], watched[1])
+    assert torch.equal(bare[2], watched[2])
