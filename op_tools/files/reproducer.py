@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +25,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 ROUNDED_TO = {rounded_to}  # what autocast rounds float32 arguments to in this call
 LOW = {autocast}  # dtype of the autocast region that the call was made in
+GRADIENTS = {gradients}  # names of the gradients of the tensors among the arguments, in order
 function = {function}
 
 
@@ -100,7 +102,8 @@ def run(device, wide):
         pairs = [(r, g.to(r.device, r.dtype)) for r, g in zip(*grads) if r.requires_grad]
         wanted = [t for t in leaves if t.requires_grad]
         got = torch.autograd.grad([r for r, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
-        found.update({{f"grad_input[{{i}}]": g for i, g in enumerate(got) if g is not None}})
+        labels = [label for label, t in zip(GRADIENTS, leaves) if t.requires_grad]
+        found.update({{label: g for label, g in zip(labels, got) if g is not None}})
     return {{name: t.cpu() for name, t in found.items()}}
 
 
@@ -126,10 +129,20 @@ if __name__ == "__main__":
 '''
 
 
-def write(folder: Path, call: Invocation, *, reason: str, part: str, observed: float, writes: bool) -> Path:
+def write(
+    folder: Path,
+    call: Invocation,
+    *,
+    reason: str,
+    part: str,
+    observed: float,
+    writes: bool,
+    gradients: Sequence[str] = (),
+) -> Path:
     """Write `reproduce.py` into the folder of a saved call (`write(folder, call, reason=..., ...)`).
 
-    `part` is what differed, `observed` by how much, `writes` whether the call changes its arguments.
+    `part` is what differed, `observed` by how much, `writes` whether the call changes its arguments; `gradients` are
+    the names of the gradients of its tensors.
     """
     op, site, region = call.op, call.site, call.region
     module = op.rsplit(".", 1)[0] if not op.startswith("torch.") else ""
@@ -144,6 +157,7 @@ def write(folder: Path, call: Invocation, *, reason: str, part: str, observed: f
         rounded_to=region.rounded_to,
         autocast=region.autocast,
         function=op,
+        gradients=list(gradients),
         device=region.device,
         part=part,
         observed=repr(observed if observed < float("inf") else 0.0),

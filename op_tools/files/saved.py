@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..call.arguments import numbers_of
 from ..copies.invocation import Invocation
 from . import archive, reproducer
 from .header import content, header
@@ -40,6 +41,10 @@ def save_comparison(
             archive.save(path, {**facts, **content(part, value)})
             written.append(path)
     writes = bool(call.traits.mutates) or "out" in device["input"][1]
-    part = "grad_input" if "grad_outputs" in device else "output"
-    written.append(reproducer.write(folder, call, reason=reason, part=part, observed=observed, writes=writes))
+    part = "grad" if "grad_outputs" in device else "output"
+    labels = numbers_of(call.op, *device["input"]).labels("grad")
+    script = reproducer.write(
+        folder, call, reason=reason, part=part, observed=observed, writes=writes, gradients=labels
+    )
+    written.append(script)
     return written
