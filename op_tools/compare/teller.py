@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 
 from .. import settings
 from ..call.arguments import numbers_of
-from ..call.description import TensorMeta, describe, labelled
+from ..call.description import TensorMeta, describe, golden_pair, labelled
 from ..call.site import parameter_names
 from ..files.saved import save_comparison
 from ..judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, right_because
@@ -217,7 +217,8 @@ class Teller:
         live, result = job.live, job.golden
         assert result is not None
         if job.phase == FORWARD:
-            cpu_inputs, cpu_outputs = describe(*result.inputs_after), describe((result.outputs,))
+            golden = describe(*result.inputs_after), describe((result.outputs,))
+            cpu_inputs, cpu_outputs = golden_pair(live.inputs, live.outputs, golden)
             parts = [
                 (live.inputs, "inputs"),
                 (live.outputs, "outputs"),
@@ -250,10 +251,10 @@ class Teller:
 
 def _with_parameters(job: Job, judgement: Judgement) -> Judgement:
     """The judgement on a wrong call, with the names of the parameters whose values or gradients are wrong."""
-    source, live = None if job.golden is None else job.golden.source, job.live
-    names = parameter_names() if source is not None else {}
-    if source is None or not names:
+    wrong = any(row.verdict == WRONG and row.part != "output" for row in judgement.rows)
+    if not wrong or job.golden is None:
         return judgement
+    names, source, live = parameter_names(), job.golden.source, job.live
     numbers, pointers = numbers_of(live.op, source.args, source.kwargs), live.inputs.data_ptrs
 
     def named(row: Row) -> Row:

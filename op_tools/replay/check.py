@@ -17,7 +17,7 @@ import torch
 
 from ..call import facts
 from ..call.arguments import Numbers, compared_arguments, numbers_of
-from ..call.description import Described, Tensor, describe, labelled, map_tensors, tensors_in
+from ..call.description import Described, Tensor, describe, golden_pair, labelled, map_tensors, tensors_in
 from ..call.devices import event_class, quiet, synchronize
 from ..call.equality import same_bits
 from ..compat import no_torch_function
@@ -332,7 +332,7 @@ class Check:
         op = self.op
         if self.options.forward:
             forward = self.outcome.shown_forward = Shown()
-            for what, described in (("inputs", describe(op.args, op.kwargs)), ("outputs", describe((op.result,)))):
+            for what, described in zip(("inputs", "outputs"), self._described()):
                 forward.add(labelled(described, what), described)
         if self.runs.grads is None:
             return
@@ -346,15 +346,18 @@ class Check:
                 described = _describe_present(grads)
                 backward.add(labelled(described, what, "gradients"), described)
 
+    def _described(self) -> tuple[Described, Described]:
+        return describe(self.op.args, self.op.kwargs), describe((self.op.result,))
+
     def _describe_golden(self, reference: golden.GoldenResult) -> None:
         if not self.options.describe or reference.run is None:
             return
         cast = str(reference.cast_info) if reference.cast_info else ""
         forward, backward = self.outcome.shown_forward, self.outcome.shown_backward
         if forward is not None:
-            inputs, outputs = describe(*reference.inputs_after), describe((reference.outputs,))
-            forward.add(labelled(inputs, "inputs(cpu)"), inputs)
-            forward.add(labelled(outputs, "outputs(cpu)"), outputs)
+            on_cpu = describe(*reference.inputs_after), describe((reference.outputs,))
+            for what, described in zip(("inputs(cpu)", "outputs(cpu)"), golden_pair(*self._described(), on_cpu)):
+                forward.add(labelled(described, what), described)
             forward.cast = cast
         if backward is not None:
             found = describe(tuple(reference.grad_inputs or ()))

@@ -34,6 +34,7 @@ class Report:
         self.interrupted = False
         self._full, self._on = level == "full", level != "off"
         self._forward_id = 0
+        self._first = True
         self._times: list[list[str]] = []
         self._began = time.perf_counter()
 
@@ -55,7 +56,8 @@ class Report:
     # -- one capture ----------------------------------------------------------------------------------
 
     def _show(self, outcome: Outcome) -> None:
-        console.emit(str(outcome.folder))
+        console.emit(f"{outcome.folder}\n\n\n")
+        self._first = True  # of the tables of this capture
         runs = max(len(outcome.forward_ms), len(outcome.backward_ms), 1)
         for number in range(runs):
             self._forward_id += 1
@@ -86,7 +88,9 @@ class Report:
             header = ["name", "forward_id", f"{which}_elasped", "unit"]
             lines.append(console.table(header, [[outcome.op, str(self._forward_id), f"{times[number]:.8f}", "ms"]]))
         if lines:
-            console.emit("\n".join(lines) + "\n")
+            gap = "" if self._first else "\n" * (3 if times else 1)  # as documented
+            console.emit(gap + "\n".join(lines) + "\n")
+            self._first = False
 
     # -- the end --------------------------------------------------------------------------------------
 
