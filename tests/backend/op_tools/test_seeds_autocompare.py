@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from .test_seeds import COMPARE_HEADER, HEADER, command, run, tables
+from op_tools.cli import run_from_data
+
+from .test_seeds import COMPARE_HEADER, HEADER, run, tables
 
 CALLS = """
 import torch.nn.functional as F
@@ -226,19 +228,18 @@ NORMALIZE = (
 )
 
 
-def test_offline_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     run(CAPTURE, tmp_path)
     folder = tmp_path / "op_tools_results/op_capture_results"
-    done = command(["op_tools/run_op_from_data.py", f"{folder}/", "--acc_check", "--run_times", "1"], tmp_path)
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    monkeypatch.setenv("OP_TOOLS_CONSOLE", "full")
+    assert run_from_data([f"{folder}/", "--acc_check", "--run_times", "1"]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
     assert lines[0].startswith("ditorch.framework: ")
     assert lines[1].startswith(str(folder))
     assert lines[2:4] == ["", ""]
-    found = {
-        (op, "grad" in names(made[0][1], op)): (cast, where, made) for op, cast, where, made in blocks(done.stdout)
-    }
+    found = {(op, "grad" in names(made[0][1], op)): (cast, where, made) for op, cast, where, made in blocks(out)}
     op = "torch.nn.functional.normalize"
     for backward, rows, compared in ((False, NORMALIZE, "input output"), (True, ONE, "grad")):
         cast, where, made = found[(op, backward)]
@@ -257,6 +258,6 @@ def test_offline_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(found[(op, False)][2][1][1], op) == "input[0] input[1] input[2] output"
     assert names(found[(op, True)][2][0][1], op) == BOTH
     assert names(found[(op, True)][2][1][1], op) == "grad[0] grad[1]"
-    between = done.stdout.split(f"{op} forward_id: ")[1].splitlines()
+    between = out.split(f"{op} forward_id: ")[1].splitlines()
     assert between[-1] == "", "an empty line before the backward pass"
     assert between[-2].startswith("+-"), "and not more"
