@@ -34,7 +34,6 @@ class Report:
         self.interrupted = False
         self._full, self._on = level == "full", level != "off"
         self._forward_id = 0
-        self._first = True
         self._times: list[list[str]] = []
         self._began = time.perf_counter()
 
@@ -57,7 +56,6 @@ class Report:
 
     def _show(self, outcome: Outcome) -> None:
         console.emit(f"{outcome.folder}\n\n\n")
-        self._first = True  # of the tables of this capture
         runs = max(len(outcome.forward_ms), len(outcome.backward_ms), 1)
         for number in range(runs):
             self._forward_id += 1
@@ -88,9 +86,9 @@ class Report:
             header = ["name", "forward_id", f"{which}_elasped", "unit"]
             lines.append(console.table(header, [[outcome.op, str(self._forward_id), f"{times[number]:.8f}", "ms"]]))
         if lines:
-            gap = "" if self._first else "\n" * (3 if times else 1)  # as documented
-            console.emit(gap + "\n".join(lines) + "\n")
-            self._first = False
+            timed = number < len(times)
+            above, below = ("", "") if backward else ("\n" * 3 * bool(timed and number), "\n" * (3 if timed else 1))
+            console.emit(above + "\n".join(lines) + "\n" + below)
 
     # -- the end --------------------------------------------------------------------------------------
 
