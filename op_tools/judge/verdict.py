@@ -457,6 +457,8 @@ def _judge_plain(pair: Pair, rules: Rules) -> Row:
     coarse = pair.uncertainty.precision if pair.uncertainty else precision_of(torch.float32)
     within = abs(left - right) <= max(2 * coarse.stored * abs(right), coarse.smallest) or left == right
     within = within or (left != left and right != right)
+    if within and not row.allclose:
+        row = row._replace(error_info="within rounding")
     return decided(row, within, f"{left!r} instead of {right!r}")
 
 
