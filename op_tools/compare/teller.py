@@ -18,7 +18,8 @@ from ..call.arguments import numbers_of
 from ..call.description import TensorMeta, describe, golden_pair, labelled
 from ..call.site import parameter_names
 from ..files.saved import save_comparison
-from ..judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, right_because
+from ..judge.pair import right_because
+from ..judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row
 from ..view import console, rows, store
 from ..view.rows import label_of
 from .ladder import FORWARD, ComparedCall, Job, asked

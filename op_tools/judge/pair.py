@@ -122,6 +122,18 @@ def decided(row: Row, right: bool, reason: str) -> Row:
     return row._replace(verdict=RIGHT if right else WRONG, reason="" if right else reason)
 
 
+def explained(row: Row, standard: str = "ulp") -> Row:
+    """A row that is right although it is not allclose, with the reason why."""
+    if "rounding" in row.error_info or "tie" in row.error_info:  # already said
+        return row
+    return row._replace(error_info=joined(row.error_info, f"{row.max_ulp:.3g} ulp, {right_because(standard)}"))
+
+
+def right_because(standard: str) -> str:
+    """Why something is right that is not allclose (`right_because("ulp") == "within rounding"`)."""
+    return "within rounding" if standard == "ulp" else f"right by the standard {standard}"
+
+
 def joined(*texts: str) -> str:
     """Those that say something, one after the other."""
     return "; ".join(t for t in texts if t)

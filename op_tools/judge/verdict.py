@@ -30,7 +30,7 @@ from . import formulas, random_draws
 from .formulas import FormulaQuery
 from .golden import GoldenResult
 from .measures import Sides, measure, measure_on_device
-from .pair import CallUncertainty, Pair, decided, joined
+from .pair import CallUncertainty, Pair, decided, explained
 from .rounding import Precision, precision_of
 from .standards import STANDARDS, seed, ulp
 from .uncertainty import Structure, Uncertainty, remembers
@@ -236,7 +236,7 @@ def _row_by_plan(known: _KnownRow, device: Any, golden: Any, result: GoldenResul
                 return None
             excess = found.worst
     row = _with_columns(row, columns)._replace(excess=excess)
-    return row if row.allclose else _explained(row)
+    return row if row.allclose else explained(row)
 
 
 def only_moves(result: GoldenResult, part: str) -> bool:
@@ -376,7 +376,7 @@ def _settle(rows: list[Row], pairs: list[Pair], uncertainty: Uncertainty, needs:
                 raise Unresolved
             if columns.units * pair.unit_ratio <= 1 or (worst <= 1 and not uncertainty.structure.exact):
                 row = _with_columns(rows[pair.position], columns)
-                rows[pair.position] = row if row.allclose else _explained(row)
+                rows[pair.position] = row if row.allclose else explained(row)
             elif pair.position in needs or uncertainty.structure.exact:
                 raise Unresolved
             else:
@@ -422,19 +422,7 @@ def _judge_pair(pair: Pair, rules: Rules) -> Row:
     columns = measure(pair.sides, atol, rtol, standard.quick)
     pair.units = columns.units
     row = standard.judge(_with_columns(row, columns), pair)
-    return row if row.allclose or row.verdict != RIGHT else _explained(row, rules.standard)
-
-
-def _explained(row: Row, standard: str = "ulp") -> Row:
-    """A row that is right although it is not allclose, with the reason why."""
-    if "rounding" in row.error_info or "tie" in row.error_info:  # already said
-        return row
-    return row._replace(error_info=joined(row.error_info, f"{row.max_ulp:.3g} ulp, {right_because(standard)}"))
-
-
-def right_because(standard: str) -> str:
-    """Why something is right that is not allclose (`right_because("ulp") == "within rounding"`)."""
-    return "within rounding" if standard == "ulp" else f"right by the standard {standard}"
+    return row if row.allclose or row.verdict != RIGHT else explained(row, rules.standard)
 
 
 def _judge_plain(pair: Pair, rules: Rules) -> Row:
