@@ -126,7 +126,8 @@ def explained(row: Row, standard: str = "ulp") -> Row:
     """A row that is right although it is not allclose, with the reason why."""
     if "rounding" in row.error_info or "tie" in row.error_info:  # already said
         return row
-    return row._replace(error_info=joined(row.error_info, f"{row.max_ulp:.3g} ulp, {right_because(standard)}"))
+    share = f" ({row.excess:.0%} of its bound)" if row.excess and standard == "ulp" else ""
+    return row._replace(error_info=joined(row.error_info, right_because(standard) + share))
 
 
 def right_because(standard: str) -> str:
