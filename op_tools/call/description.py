@@ -305,6 +305,24 @@ def labelled(described: Described, what: str, style: str = "inputs") -> list[tup
     return rows
 
 
+def golden_pair(inputs: Described, outputs: Described, cpu: tuple[Described, Described]) -> tuple[Described, Described]:
+    """The arguments and results of a golden run, with `requires_grad` as on the device where that has a graph."""
+    graph = any(type(part) is TensorMeta and part.requires_grad for _, part in labelled(outputs, ""))
+    return (_flagged(cpu[0], inputs), _flagged(cpu[1], outputs)) if graph else cpu
+
+
+def _flagged(described: Described, like: Described) -> Described:
+    def flagged(part: Any, model: Any) -> Any:
+        if type(part) is type(model) is TensorMeta:
+            return part._replace(requires_grad=model.requires_grad)
+        if type(part) is type(model) is Group and len(part.items) == len(model.items):
+            return part._replace(items=tuple(map(flagged, part.items, model.items)))
+        return part
+
+    args = flagged(Group(None, described.args), Group(None, like.args)).items
+    return described._replace(args=args, kwargs=flagged(described.kwargs, like.kwargs))
+
+
 def _labelled_part(label: str, part: Part) -> Iterator[tuple[str, TensorMeta | str]]:
     if not isinstance(part, Group):
         yield label, part

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import sys
@@ -90,6 +91,17 @@ def module_path(depth: int = 1) -> str:
     if innermost is None or outermost is None:
         return ""
     return _name(outermost, innermost) or type(innermost).__name__
+
+
+def parameter_names() -> dict[tuple[int, tuple[int, ...]], str]:
+    """The parameters of all modules that were called, by address and shape (`parameter_names()`)."""
+    found: dict[tuple[int, tuple[int, ...]], str] = {}
+    for root in [reference() for reference in _names.keyrefs()]:
+        with contextlib.suppress(Exception):  # the run goes on meanwhile; some parameters have no memory
+            for name, parameter in root.named_parameters() if root is not None else ():
+                key = (parameter.data_ptr(), tuple(parameter.shape))
+                found[key] = max(name, found.get(key, ""), key=len)  # the longer name is from further out
+    return found
 
 
 def _name(root: torch.nn.Module, module: torch.nn.Module) -> str:

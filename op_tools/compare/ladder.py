@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Final
 
-from ..call.description import Tensor
+from ..call.description import Described, Tensor
 from ..call.functions import function_of
 from ..copies.invocation import BACKWARD as BACKWARD
 from ..copies.invocation import FORWARD as FORWARD
@@ -66,6 +66,7 @@ class Job:
     grads: tuple[Sequence[Tensor | None], Sequence[Tensor | None]] | None = None  # while they are the run's own
     grad_kind: Hashable = None  # of a backward: shapes, strides and dtypes of its gradients
     unasked: tuple[int, ...] = ()  # tensors whose gradient the backward pass was not asked for
+    on_device: Described | None = None  # of a backward that is shown: the gradients where the device has them
     places: Places | None = None
     before: Operands | None = None  # snapshot of the arguments, for this job
     snapshot: Operands | None = None
@@ -88,6 +89,11 @@ class Job:
 def arguments_kind(call: Invocation) -> Hashable:
     """Equal for calls with the same arguments, apart from values, under the same numerics (`arguments_kind(call)`)."""
     return (call.op, call.numbers[0], call.region.autocast, call.region.grad_enabled)
+
+
+def asked(gradients: Sequence[Tensor | None], unasked: tuple[int, ...]) -> list[Tensor | None]:
+    """The gradients that a backward pass was asked for; the golden run computes them all."""
+    return [None if index in unasked else gradient for index, gradient in enumerate(gradients)]
 
 
 def gradient_kind(

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from .. import settings
-from ..call.description import Described, TensorMeta, describe, labelled
+from ..call.arguments import numbers_of
+from ..call.description import Described, TensorMeta, describe, golden_pair, labelled
+from ..call.site import parameter_names
 from ..files.saved import save_comparison
 from ..judge.allowances import IN_TF32
-from ..judge.verdict import NOT_COMPARABLE, WEAK, WRONG, Judgement, Row
+from ..judge.pair import right_because
+from ..judge.verdict import NOT_COMPARABLE, RIGHT, WEAK, WRONG, Judgement, Row
 from ..view import console, rows, store
 from ..view.rows import label_of
-from .judges.host import asked
-from .ladder import FORWARD, ComparedCall, Job
+from .ladder import FORWARD, ComparedCall, Job, asked
 
 _MAX_SAVED: Final = 200  # wrong calls that are saved to disk
 _MAX_BLAMES: Final = 10_000
@@ -47,8 +49,8 @@ class Reporter(Protocol):
 class Teller:
     """Takes judged jobs in any order and tells them one by one in theirs; no lock is held while it does."""
 
-    def __init__(self, tool: Reporter, background: Callable[[Callable[[], None]], None]) -> None:
-        self._tool, self._background = tool, background
+    def __init__(self, tool: Reporter, background: Callable[[Callable[[], None]], None], standard: str = "ulp") -> None:
+        self._tool, self._background, self._standard = tool, background, standard
         self._change = threading.Condition(threading.RLock())
         self._ready: dict[int, Job] = {}
         self.numbered = self.told = 0
@@ -57,6 +59,7 @@ class Teller:
         self.lineage = Lineage()
         self.blames: list[Blame] = []
         self.verdicts: Counter[str] = Counter()
+        self.not_allclose = 0  # comparisons that are right all the same
         self.compared: Counter[str] = Counter()
         self.not_comparable: Counter[str] = Counter()
         self.known: Counter[tuple[str, str, str]] = Counter()  # operator, phase, and what explains its error
@@ -120,6 +123,9 @@ class Teller:
     def summary(self, notes: Sequence[str]) -> list[str]:
         """What was compared, these notes where they say something, and who is to blame."""
         text = f"{sum(self.verdicts.values())} comparisons, {self.verdicts[WRONG]} wrong"
+        if self.not_allclose:
+            why = right_because(self._standard)
+            text += f"; {self.not_allclose} not allclose but {why} (OP_AUTOCOMPARE_STANDARD=seed saves these as well)"
         if self.not_comparable:
             text += "; not comparable: " + ", ".join(f"{op} {n}" for op, n in self.not_comparable.most_common(5))
         lines = [text, *[note for note in notes if note]]
@@ -148,6 +154,10 @@ class Teller:
         if judgement.verdict == NOT_COMPARABLE and not judgement.rows:
             self.skip(live, judgement.reason)
             return
+        if judgement.verdict == WRONG:
+            judgement = _with_parameters(job, judgement)
+        elif judgement.verdict == RIGHT and False in [row.allclose for row in judgement.rows]:
+            self.not_allclose += 1
         self.verdicts[judgement.verdict] += 1
         self.compared[call.op] += 1
         for row in judgement.rows:
@@ -217,7 +227,8 @@ class Teller:
         live, result = job.live, job.golden
         assert result is not None
         if job.phase == FORWARD:
-            cpu_inputs, cpu_outputs = describe(*result.inputs_after), describe((result.outputs,))
+            golden = describe(*result.inputs_after), describe((result.outputs,))
+            cpu_inputs, cpu_outputs = golden_pair(live.inputs, live.outputs, golden)
             parts = [
                 (live.inputs, "inputs"),
                 (live.outputs, "outputs"),
@@ -226,15 +237,16 @@ class Teller:
             ]
         else:
             sent, found = job.values
+            numbers = numbers_of(live.op, result.source.args, result.source.kwargs)
             parts = [
                 (describe(tuple(g for g in sent if g is not None)), "grad_output(cpu)"),
-                (describe(tuple(found)), "grad_inputs"),
-                (describe(tuple(result.grad_inputs or ())), "grad_inputs(cpu)"),
+                (job.on_device or describe(tuple(found)), "grad_inputs"),
+                (describe(tuple(asked(result.grad_inputs or (), job.unasked))), "grad_inputs(cpu)"),
             ]
         shown: list[tuple[str, TensorMeta | str]] = []
         pointers: tuple[int, ...] = ()
         for described, what in parts:
-            shown += labelled(described, what)
+            shown += numbers.labelled(described, what) if what.startswith("grad_inputs") else labelled(described, what)
             pointers += described.data_ptrs
         info = f"    cpu_dtype_cast_info(from:to): {result.cast_info}" if result.cast_info else ""
         self._tool.view.block(
@@ -251,6 +263,24 @@ class Teller:
 def _devices_of(described: Described) -> list[str]:
     """The types of device of the tensors in a description, in order."""
     return [meta.device.type for _, meta in labelled(described, "") if isinstance(meta, TensorMeta)]
+
+
+def _with_parameters(job: Job, judgement: Judgement) -> Judgement:
+    """The judgement on a wrong call, with the names of the parameters whose values or gradients are wrong."""
+    wrong = any(row.verdict == WRONG and row.part != "output" for row in judgement.rows)
+    if not wrong or job.golden is None:
+        return judgement
+    names, source, live = parameter_names(), job.golden.source, job.live
+    numbers, pointers = numbers_of(live.op, source.args, source.kwargs), live.inputs.data_ptrs
+
+    def named(row: Row) -> Row:
+        place = numbers.place(row.part, row.index) if row.verdict == WRONG else None
+        if place is None or place >= len(pointers):
+            return row
+        name = names.get((pointers[place], tuple(source.tensors[place].shape)))
+        return row if name is None else row._replace(reason=f"parameter {name}: {row.reason}")
+
+    return dataclasses.replace(judgement, rows=tuple([named(row) for row in judgement.rows]))
 
 
 # --- blame --------------------------------------------------------------------------------------------

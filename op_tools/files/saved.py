@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import settings
+from ..call.arguments import Numbers, numbers_of
 from ..call.facts import has_free_vectors
 from ..copies.invocation import BACKWARD, FORWARD, Invocation
 from ..view.rows import Row
@@ -44,7 +45,8 @@ def save_comparison(
             archive.save(path, {**facts, **content(part, value)})
             written.append(path)
     phase = BACKWARD if "grad_inputs" in device else FORWARD
-    verdict: dict[str, Any] = {"wrong": [_finding(row, device, golden) for row in wrong], "rules": _rules()}
+    numbers = numbers_of(call.op, *device["input"])
+    verdict: dict[str, Any] = {"wrong": [_finding(row, numbers) for row in wrong], "rules": _rules()}
     verdict["on_cpu"] = [number for number, device_type in enumerate(given_on) if device_type == "cpu"]
     archive.save(folder / f"{phase}.pth", {"name": call.op, **verdict})
     files = [folder / f"{each}.pth" for each in (FORWARD, BACKWARD)]
@@ -53,13 +55,9 @@ def save_comparison(
     return [*written, folder / f"{phase}.pth", reproducer.write(folder, call, where, reasons)]
 
 
-def _finding(row: Row, device: Mapping[str, Any], golden: Mapping[str, Any]) -> dict[str, Any]:
+def _finding(row: Row, numbers: Numbers) -> dict[str, Any]:
     """What `reproduce.py` needs in order to look at one result again; `position` is that among the leaves."""
-    position = row.index or 0
-    if row.part == "grad_input":  # rows are numbered without the arguments that have no gradient
-        pairs = enumerate(zip(device["grad_inputs"], golden["grad_inputs"]))
-        present = [n for n, sides in pairs if any(g is not None for g in sides)]
-        position = present[position] if position < len(present) else position
+    position = (numbers.place(row.part, row.index) if row.part == "grad_input" else row.index) or 0
     bound = None if has_free_vectors(row.op) else row.bound  # another device may choose other signs
     facts = {"name": row.label, "part": row.part, "position": position, "place": list(row.where)}
     return {**facts, "reason": row.reason, "excess": row.excess, "bound": bound}

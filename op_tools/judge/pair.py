@@ -123,6 +123,19 @@ def decided(row: Row, right: bool, reason: str, bound: float | Tensor | None = N
     return row._replace(verdict=RIGHT) if right else row._replace(verdict=WRONG, reason=reason, bound=bound)
 
 
+def explained(row: Row, standard: str = "ulp") -> Row:
+    """A row that is right although it is not allclose, with the reason why."""
+    if "rounding" in row.error_info or "tie" in row.error_info:  # already said
+        return row
+    share = f" ({row.excess:.0%} of its bound)" if row.excess and standard == "ulp" else ""
+    return row._replace(error_info=joined(row.error_info, right_because(standard) + share))
+
+
+def right_because(standard: str) -> str:
+    """Why something is right that is not allclose (`right_because("ulp") == "within rounding"`)."""
+    return "within rounding" if standard == "ulp" else f"right by the standard {standard}"
+
+
 def joined(*texts: str) -> str:
     """Those that say something, one after the other."""
     return "; ".join(t for t in texts if t)

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ..call import facts
+from ..call.arguments import compared_arguments
 from ..call.description import Tensor, tensors_in
 from ..call.equality import leaves_of
 from . import formulas, orders
@@ -165,7 +166,7 @@ class Uncertainty:
         if self.backward:
             return list(run.grad_inputs or ())
         if self.part == "input":
-            return list(tensors_in((run.args, run.kwargs)))
+            return list(leaves_of(compared_arguments(run.args, run.kwargs)))
         return list(leaves_of(run.outputs))
 
     def sigma(self, position: int) -> Tensor | None:

@@ -7,6 +7,7 @@ This pairs what the device returned with the golden result, measures each pair, 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -15,7 +16,8 @@ import torch
 
 from .. import settings
 from ..call import facts
-from ..call.description import Tensor, tensors_in
+from ..call.arguments import Numbers, compared_arguments, numbers_of
+from ..call.description import Tensor
 from ..call.equality import leaves_of as leaves_of
 from ..native import measuring
 from ..native.device_measures import DeviceQuery
@@ -29,7 +31,7 @@ from . import formulas, random_draws
 from .formulas import FormulaQuery
 from .golden import GoldenResult
 from .measures import Sides, measure, measure_on_device
-from .pair import CallUncertainty, Pair, decided
+from .pair import CallUncertainty, Pair, decided, explained
 from .rounding import Precision, precision_of
 from .standards import STANDARDS, seed, ulp
 from .uncertainty import Structure, Uncertainty, remembers
@@ -236,7 +238,8 @@ def _row_by_plan(known: _KnownRow, device: Any, golden: Any, result: GoldenResul
             if found is None or not found.regular or not found.worst <= 1:
                 return None
             excess = found.worst
-    return _with_columns(row, columns)._replace(excess=excess)
+    row = _with_columns(row, columns)._replace(excess=excess)
+    return row if row.allclose else explained(row)
 
 
 def only_moves(result: GoldenResult, part: str) -> bool:
@@ -278,12 +281,51 @@ def judge_call(
     if outputs is not None:
         total += judge(name, outputs, result.outputs, part="output", **options)
     if inputs_after is not None:
-        args, kwargs = inputs_after
-        ours, theirs = list(tensors_in((tuple(args), dict(kwargs)))), list(tensors_in(result.inputs_after))
+        ours, theirs = compared_arguments(*inputs_after), compared_arguments(*result.inputs_after)
         total += judge(name, ours, theirs, part="input", **options)
     if grad_inputs is not None and result.grad_inputs is not None:
-        total += judge(name, list(grad_inputs), result.grad_inputs, part="grad_input", **options)
+        numbers = numbers_of(name, result.source.args, result.source.kwargs)
+        total += judge_gradients(name, grad_inputs, result.grad_inputs, numbers, **options)
     return total
+
+
+def judge_gradients(
+    name: str, device: Sequence[Tensor | None], golden: Sequence[Tensor | None], numbers: Numbers, **options: Any
+) -> Judgement:
+    """`judge` for the gradients of all tensors among the arguments, in rows that are numbered like these."""
+    known = len(device) == len(golden) == len(numbers.inputs)
+    judged = judge(name, device, golden, part="grad_input", indices=numbers.indices if known else None, **options)
+    return dataclasses.replace(judged, rows=gradient_rows(name, judged.rows, numbers)) if known else judged
+
+
+def gradient_rows(name: str, rows: Sequence[Row], numbers: Numbers) -> tuple[Row, ...]:
+    """The rows of what may have a gradient, from those of all tensors; a Python number has none."""
+    return tuple(
+        [
+            Row(name, "grad_input", index, True, 0.0, 0.0, 0.0, 0.0, "") if place is None else rows[place]
+            for index, place in numbers.gradients
+        ]
+    )
+
+
+def unchanged_rows(name: str, device: Any, golden: Any, rules: Rules) -> tuple[Row, ...]:
+    """The rows of arguments that a call has left alone."""
+    ours, theirs = list(leaves_of(device)), list(leaves_of(golden))
+    pairs = itertools.zip_longest(ours, theirs[: len(ours)])
+    indices = _indices(ours)
+    return tuple([_unchanged_row(name, index, *pair, rules) for index, pair in zip(indices, pairs)])
+
+
+def _unchanged_row(name: str, index: int | None, leaf: Any, reference: Any, rules: Rules) -> Row:
+    dtype = leaf.dtype if isinstance(leaf, Tensor) else None
+    number = isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
+    if dtype is None and not number:
+        return Row(name, "input", index, True, 0.0, 0.0, 0.0, 0.0, "", cosine=1.0)
+    atol, rtol, _ = rules.tolerance(name, dtype)
+    info = ""
+    if dtype is not None and isinstance(reference, Tensor) and reference.dtype != dtype:
+        info = f"Inconsistent dtypes: {dtype} {reference.dtype}"
+    return Row(name, "input", index, True, 0.0, 0.0, atol, rtol, info, cosine=1.0)
 
 
 def judge_samples(
@@ -360,7 +402,8 @@ def _settle(rows: list[Row], pairs: list[Pair], uncertainty: Uncertainty, needs:
             if columns is None or columns.units is None:
                 raise Unresolved
             if columns.units * pair.unit_ratio <= 1 or (worst <= 1 and not uncertainty.structure.exact):
-                rows[pair.position] = _with_columns(rows[pair.position], columns)
+                row = _with_columns(rows[pair.position], columns)
+                rows[pair.position] = row if row.allclose else explained(row)
             elif pair.position in needs or uncertainty.structure.exact:
                 raise Unresolved
             else:
@@ -406,7 +449,8 @@ def _judge_pair(pair: Pair, rules: Rules) -> Row:
     standard = STANDARDS["seed" if pair.tolerance_set else rules.standard]  # a tolerance that was set decides alone
     columns = measure(pair.sides, atol, rtol, standard.quick)
     pair.units = columns.units
-    return standard.judge(_with_columns(row, columns), pair)
+    row = standard.judge(_with_columns(row, columns), pair)
+    return row if row.allclose or row.verdict != RIGHT else explained(row, rules.standard)
 
 
 def _judge_plain(pair: Pair, rules: Rules) -> Row:
@@ -431,6 +475,8 @@ def _judge_plain(pair: Pair, rules: Rules) -> Row:
     bound = max(2 * coarse.stored * abs(right), coarse.smallest)
     within = abs(left - right) <= bound or left == right
     within = within or (left != left and right != right)
+    if within and not row.allclose:
+        row = row._replace(error_info="within rounding")
     return decided(row, within, f"{left!r} instead of {right!r}", bound)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ def same(left: Any, right: Any) -> bool:
     return same_leaves(left, right, same_bits)
 
 
-def differences(what: str, ours: Any, captured: Any, absent_is_unknown: bool = False) -> list[str]:
-    """One line per leaf that is not the captured one."""
+def differences(
+    what: str, ours: Any, captured: Any, absent_is_unknown: bool = False, labels: Sequence[str] = ()
+) -> list[str]:
+    """One line per leaf that is not the captured one; `labels` are the names of the leaves."""
     left, right = list(leaves_of(ours)), list(leaves_of(captured))
     if len(left) != len(right):
         return [f"{len(left)} {what}s, {len(right)} were captured"]
@@ -31,6 +34,7 @@ def differences(what: str, ours: Any, captured: Any, absent_is_unknown: bool = F
         if (absent_is_unknown and b is None) or same_bits(a, b):
             continue
         label = what if len(left) == 1 else f"{what}[{number}]"
+        label = labels[number] if number < len(labels) else label
         found.append(f"{label} {_how_different(a, b)}")
     return found
 

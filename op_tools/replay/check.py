@@ -16,7 +16,8 @@ from typing import Any, Final
 import torch
 
 from ..call import facts
-from ..call.description import Described, Tensor, describe, map_tensors, tensors_in
+from ..call.arguments import Numbers, compared_arguments, numbers_of
+from ..call.description import Described, Tensor, describe, golden_pair, labelled, map_tensors, tensors_in
 from ..call.devices import event_class, quiet, synchronize
 from ..call.equality import same_bits
 from ..compat import no_torch_function
@@ -216,6 +217,11 @@ class Check:
             outcome.status, outcome.reason = ERROR, one_line(error) + hint
         outcome.seconds += time.perf_counter() - began
 
+    @functools.cached_property
+    def numbers(self) -> Numbers:
+        """Of the arguments, in the rows of all tables."""
+        return numbers_of(self.op.name, self.op.host_args, self.op.host_kwargs)
+
     def _captured_gradients(self) -> Any:
         return self.op.captured("grad_inputs") if self.options.backward and self.options.acc_check else None
 
@@ -264,7 +270,8 @@ class Check:
             outcome.notes.append("it returns nothing" if self.runs.outputs is None else "no result was captured")
         if grads is not None and self.runs.grads is not None:
             compared = True
-            found += differences("grad", self.runs.grads, grads, absent_is_unknown=True)
+            labels = self.numbers.labels("grad")
+            found += differences("grad", self.runs.grads, grads, absent_is_unknown=True, labels=labels)
         outcome.like_capture = "; ".join(found) if found else (IDENTICAL if compared else "nothing to compare with")
         return compared and not found
 
@@ -301,19 +308,16 @@ class Check:
 
     def _untouched_inputs(self, reference: golden.GoldenResult) -> verdict.Judgement:
         """Arguments must be unchanged, or changed as in the reference run (running statistics)."""
-        name = self.op.name
-        ours = list(tensors_in(self.runs.inputs_after))
-        theirs = list(tensors_in((self.op.host_args, self.op.host_kwargs)))
-        if not all(same_bits(a, b) for a, b in zip(ours, theirs)):
+        name, after = self.op.name, self.runs.inputs_after
+        before = (self.op.host_args, self.op.host_kwargs)
+        if not all(same_bits(a, b) for a, b in zip(tensors_in(after), tensors_in(before))):
             if reference.comparable:
-                return self._judged(reference, None, None, self.runs.inputs_after)
+                return self._judged(reference, None, None, after)
+            ours, theirs = compared_arguments(*after), compared_arguments(*before)
             return verdict.judge(name, ours, theirs, part="input", rules=self.rules)
-        rows = []
-        for number, tensor in enumerate(ours):
-            atol, rtol, _ = self.rules.tolerance(name, tensor.dtype)
-            index = None if len(ours) == 1 else number
-            rows.append(verdict.Row(name, "input", index, True, 0.0, 0.0, atol, rtol, "", cosine=1.0))
-        return verdict.Judgement(verdict.RIGHT, "", tuple(rows))
+        used = before if reference.run is None else reference.inputs_after
+        rows = verdict.unchanged_rows(name, compared_arguments(*after), compared_arguments(*used), self.rules)
+        return verdict.Judgement(verdict.RIGHT, "", rows)
 
     def _judge_capture(self, reference: golden.GoldenResult, output: Any, grads: Any) -> None:
         """The results differ: note whether the captured ones are right."""
@@ -329,11 +333,23 @@ class Check:
     def _describe(self) -> None:
         op = self.op
         if self.options.forward:
-            parts = [("inputs", describe(op.args, op.kwargs)), ("outputs", describe((op.result,)))]
-            self.outcome.shown_forward = Shown(parts)
-        if self.runs.grads is not None:
-            sent, found = _describe_present(op.grad_outputs), _describe_present(self.runs.device_grads)
-            self.outcome.shown_backward = Shown([("grad_outputs", sent), ("grad_inputs", found)])
+            forward = self.outcome.shown_forward = Shown()
+            for what, described in zip(("inputs", "outputs"), self._described()):
+                forward.add(labelled(described, what), described)
+        if self.runs.grads is None:
+            return
+        backward = self.outcome.shown_backward = Shown()
+        if self.options.acc_check:
+            sent, found = _describe_present(self.runs.sent), describe(tuple(self.runs.device_grads))
+            backward.add(labelled(sent, "grad_output(cpu)"), sent)
+            backward.add(self.numbers.labelled(found, "grad_inputs"), found)
+        else:
+            for what, grads in (("grad_outputs", op.grad_outputs), ("grad_inputs", self.runs.device_grads)):
+                described = _describe_present(grads)
+                backward.add(labelled(described, what, "gradients"), described)
+
+    def _described(self) -> tuple[Described, Described]:
+        return describe(self.op.args, self.op.kwargs), describe((self.op.result,))
 
     def _describe_golden(self, reference: golden.GoldenResult) -> None:
         if not self.options.describe or reference.run is None:
@@ -341,11 +357,13 @@ class Check:
         cast = str(reference.cast_info) if reference.cast_info else ""
         forward, backward = self.outcome.shown_forward, self.outcome.shown_backward
         if forward is not None:
-            inputs, outputs = describe(*reference.inputs_after), describe((reference.outputs,))
-            forward.parts += [("inputs(cpu)", inputs), ("outputs(cpu)", outputs)]
+            on_cpu = describe(*reference.inputs_after), describe((reference.outputs,))
+            for what, described in zip(("inputs(cpu)", "outputs(cpu)"), golden_pair(*self._described(), on_cpu)):
+                forward.add(labelled(described, what), described)
             forward.cast = cast
         if backward is not None:
-            backward.parts.append(("grad_inputs(cpu)", _describe_present(reference.grad_inputs)))
+            found = describe(tuple(reference.grad_inputs or ()))
+            backward.add(self.numbers.labelled(found, "grad_inputs(cpu)"), found)
             backward.cast = cast
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from ..call.description import Described
+from ..call.description import Described, TensorMeta
 from ..judge.verdict import Row
 
 IDENTICAL: Final = "bit-identical"
@@ -49,10 +49,16 @@ class Options:
 
 @dataclasses.dataclass
 class Shown:
-    """Descriptions of the tensors of one pass, for its table."""
+    """The rows of the table of one pass, and the addresses of its tensors."""
 
-    parts: list[tuple[str, Described]]
+    rows: list[tuple[str, TensorMeta | str]] = dataclasses.field(default_factory=list)
+    pointers: list[int] = dataclasses.field(default_factory=list)
     cast: str = ""
+
+    def add(self, rows: list[tuple[str, TensorMeta | str]], described: Described) -> None:
+        """More rows, and what they were made from."""
+        self.rows += rows
+        self.pointers += described.data_ptrs
 
 
 @dataclasses.dataclass

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import settings
-from ..call.description import TensorMeta, labelled
 from ..view import console, rows, store
 from .captured import CapturedOp
 from .outcome import ERROR, IDENTICAL, WRONG, Options, Outcome, Shown, counts
@@ -207,13 +206,7 @@ def _conclusion(outcome: Outcome) -> str:
 
 
 def _table(outcome: Outcome, shown: Shown) -> str:
-    parts: list[tuple[str, TensorMeta | str]] = []
-    pointers: list[int] = []
-    for what, described in shown.parts:
-        style = "gradients" if what.startswith("grad_") and not shown.cast else "inputs"
-        parts += labelled(described, what, style)
-        pointers += described.data_ptrs
-    return console.tensor_table(outcome.op, parts, pointers)
+    return console.tensor_table(outcome.op, shown.rows, shown.pointers)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Final
 import torch
 
 from .. import settings
-from ..call.description import Tensor
+from ..call.description import Tensor, describe
 from ..call.site import module_path
 from ..compare import cores
 from ..compare.choose import MODES, Chooser, kind_of, parse_budget
@@ -98,9 +98,10 @@ class OpAutoCompare(Tool):
         # how much of a worker thread's time the run itself loses: all of it where there is no core to spare
         self._share = 1.0 if cores.available() <= threads + 1 else 0.5
         self._queue = Writer(queue_bytes, self._threads, max_jobs=_MAX_WAITING)
-        self._teller = Teller(self, functools.partial(self._queue.submit, 0))
+        rules = Rules.from_environment()
+        self._teller = Teller(self, functools.partial(self._queue.submit, 0), rules.standard)
         setup = Setup(
-            Rules.from_environment(),
+            rules,
             self.view.full,
             self._at_once,
             self._sampled,
@@ -255,6 +256,7 @@ class OpAutoCompare(Tool):
                     number = -1 - len(self._gradient_kinds)  # descriptions have positive numbers
                     self._gradient_kinds[job.grad_kind] = number
             job.snapshot = self._layouts.stage(number, given, grads)
+            job.on_device = describe(tuple(grad_inputs)) if self.view.full else None
             job.grads = None
             if self._sampled:
                 self._chooser.begin(compared.kind)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final
@@ -19,6 +18,7 @@ from typing import Any, Final
 import torch
 
 from ...call import facts
+from ...call.arguments import Numbering, compared_arguments
 from ...call.description import Tensor, map_tensors, tensors_in
 from ...call.devices import module_of, quiet
 from ...call.equality import same_leaves
@@ -30,8 +30,7 @@ from ...judge import golden, uncertainty, verdict
 from ...judge.golden import DOUBLE, GoldenResult, Run, Source
 from ...judge.verdict import RIGHT, Judgement
 from ...native import device_measures
-from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup, arguments_kind
-from .host import asked, compared_arguments, gradient_indices
+from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup, arguments_kind, asked
 
 _MAX_KINDS: Final = 20_000
 _SHARE: Final = 8  # of the free memory of a device that is used to keep calls for their backward
@@ -103,6 +102,7 @@ class DevicePrecheck(Judge):
         self._needs: dict[tuple[str, int], set[int]] = {}
         self._moves_only_forward: set[Hashable] = set()  # and sums in its backward, as an embedding
         self._budget: MemoryBudget | None = None
+        self._numbering = Numbering()
         self._lock = threading.Lock()
         self.settled = self.passed_on = 0
 
@@ -243,9 +243,9 @@ class DevicePrecheck(Judge):
         if kind.judgement is not None:
             return kind.judgement if same_leaves(found, expected, _same_leaf) else None
         result = GoldenResult(True, "", source, DOUBLE, Run(None, source.args, source.kwargs, expected))
-        indices, present = gradient_indices(found, expected)
-        judged = self._judged(list(found), expected, result, "grad_input", kind.structures[0], indices)
-        return Judgement(RIGHT, "", tuple(itertools.compress(judged.rows, present)))
+        numbers = self._numbering.of(call.op, call.numbers[0], source.args, source.kwargs)
+        judged = self._judged(list(found), expected, result, "grad_input", kind.structures[0], numbers.indices)
+        return Judgement(RIGHT, "", verdict.gradient_rows(call.op, judged.rows, numbers))
 
     def _judged(
         self,

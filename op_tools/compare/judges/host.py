@@ -7,14 +7,14 @@ process has its own.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import threading
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from typing import Any, Final
 
 import torch
 
 from ...call import facts
+from ...call.arguments import Numbering, compared_arguments
 from ...call.description import Tensor, map_tensors, tensors_in
 from ...call.equality import equal, same_leaves, same_values
 from ...copies.operands import MAX_BORROWED
@@ -25,7 +25,7 @@ from ...judge.golden import GoldenResult
 from ...judge.random_draws import Mask
 from ...judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
 from .. import cores, pieces
-from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup, gradient_kind
+from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup, asked, gradient_kind
 
 _MAX_KINDS: Final = 20_000
 _MAX_WAIT: Final = 60.0  # seconds
@@ -105,6 +105,7 @@ class Comparer:
         self._unchanged_rows: dict[Hashable, tuple[Row, ...]] = {}
         self._plans: dict[Hashable, verdict.Plan] = {}
         self._tally = random_draws.Tally()
+        self._numbering = Numbering()
 
     def compare(self, job: Job, forward: ForwardRun | None = None, shown: bool = False) -> Judgement:
         """Judge a job; its golden run is kept in it where one was needed, and always where it is shown."""
@@ -282,24 +283,10 @@ class Comparer:
             return verdict.judge(name, ours, theirs, part="input", **options)
         rows = self._unchanged_rows.get(kind)
         if rows is None:
-            leaves, references = [list(verdict.leaves_of(side)) for side in (ours, theirs)]
-            pairs = enumerate(itertools.zip_longest(leaves, references[: len(leaves)]))
-            alone = len(leaves) == 1
-            rows = tuple([self._unchanged_row(name, None if alone else n, *pair) for n, pair in pairs])
+            rows = verdict.unchanged_rows(name, ours, theirs, self.rules)
             if kind is not None and len(self._unchanged_rows) < _MAX_KINDS:
                 self._unchanged_rows[kind] = rows
         return Judgement(RIGHT, "", rows)
-
-    def _unchanged_row(self, name: str, index: int | None, leaf: Any, reference: Any) -> Row:
-        dtype = leaf.dtype if isinstance(leaf, Tensor) else None
-        number = isinstance(leaf, (int, float, complex)) and not isinstance(leaf, bool)
-        if dtype is None and not number:
-            return Row(name, "input", index, True, 0.0, 0.0, 0.0, 0.0, "", cosine=1.0)
-        atol, rtol, _ = self.rules.tolerance(name, dtype)
-        info = ""
-        if dtype is not None and isinstance(reference, Tensor) and reference.dtype != dtype:
-            info = f"Inconsistent dtypes: {dtype} {reference.dtype}"
-        return Row(name, "input", index, True, 0.0, 0.0, atol, rtol, info, cosine=1.0)
 
     def _judge_backward(self, job: Job, result: GoldenResult, kind: Hashable = None) -> Judgement:
         name = job.call.op
@@ -308,22 +295,16 @@ class Comparer:
         if facts.has_free_vectors(name) and result.source.outputs is None:
             return Judgement(NOT_COMPARABLE, "which signs the vectors had on the device is not known")
         assert result.run is not None
-        expected = asked(result.run.grad_inputs or [], job.unasked)
-        found = job.values[1]
-        indices, present = gradient_indices(found, expected)
-        judged = verdict.judge(
+        return verdict.judge_gradients(
             name,
-            found,
-            expected,
+            job.values[1],
+            asked(result.run.grad_inputs or [], job.unasked),
+            self._numbering.of(name, job.call.numbers[0], job.args, job.kwargs),
             result=result,
-            part="grad_input",
             rules=self.rules,
             max_seconds=self.max_seconds,
-            indices=indices if len(found) == len(expected) else None,
             plan=self._plan(kind),
         )
-        rows = tuple(itertools.compress(judged.rows, present)) if len(judged.rows) == len(present) else judged.rows
-        return Judgement(judged.verdict, judged.reason, rows, judged.probes)
 
 
 def _fetch_draws(job: Job, call: ComparedCall) -> list[Tensor]:
@@ -358,23 +339,6 @@ def _fetch(job: Job) -> None:
     if job.phase == FORWARD:
         call.before = before._replace(storages=tuple(own), event=None)  # no device memory is held for a backward
     job.args, job.kwargs = before.tensors(own)
-
-
-def compared_arguments(args: Iterable[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """What is compared of the arguments after a call: positional ones, and tensors given by keyword."""
-    return [*args, *tensors_in(kwargs)] if kwargs else list(args)
-
-
-def asked(gradients: Sequence[Tensor | None], unasked: tuple[int, ...]) -> list[Tensor | None]:
-    """The gradients that a backward pass was asked for; the golden run computes them all."""
-    return [None if index in unasked else gradient for index, gradient in enumerate(gradients)]
-
-
-def gradient_indices(found: Sequence[Any], expected: Sequence[Any]) -> tuple[list[int | None], list[bool]]:
-    """Indices of the rows of gradients, and which there are: arguments without gradients have none."""
-    present = [g is not None or e is not None for g, e in zip(found, expected)]
-    single, numbers = sum(present) == 1, itertools.count()
-    return [None if single or not there else next(numbers) for there in present], present
 
 
 def _only_moves(job: Job, result: GoldenResult, judgement: Judgement) -> bool:

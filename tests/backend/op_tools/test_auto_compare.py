@@ -26,6 +26,8 @@ from op_tools.compare.judges.host import Host
 from op_tools.compare.judges.views import Views
 from op_tools.judge import golden
 from op_tools.replay.captured import CapturedOp
+from op_tools.replay.check import replay
+from op_tools.replay.outcome import Options
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -184,6 +186,31 @@ def test_the_wrong_operator_is_named(device: str, faults: Any, phase: str) -> No
     text = "\n".join(compared.summary())
     assert f"first wrong: torch.nn.functional.gelu ({phase})" in text
     assert "nothing wrong went into them" in text
+
+
+def test_a_wrong_gradient_is_blamed_on_its_argument(device: str, faults: Any) -> None:
+    """The input needs no gradient: the weight's is still that of argument 1, and has the parameter's name."""
+    model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(8, 4))).to(device)
+    x = torch.randn(6, 8, device=device)
+    with faults.plant("mm: noise=0.1, phase=backward"), op_tools.OpAutoCompare() as compared:
+        model(x).sum().backward()
+    rows = {row["name"]: row for row in compared.records() if row["phase"] == "backward"}
+    op = "torch.nn.functional.linear"
+    assert list(rows) == ["torch.Tensor.sum grad", *[f"{op} grad[{n}]" for n in range(3)]]
+    assert [rows[f"{op} grad[{n}]"]["verdict"] for n in range(3)] == ["right", "wrong", "right"]
+    absent = rows[f"{op} grad[0]"]
+    assert (absent["allclose"], absent["atol"], absent["rtol"], absent["error_info"]) == (True, 0.0, 0.0, "")
+    assert rows[f"{op} grad[1]"]["reason"].startswith("parameter 0.0.weight: ")
+    assert compared.blames[0].reason.startswith(f"{op} grad[1]: parameter 0.0.weight: ")
+    assert any(f"{op} grad[1]: parameter 0.0.weight: " in line for line in compared.summary())
+    assert compared.csv_path is not None
+    assert f"{op} grad[1]," in compared.csv_path.read_text()
+    folder = Path(compared.blames[0].folder)
+    assert f"{op} grad[1]: parameter 0.0.weight: " in (folder / "reproduce.py").read_text()
+    assert "GRADIENTS = ['grad[0]', 'grad[1]', 'grad[2]']" in (folder / "reproduce.py").read_text()
+    replayed = replay(folder / "device", Options(acc_check=True))
+    assert [row.label for row in replayed.rows if row.part == "grad_input"] == [f"{op} grad[{n}]" for n in range(3)]
+    assert replayed.like_capture.startswith("grad[1] differs")
 
 
 def test_spreading_errors_do_not_hide_their_origin(device: str, faults: Any) -> None:
@@ -468,7 +495,7 @@ def test_views_of_another_dtype_that_are_changed_in_place(to_complex: bool, devi
             view.mul_(3).abs().sum().backward()
             compared.wait()
     assert not [f for f in compared.findings() if f.kind != "skipped"]
-    rows = [row for row in compared.records() if row["phase"] == "backward" and "mul_" in row["name"]]
+    rows = [row for row in compared.records() if row["name"] == "torch.Tensor.mul_ grad[0]"]
     assert [row["verdict"] for row in rows] == ["right"] * 3
 
 

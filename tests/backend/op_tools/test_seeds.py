@@ -215,7 +215,7 @@ def test_autocompare(tmp_path: Path, snippet: str) -> None:
         "0.000010000",
         "Inconsistent dtypes: torch.float32 torch.float64",
     ]
-    assert any(row[0] == "torch.Tensor.mul grad" for t in compared for row in t[1])
+    assert any([row[0] for row in t[1]] == ["torch.Tensor.mul grad[0]", "torch.Tensor.mul grad[1]"] for t in compared)
     last = [t for t in shown if t[0][: len(COMPARE_HEADER) + 1] == ["forward_id", *COMPARE_HEADER]]
     assert len(last) == 1, "one table of everything at the end"
 

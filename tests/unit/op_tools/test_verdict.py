@@ -452,3 +452,21 @@ def test_tiny_results_may_be_off_by_some_of_the_smallest_steps() -> None:
     step = 2.0**-24
     assert judged(torch.erf, x, break_it=lambda y: y + 2 * step).verdict == RIGHT  # more than the bound of large ones
     assert judged(torch.erf, x, break_it=lambda y: y + 20 * step).verdict == WRONG
+
+
+def test_what_is_right_but_not_allclose_says_why() -> None:
+    x = torch.tensor([1.0, 3.0], dtype=torch.bfloat16)
+    result = golden.run(torch.mul, (x, x))
+    off = (result.outputs * (1 + 2.0**-8)).bfloat16()
+    (row,) = verdict.judge("torch.mul", off, result.outputs, result=result, rules=Rules("dual")).rows
+    assert (row.verdict, row.allclose) == (RIGHT, False)
+    assert row.error_info.endswith("; right by the standard dual")
+    (row,) = verdict.judge("torch.mul", off, result.outputs, result=result, rules=Rules("seed")).rows
+    assert (row.verdict, row.allclose) == (WRONG, False)
+    assert row.error_info == "Inconsistent dtypes: torch.bfloat16 torch.float64"
+    numbers = golden.run(torch.Tensor.tolist, (x,))
+    rows = verdict.judge("torch.Tensor.tolist", [1.002, 3.0], numbers.outputs, result=numbers).rows
+    assert [(row.verdict, row.allclose, row.error_info) for row in rows] == [
+        (RIGHT, False, "within rounding"),
+        (RIGHT, True, ""),
+    ]
