@@ -160,6 +160,12 @@ def _var_mean(mode: InOrder, func: Any, x: Tensor, dim: Any = (), *args: Any, **
     )
 
 
+def _cumsum(mode: InOrder, func: Any, x: Tensor, dim: int, *, dtype: Any = None) -> Any:
+    if not x.is_floating_point() or not x.dim():
+        return NotImplemented
+    return torch.from_numpy(np.cumsum(x.to(torch.float32).numpy(), dim, np.float32)).to(dtype or x.dtype)
+
+
 def _norm(
     mode: InOrder, func: Any, x: Tensor, order: Any = 2, dim: Any = (), keepdim: bool = False, **more: Any
 ) -> Any:
@@ -295,6 +301,7 @@ _HANDLERS: Final[dict[str, Callable[..., Any]]] = {
     "mean": _mean,
     "var": _var,
     "var_mean": _var_mean,
+    "cumsum": _cumsum,
     "linalg_vector_norm": _norm,
     "mm": _mm,
     "bmm": _mm,

@@ -114,6 +114,16 @@ def _less_frequent(source: Any, device: Tensor, golden: Tensor) -> Tensor | None
     return rarer.reshape(shape)
 
 
+# --- results that depend on the algorithm -----------------------------------------------------------------------
+
+FUNCTIONS.register("lstsq", FunctionFacts(may_be_empty=(1, 2, 3)))  # residuals, rank and singular values
+
+
+def may_be_empty(name: str, number: int) -> bool:
+    """Whether some algorithm leaves this result of a function empty (`may_be_empty("torch.linalg.lstsq", 2)`)."""
+    return number in function_facts(name).may_be_empty
+
+
 # --- vectors of unit length: their sign (or phase) is free ----------------------------------------------------
 
 FUNCTIONS.register("eigh eig", FunctionFacts(free_vectors=((1, -2),)))
