@@ -18,7 +18,7 @@ from ..call import facts
 from ..call.description import Tensor, tensors_in
 from ..call.operators.registry import FUNCTIONS, Kind, Registry, kernel_names, last_name
 from ..native.measuring import Bound
-from .rounding import Precision, Structure, roundings
+from .rounding import MAX_LOW_TERMS, STORED_TERMS, Precision, Structure, roundings
 
 if TYPE_CHECKING:
     from .golden import Source
@@ -47,8 +47,11 @@ def weights_of_products(precision: Precision, structure: Structure) -> tuple[flo
     """What the probes of a sum of products tend to: its variance is the first of these times the sum of its squared
     terms, plus the second times its square (see `Noise._units`)."""
     grown = precision.inner * math.sqrt(structure.longest_sum)
-    steps = structure.steps_in_low if precision.stored > precision.inner else 1.0
-    return 2 * (max(grown, precision.stored) * steps) ** 2, grown**2
+    low = precision.stored > precision.inner and structure.steps_in_low > 1
+    terms = (
+        max(grown, precision.stored) * structure.steps_in_low if low else max(grown, STORED_TERMS * precision.stored)
+    )
+    return 2 * terms**2, grown**2
 
 
 class FormulaQuery(NamedTuple):
@@ -265,6 +268,8 @@ def _embedding_backward(query: FormulaQuery) -> Terms | None:
     if padding is not None:
         squares[padding] = 0.0
     hits = int(torch.bincount(index).max())
+    if query.precision.stored > query.precision.inner:
+        hits = min(hits, MAX_LOW_TERMS)
     variance = hits * query.precision.stored**2 if hits > 1 else query.precision.inner**2
     return Terms(squares, variance, variance)
 

@@ -178,7 +178,9 @@ class Uncertainty:
         if sigma.dim() and (self._few or (self.structure.opaque and self.probes >= PROBES)):
             # There are no more probes to come, and they are few, or each is one draw of an opaque kernel's roundings:
             # among millions of elements some are always lucky. They lean on their neighbours in the row.
-            neighbours = torch.linalg.vector_norm(sigma, dim=-1, keepdim=True) / math.sqrt(sigma.shape[-1] * self.probes)
+            neighbours = torch.linalg.vector_norm(sigma, dim=-1, keepdim=True) / math.sqrt(
+                sigma.shape[-1] * self.probes
+            )
             sigma = torch.minimum(sigma.hypot(neighbours), sigma.mul_(math.sqrt(_luck(self.probes))))
         return sigma
 
@@ -197,7 +199,9 @@ class Uncertainty:
         """The same call on some elements alone, where each depends on its own inputs; None where that is not so."""
         # numbers are shared by all elements, and go another way in each probe
         source = self.result.source
-        numbers = any(type(v) is float for v in (*source.args, *source.kwargs.values())) or facts.is_optimizer(source.name)
+        numbers = any(type(v) is float for v in (*source.args, *source.kwargs.values())) or facts.is_optimizer(
+            source.name
+        )
         copies = PROBES if PROBES * places.numel() <= _MAX_ELEMENTS_AT_ONCE and not numbers else 1
         result = self.result
         if self.on_lists:

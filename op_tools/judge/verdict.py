@@ -198,7 +198,7 @@ def _known_row(pair: Pair, row: Row) -> _KnownRow | None:
     info = _difference_of_kind(device, golden)[1]
     row = Row(pair.op, pair.part, pair.index, True, 0.0, 0.0, row.atol, row.rtol, info)
     known = _KnownRow((*_looks(device), *_looks(golden)), row, pair.unit_ratio)
-    uncertainty = call.known
+    uncertainty = call.known(device)
     if uncertainty is None or uncertainty.structure.exact or not remembers(call.result, pair.part):
         return known
     return known._replace(
@@ -320,14 +320,15 @@ def judge_on_device(
             raise Unresolved
     if any(row.verdict != RIGHT for row in rows):
         raise Unresolved
-    _settle(rows, undecided, of_call.whole, needs)
+    _settle(rows, undecided, of_call, needs)
     return Judgement(RIGHT, "", tuple(rows))
 
 
-def _settle(rows: list[Row], pairs: list[Pair], uncertainty: Uncertainty, needs: set[int]) -> None:
+def _settle(rows: list[Row], pairs: list[Pair], of_call: CallUncertainty, needs: set[int]) -> None:
     """Fill in the rows of numbers; in two rounds at most, the second one for what takes a formula."""
+    uncertainty = of_call.whole
     while pairs:
-        queries = [_query(rows[pair.position], pair, uncertainty, pair.position in needs) for pair in pairs]
+        queries = [_query(rows[p.position], p, of_call.of(p.device), p.position in needs) for p in pairs]
         again = []
         for pair, (columns, worst) in zip(pairs, measure_on_device(queries)):
             if columns is None or columns.units is None:

@@ -18,6 +18,7 @@ from ...call.description import Tensor
 from ...call.equality import same_values
 from ...native.measuring import Bound
 from ...view.rows import WRONG, Row
+from .. import ties
 from ..measures import beyond
 from ..noise import PROBES
 from ..pair import Pair, first_place, joined
@@ -92,8 +93,7 @@ def _judge_rounding(row: Row, pair: Pair) -> Row:
         elements.sums = uncertainty.structure.longest_sum > 1
     sigma, suspects = _movement(pair, uncertainty, elements)
     if suspects is not None and uncertainty.part == "grad_input" and uncertainty.structure.selects:
-        values = uncertainty.result.source.tensors[pair.position]
-        suspects = _mask_or_none(suspects & ~_shared_among_ties(values, elements, sigma))
+        suspects = _mask_or_none(suspects & ~_shared_among_ties(pair, uncertainty, elements, sigma))
     if suspects is not None and elements.regular:
         elements.drift = uncertainty.drift(pair.position)
         if elements.drift is not None:
@@ -230,12 +230,16 @@ def _probed_at(pair: Pair, uncertainty: Uncertainty, elements: _Elements, places
     return found
 
 
-def _shared_among_ties(values: Tensor, elements: _Elements, sigma: Tensor | None) -> Tensor:
+def _shared_among_ties(pair: Pair, uncertainty: Uncertainty, elements: _Elements, sigma: Tensor | None) -> Tensor:
     """Where an input has equal values and only the shares of the gradient among them differ.
 
-    Which of several equal values is the largest is free, and so is the one that gets the gradient.
+    Which of several equal values is the largest is free, and so is the one that gets the gradient. Of a call that
+    does more than to select, it is not known which of them compete: all that are equal.
     """
-    _, group, count = torch.unique(values.detach().reshape(-1), return_inverse=True, return_counts=True)
+    keys = ties.groups(uncertainty.result, pair.position, elements.error > elements.bound(sigma))
+    if keys is None:
+        keys = uncertainty.result.source.tensors[pair.position].detach()
+    _, group, count = torch.unique(keys.reshape(-1), return_inverse=True, return_counts=True)
 
     def summed(x: Tensor) -> Tensor:
         return torch.zeros(count.numel(), dtype=x.dtype).index_add_(0, group, x.reshape(-1))
