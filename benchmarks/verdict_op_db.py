@@ -478,7 +478,7 @@ def summarise(options: argparse.Namespace, outcomes: list[Outcome], seconds: flo
         if found:
             low, median, high = (found[len(found) * n // 4] for n in (1, 2, 3))
             print(
-                f"{dtype}: bound / largest error of {len(found)} results: median {median:.2f}, quartiles {low:.2f} and {high:.2f}"
+                f"{dtype}: bound / largest error ({len(found)}): median {median:.1f}, quartiles {low:.1f}, {high:.1f}"
             )
     unexplained = sorted(wrong - set(ledger))
     print(f"{len(wrong)} pairs with alarms, {len(wrong & set(ledger))} of them explained in {LEDGER.name}")

@@ -1,4 +1,4 @@
-"""Which elements of an input may share the gradient of an output: equal values of the row or window it is selected from.
+"""Which elements of an input may share the gradient of an output: equal values of the row or window it comes from.
 
 Rows are known by the arguments of the call. Windows are found by running it on ranks instead of values: equal values
 get different ranks, in another order each time, so that the result names the element that was selected.
@@ -34,7 +34,8 @@ def groups(result: GoldenResult, position: int, different: Tensor) -> Tensor | N
     flat = values.reshape(-1).to(torch.float64)
     rows = facts.selected_from(source) if position == 0 else None
     if rows is not None:
-        return torch.unique(torch.stack([rows.reshape(-1), flat]), dim=1, return_inverse=True)[1].view(values.shape)
+        labels: Tensor = torch.unique(torch.stack([rows.reshape(-1), flat]), dim=1, return_inverse=True)[1]
+        return labels.view(values.shape)
     generator = torch.Generator().manual_seed(0)
     first: Tensor | None = None
     labels, quiet, until = torch.arange(flat.numel()), 0, time.perf_counter() + _MAX_SECONDS
