@@ -44,14 +44,11 @@ class Terms(NamedTuple):
 
 
 def weights_of_products(precision: Precision, structure: Structure) -> tuple[float, float]:
-    """What the probes of a sum of products tend to: its variance is the first of these times the sum of its squared
-    terms, plus the second times its square (see `Noise._units`)."""
+    """The variance of a sum of products: the first of these times the sum of its squared terms, plus the second times
+    its square. At most what the probes tend to (see `Noise._units`), which take all partial sums for stored ones."""
     grown = precision.inner * math.sqrt(structure.longest_sum)
-    low = precision.stored > precision.inner and structure.steps_in_low > 1
-    terms = (
-        max(grown, precision.stored) * structure.steps_in_low if low else max(grown, STORED_TERMS * precision.stored)
-    )
-    return 2 * terms**2, grown**2
+    steps = structure.steps_in_low if precision.stored > precision.inner else 1.0
+    return 2 * max(grown * steps, precision.stored * (steps if steps > 1 else STORED_TERMS)) ** 2, grown**2
 
 
 class FormulaQuery(NamedTuple):

@@ -17,7 +17,7 @@ from ..call.facts import Facts, Kind
 from ..compat import DispatchMode, conj_view, neg_view
 from . import opaque_kernels
 from .opaque_kernels import mutated, redispatched
-from .rounding import MAX_LOW_TERMS, SINGLE, STORED_TERMS, Precision, precision_of, roundings
+from .rounding import MAX_LOW_TERMS, SINGLE, Precision, precision_of, roundings
 
 PROBES: Final = 16  # a power of two
 # Columns of the matrix of turns. In column 0 all roundings go the same way: it comes last, since the first few probes
@@ -299,8 +299,6 @@ class Noise(DispatchMode):
             grown = 4 * inner * length
         elif facts.kind == Kind.CONTRACT:
             low = inner == stored > self._precision.inner
-            if not low and facts.sum_of_products:
-                return max(grown, STORED_TERMS * stored), grown
             return max(grown, stored) * (op_facts.steps_in_low(func, args) if low else 1), grown
         return grown, grown
 
