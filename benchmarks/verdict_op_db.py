@@ -52,6 +52,7 @@ class Outcome:
     errors: dict[str, int] = dataclasses.field(default_factory=dict)
     probes: int = 0
     seconds: float = 0.0
+    tightness: list[float] = dataclasses.field(default_factory=list)  # of each result: its bound / its largest error
 
     @property
     def key(self) -> str:
@@ -114,8 +115,8 @@ class _Decomposed(TorchDispatchMode):
 class Runner:
     """Runs samples of op_db on the device, through the golden run and the verdict."""
 
-    def __init__(self, device: str, limit: int | None) -> None:
-        self.op_db, self.limit = database(), limit
+    def __init__(self, device: str, limit: int | None, tightness: bool = False) -> None:
+        self.op_db, self.limit, self.tightness = database(), limit, tightness
         self.refs = device == "refs"
         self.device = "cpu" if self.refs else device
         if device == "soft":
@@ -167,6 +168,12 @@ class Runner:
             call, golden_args, golden_kwargs, name=name, traits=traits, grad_outputs=grad_outputs, device=self.device
         )
         judgement = self.verdict.judge_call(name, result, outputs=outputs, grad_inputs=grad_inputs, max_seconds=10)
+        if self.tightness and result.comparable:
+            for part, ours, theirs in (
+                ("output", outputs, result.outputs),
+                ("grad_input", grad_inputs, result.grad_inputs),
+            ):
+                outcome.tightness += _tightness(result, part, ours, theirs) if theirs is not None else []
         _count(outcome.verdicts, judgement.verdict)
         outcome.probes += judgement.probes
         for row in judgement.rows:
@@ -240,6 +247,39 @@ class Runner:
         return _replace_devices(self.golden.map_tensors(value, tensor), device)
 
 
+def _tightness(result: Any, part: str, ours: Any, theirs: Any) -> list[float]:
+    """How often the largest error of each result fits into the bound of its element, after all probes."""
+    from op_tools.judge.pair import CallUncertainty
+    from op_tools.judge.standards import ulp
+    from op_tools.judge.verdict import leaves_of
+
+    device, golden, found = list(leaves_of(ours)), list(leaves_of(theirs)), []
+    of_call = CallUncertainty(result, part, device, None)
+    for position, (d, g) in enumerate(zip(device, golden)):
+        if (
+            not isinstance(d, torch.Tensor)
+            or not d.is_floating_point()
+            or not isinstance(g, torch.Tensor)
+            or not d.numel()
+        ):
+            continue
+        uncertainty = of_call.of(d)
+        if not uncertainty.usable or uncertainty.structure.exact or d.shape != g.shape:
+            continue
+        while uncertainty.grow():
+            pass
+        error, size = (d.double() - g.double()).abs(), g.double().abs()
+        sigma = uncertainty.sigma(position)
+        if sigma is None or sigma.shape != size.shape:
+            continue
+        sigma = torch.maximum(sigma, size * uncertainty.least_error(position))
+        bound = ulp.STORED * torch.finfo(d.dtype).eps / 2 * size + ulp.SIGMAS * sigma
+        normal = (error > 0) & error.isfinite() & (size > torch.finfo(d.dtype).smallest_normal)
+        if bool(normal.any()):
+            found.append(float((bound / error)[normal].min()))
+    return found
+
+
 def _copy_to(tensor: torch.Tensor, device: str) -> torch.Tensor:
     source = tensor.detach()
     if source.layout != torch.strided or source.is_quantized or source.is_conj() or source.is_neg():
@@ -280,12 +320,12 @@ def _count(counts: dict[str, int], what: str) -> None:
 # --- many pairs, in processes that may die --------------------------------------------------------------
 
 
-def _work(pipe: Connection, device: str, limit: int | None, threads: int) -> None:
+def _work(pipe: Connection, device: str, limit: int | None, threads: int, tightness: bool) -> None:
     torch.set_num_threads(threads)
     warnings.simplefilter("ignore")
     os.environ.setdefault("PYTORCH_JIT", "0")
     try:
-        runner = Runner(device, limit)
+        runner = Runner(device, limit, tightness)
         pipe.send("ready")
         while True:
             item = pipe.recv()
@@ -304,10 +344,10 @@ def _work(pipe: Connection, device: str, limit: int | None, threads: int) -> Non
 class Worker:
     """A process that does one pair after the other."""
 
-    def __init__(self, device: str, limit: int | None, threads: int) -> None:
+    def __init__(self, device: str, limit: int | None, threads: int, tightness: bool) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, device, limit, threads), daemon=True)
+        self.process = context.Process(target=_work, args=(theirs, device, limit, threads, tightness), daemon=True)
         self.process.start()
         theirs.close()
         self.item: tuple[int, str] | None = None
@@ -329,7 +369,7 @@ def run_all(options: argparse.Namespace, items: list[tuple[int, str]], names: li
         sorted(items, key=lambda i: names[i[0]].startswith(("linalg", "nn.functional")), reverse=True)
     )
     outcomes: list[Outcome] = []
-    make = lambda: Worker(options.device, options.limit, options.threads)  # noqa: E731
+    make = lambda: Worker(options.device, options.limit, options.threads, options.tightness)  # noqa: E731
     workers = [make() for _ in range(min(options.workers, max(len(items), 1)))]
     until = time.monotonic() + options.budget
     while workers:
@@ -408,6 +448,7 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=330, help="seconds for the whole run")
     parser.add_argument("--pair-seconds", type=float, default=90, help="seconds for one operator and dtype")
     parser.add_argument("--show", type=int, default=2, help="alarms printed per operator and dtype")
+    parser.add_argument("--tightness", action="store_true", help="how far the bound is above the largest error (slow)")
     parser.add_argument("--verbose", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -432,6 +473,13 @@ def summarise(options: argparse.Namespace, outcomes: list[Outcome], seconds: flo
         totals.update(outcome.verdicts)
         totals["errors on the device"] += sum(n for r, n in outcome.errors.items() if r.startswith("device:"))
     print(f"{len(outcomes)} pairs in {seconds:.0f} s on {options.device}, torch {torch.__version__}: {dict(totals)}")
+    for dtype in options.dtypes.split(",") if options.tightness else ():
+        found = sorted(t for o in outcomes if o.dtype == dtype for t in o.tightness)
+        if found:
+            low, median, high = (found[len(found) * n // 4] for n in (1, 2, 3))
+            print(
+                f"{dtype}: bound / largest error ({len(found)}): median {median:.1f}, quartiles {low:.1f}, {high:.1f}"
+            )
     unexplained = sorted(wrong - set(ledger))
     print(f"{len(wrong)} pairs with alarms, {len(wrong & set(ledger))} of them explained in {LEDGER.name}")
     for key in unexplained:

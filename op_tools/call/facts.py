@@ -20,6 +20,8 @@ from .operators.freedoms import align_gradient_signs as align_gradient_signs
 from .operators.freedoms import align_signs as align_signs
 from .operators.freedoms import differing_choices as differing_choices
 from .operators.freedoms import has_free_vectors as has_free_vectors
+from .operators.freedoms import may_be_empty as may_be_empty
+from .operators.freedoms import selected_from as selected_from
 from .operators.registry import CPU, FUNCTIONS, KERNELS, NODES, KernelFacts, base_name_of, function_facts
 from .operators.registry import Kind as Kind
 from .operators.registry import last_name as last_name

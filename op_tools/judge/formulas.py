@@ -18,7 +18,7 @@ from ..call import facts
 from ..call.description import Tensor, tensors_in
 from ..call.operators.registry import FUNCTIONS, Kind, Registry, kernel_names, last_name
 from ..native.measuring import Bound
-from .rounding import Precision, Structure, roundings
+from .rounding import MAX_LOW_TERMS, STORED_TERMS, Precision, Structure, roundings
 
 if TYPE_CHECKING:
     from .golden import Source
@@ -44,11 +44,11 @@ class Terms(NamedTuple):
 
 
 def weights_of_products(precision: Precision, structure: Structure) -> tuple[float, float]:
-    """What the probes of a sum of products tend to: its variance is the first of these times the sum of its squared
-    terms, plus the second times its square (see `Noise._units`)."""
+    """The variance of a sum of products: the first of these times the sum of its squared terms, plus the second times
+    its square. At most what the probes tend to (see `Noise._units`), which take all partial sums for stored ones."""
     grown = precision.inner * math.sqrt(structure.longest_sum)
     steps = structure.steps_in_low if precision.stored > precision.inner else 1.0
-    return 2 * (max(grown, precision.stored) * steps) ** 2, grown**2
+    return 2 * max(grown * steps, precision.stored * (steps if steps > 1 else STORED_TERMS)) ** 2, grown**2
 
 
 class FormulaQuery(NamedTuple):
@@ -265,6 +265,8 @@ def _embedding_backward(query: FormulaQuery) -> Terms | None:
     if padding is not None:
         squares[padding] = 0.0
     hits = int(torch.bincount(index).max())
+    if query.precision.stored > query.precision.inner:
+        hits = min(hits, MAX_LOW_TERMS)
     variance = hits * query.precision.stored**2 if hits > 1 else query.precision.inner**2
     return Terms(squares, variance, variance)
 

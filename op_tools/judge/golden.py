@@ -415,7 +415,16 @@ def _gradients_of(pairs: Sequence[tuple[Tensor, Tensor | None]], leaves: list[Te
 
 
 def _detached(value: Any) -> Any:
-    return value.detach() if type(value) is Tensor else map_tensors(value, Tensor.detach)
+    return value.detach() if type(value) is Tensor else map_tensors(value, _unwrapped)
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """What a wrapper around one tensor holds, such as the result of a collective that has not been waited for."""
+    if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
+        inside = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        if len(inside) == 1 and inside[0].shape == tensor.shape:
+            return _unwrapped(inside[0])
+    return tensor.detach()
 
 
 def _map_settings(value: Any, cast: Cast) -> Any:

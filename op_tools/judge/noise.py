@@ -17,7 +17,7 @@ from ..call.facts import Facts, Kind
 from ..compat import DispatchMode, conj_view, neg_view
 from . import opaque_kernels
 from .opaque_kernels import mutated, redispatched
-from .rounding import SINGLE, Precision, precision_of, roundings
+from .rounding import MAX_LOW_TERMS, SINGLE, Precision, precision_of, roundings
 
 PROBES: Final = 16  # a power of two
 # Columns of the matrix of turns. In column 0 all roundings go the same way: it comes last, since the first few probes
@@ -30,8 +30,12 @@ _ONE: Final = torch.ones((), dtype=torch.float64)
 _LANES_OF_SCANS: Final = 32  # few enough for a loop without any
 _LONGEST_LOOP: Final = 4096  # steps of the longest loop that is not done in parallel
 _NEARBY: Final = 2.0**-12
+_LARGEST_SINGLE: Final = torch.finfo(torch.float32).max
 _OPTIMIZER_UNITS: Final = 3  # of rounding: their quotients and roots are good to about an ulp, in any order
+_ATTENTION: Final = ("safe_softmax", "scaled_dot_product_flash_attention_for_cpu")
 _OTHER_KERNELS_FACTOR: Final = 3  # may round more often than the CPU's, in another order, with coarser functions
+_ROUNDINGS_OF_QUOTIENTS: Final = 4  # before they are made whole: of the divisor, of a difference, of the quotient
+_REMAINDERS: Final = ("fmod", "remainder")
 _TIE: Final = 1e-13  # breaks ties, invisible beside any rounding
 _WIDE: Final = (torch.float64, torch.complex128, torch.float32, torch.complex64)
 
@@ -187,13 +191,18 @@ class Noise(DispatchMode):
         change = self._shifted if facts.kind in (Kind.MATRIX, Kind.RESAMPLE) else self._scaled
         if facts.kind == Kind.RESAMPLE and "grid" in op_facts.base_name(func):
             change = self._jittered
-        moved = self._changed_inputs(func, args, lambda t: change(t, unit_in))
+        if op_facts.jumps(func):  # one of both moves in every probe: a quotient gets to either side of a whole number
+            moved = self._changed_inputs(func, args, self._only_the_first(unit_in))
+        else:
+            moved = self._changed_inputs(func, args, lambda t: change(t, unit_in))
         try:
             result = func(*moved, **kwargs)
             args = moved
         except (RuntimeError, ValueError, IndexError):  # a probability just above one
             result = func(*args, **kwargs)
         self._round_inside(func, args, kwargs, result)
+        if op_facts.base_name(func) in _ATTENTION:
+            _forget_masked_rows(func, args, kwargs, result)
         seen: set[int] = set()
         for position, tensor in enumerate((*tensors_in(result), *mutated(func, args, kwargs))):
             if id(tensor) in seen or not _inexact(tensor):
@@ -242,8 +251,8 @@ class Noise(DispatchMode):
 
     def _round_inside(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """A fused kernel rounds at each of its steps: do them one by one, and take what comes out."""
-        steps = None if self._inside is not None else op_facts.decomposition(func)
-        if steps is None:
+        steps = op_facts.decomposition(func)
+        if steps is None or (self._inside is not None and op_facts.base_name(func) != "sigmoid"):
             return
         copies = tuple(a.clone() if isinstance(a, Tensor) else a for a in args)  # running statistics are written to
         try:
@@ -270,9 +279,9 @@ class Noise(DispatchMode):
         inner, stored = self._unit_inside(func, kwargs), self._precision.stored
         if facts.kind == Kind.POINTWISE:
             unit = inner * facts.accuracy
-            if op_facts.rounds_once(func, kwargs) and not op_facts.jumps(func):
-                return 0.0, unit / 2
-            return (stored if op_facts.jumps(func) else unit), unit
+            if op_facts.jumps(func):  # a remainder is taken in float32, a quotient is stored and then cut off
+                return _ROUNDINGS_OF_QUOTIENTS * (unit if op_facts.base_name(func) in _REMAINDERS else stored), unit
+            return (0.0, unit / 2) if op_facts.rounds_once(func, kwargs) else (unit, unit)
         length = op_facts.length_of_sums(func, args, kwargs)
         grown = self._precision.inner * math.sqrt(roundings(facts.kind, length, straight=self._inside is not None))
         grown = max(grown, inner) * facts.accuracy
@@ -281,7 +290,8 @@ class Noise(DispatchMode):
                 grown = stored * math.sqrt(length)
             return grown, grown
         if facts.kind == Kind.SCATTER:
-            grown = (stored * math.sqrt(length) if length > 1 else inner) * facts.accuracy
+            hits = min(length, MAX_LOW_TERMS) if stored > self._precision.inner else length
+            grown = (stored * math.sqrt(hits) if length > 1 else inner) * facts.accuracy
         elif facts.kind == Kind.SCAN:  # trees of stored sums, or one wide sum, maybe in a loop
             walk = self._precision.inner * math.sqrt(roundings(facts.kind, length, lanes=_LANES_OF_SCANS))
             grown = max(grown, walk * facts.accuracy, stored * math.sqrt(1 + math.log2(length)))
@@ -318,10 +328,12 @@ class Noise(DispatchMode):
         """Kernels take numbers in the dtype of the tensor beside them, or in a wider one; all else stays."""
         if type(value) is not float or not math.isfinite(value) or abs(value) > self._precision.largest:
             return value
-        if float(torch.tensor(value, dtype=self._precision.dtype)) == value:
-            return value
-        sign = float(self._signs.like(torch.empty(1), 1.0))
-        return value * (1 + sign * self._precision.stored)
+        inner = self._inside is not None and self._inside < self._precision.stored
+        return torch.tensor(value, dtype=torch.float32 if inner else self._precision.dtype).item()
+
+    def _only_the_first(self, by: float) -> Callable[[Tensor], Tensor]:
+        units = iter((by,))
+        return lambda tensor: self._scaled(tensor, next(units, 0.0))
 
     def _scaled(self, tensor: Tensor, by: float) -> Tensor:
         return tensor * self._factors(tensor, by) if by else tensor
@@ -357,17 +369,34 @@ class Noise(DispatchMode):
             tensor.copy_(self._shifted(tensor, by))
         elif by:
             tensor.mul_(self._factors(tensor, by))
-        if self._inside is not None or last or tensor.dtype not in _WIDE:
+        if last or tensor.dtype not in _WIDE:
             return
-        tensor.mul_(self._factors(tensor, precision.stored))
-        if tensor.is_complex():
+        largest = precision.largest
+        if self._inside is None:
+            tensor.mul_(self._factors(tensor, precision.stored))
+            if precision.dtype == torch.float16 and not tensor.is_complex():  # the others reach further down
+                tensor.add_(self._signs.like(tensor, precision.smallest / 2).mul_(tensor != 0))
+        elif self._inside < precision.stored:  # in float32, which is wider
+            largest = max(largest, _LARGEST_SINGLE)
+        if tensor.is_complex() or precision.dtype == torch.float64 or not tensor.numel():
             return
-        if precision.dtype == torch.float16:  # the others reach further down
-            tensor.add_(self._signs.like(tensor, precision.smallest / 2).mul_(tensor != 0))
-        fits = tensor.numel() == 0 or float(tensor.abs().max()) <= precision.largest  # false where there is a NaN
-        if precision.dtype != torch.float64 and not fits:
-            tensor.masked_fill_(tensor > precision.largest, math.inf)
-            tensor.masked_fill_(tensor < -precision.largest, -math.inf)
+        if not float(tensor.abs().max()) <= largest:  # or a NaN
+            tensor.masked_fill_(tensor > largest, math.inf)
+            tensor.masked_fill_(tensor < -largest, -math.inf)
+
+
+def _forget_masked_rows(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Where a row attends to nothing at all no value is defined: zero, NaN, or the mean of all values."""
+    named = {argument.name: value for argument, value in zip(func._schema.arguments, args)} | kwargs
+    mask = named.get("attn_mask", named.get("self"))
+    if not isinstance(mask, Tensor) or not mask.is_floating_point():
+        return
+    rows = (mask == -math.inf).all(-1, keepdim=True)
+    if bool(rows.any()):
+        attended, *sums = tensors_in(result)  # (..., rows, features), and a number for each row
+        attended.masked_fill_(rows, math.nan)
+        for tensor in sums:
+            tensor.masked_fill_(rows.squeeze(-1), math.nan)
 
 
 def _resolved(args: Any) -> Any:

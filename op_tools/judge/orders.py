@@ -165,11 +165,10 @@ def _var_mean(mode: InOrder, func: Any, x: Tensor, dim: Any = (), *args: Any, **
     )
 
 
-def _cumsum(mode: InOrder, func: Any, x: Tensor, dim: int, **more: Any) -> Any:
+def _cumsum(mode: InOrder, func: Any, x: Tensor, dim: int, *, dtype: Any = None) -> Any:
     if not x.is_floating_point() or not x.dim():
         return NotImplemented
-    sums = np.add.accumulate(x.to(torch.float32).numpy(), axis=dim)
-    return torch.from_numpy(sums).to(more.get("dtype") or x.dtype)
+    return torch.from_numpy(np.cumsum(x.to(torch.float32).numpy(), dim, np.float32)).to(dtype or x.dtype)
 
 
 def _norm(
@@ -307,8 +306,8 @@ _HANDLERS: Final[dict[str, Callable[..., Any]]] = {
     "mean": _mean,
     "var": _var,
     "var_mean": _var_mean,
-    "linalg_vector_norm": _norm,
     "cumsum": _cumsum,
+    "linalg_vector_norm": _norm,
     "mm": _mm,
     "bmm": _mm,
     "mv": _mv,

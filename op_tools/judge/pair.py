@@ -34,9 +34,15 @@ class CallUncertainty:
         return self._made(_coarsest(self.result, self.part, self.device), self.structure)
 
     def of(self, leaf: Any) -> Uncertainty:
-        """That of one of the results. An opaque kernel is as precise as what it returns."""
+        """That of one of the results. A single kernel is as precise as what it returns, all that it returns."""
         whole = self.whole
-        if not isinstance(leaf, Tensor) or not whole.usable or not whole.structure.opaque:
+        if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()) or not whole.usable:
+            return whole
+        if leaf.dtype == whole.precision.dtype or (
+            self.part == "grad_input" and self.result.source.rounded_to is not None
+        ):
+            return whole
+        if not whole.structure.opaque and not whole.structure.one_kernel:
             return whole
         if leaf.dtype not in self._of_dtype:
             self._of_dtype[leaf.dtype] = self._made(leaf.dtype, whole.structure)
@@ -46,12 +52,11 @@ class CallUncertainty:
         precision = precision_of(dtype, self.result.source.device)
         return Uncertainty(self.result, self.part, precision, self.max_seconds, structure)
 
-    @property
-    def known(self) -> Uncertainty | None:
-        """That of all results, if somebody has asked for its structure, and one holds for all of them."""
+    def known(self, leaf: Any) -> Uncertainty | None:
+        """That of one of the results, if somebody has asked for its structure, which says what the call does."""
         whole = self.__dict__.get("whole")
         seen = whole is not None and "structure" in vars(whole) and whole.usable and not whole.structure.opaque
-        return whole if seen else None
+        return self.of(leaf) if seen else None
 
     @property
     def probes(self) -> int:

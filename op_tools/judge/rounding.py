@@ -25,6 +25,8 @@ from . import opaque_kernels
 from .opaque_kernels import address, mutated, redispatched
 
 SINGLE: Final = 2.0**-24  # the unit of rounding of float32
+STORED_TERMS: Final = 0.5  # of a unit: what storing a few partial sums of a product is worth, on average
+MAX_LOW_TERMS: Final = 256  # terms that may be added up in a half type, one by one; more need a wider sum
 _FINEST: Final = 2.0**-40  # unit of probes: well above that of float64, and small enough for its effects to be linear
 _LANES: Final = 256  # of parallel sums
 _DATA_DEPENDENT: Final = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -79,6 +81,7 @@ class Structure:
     last: frozenset[tuple[int, int]]  # operators that write the results, which are not rounded once more when stored
     kernels: tuple[str, ...]  # operators that compute something, in order
     least: tuple[float, ...]  # for each result the least error of its last operator, in units of its arithmetic
+    one_kernel: bool  # does all the work, or one and its backward: nothing is stored between steps
     opaque: Mapping[Any, bool]  # operators whose steps cannot be seen: whether they have a float32 kernel, too
 
 
@@ -148,6 +151,7 @@ class Trace(DispatchMode):
         """What the operators say together; `results` are those of the call that was traced."""
         steps, kinds = self._steps, [step.kind for step in self._steps if step.kind != Kind.VIEW]
         writers = [self._writers.get(address(t)) if isinstance(t, Tensor) else None for t in results]
+        kernels = tuple([step.name for step in steps if step.kind not in (Kind.VIEW, Kind.EXACT)])
         return Structure(
             exact=set(kinds) <= {Kind.EXACT, Kind.SELECT},
             elementwise=set(kinds) <= {Kind.EXACT, Kind.POINTWISE},
@@ -158,7 +162,8 @@ class Trace(DispatchMode):
             longest_sum=max((step.length for step in steps), default=1),
             steps_in_low=max((step.low for step in steps), default=1.0),
             last=frozenset(writer for writer in writers if writer is not None),
-            kernels=tuple([step.name for step in steps if step.kind not in (Kind.VIEW, Kind.EXACT)]),
+            kernels=kernels,
+            one_kernel=len(kernels) == 1 or (len(kernels) == 2 and kernels[1] == f"{kernels[0]}_backward"),
             least=tuple([0.0 if writer is None else steps[writer[0]].least for writer in writers]),
             opaque=self._opaque,
         )

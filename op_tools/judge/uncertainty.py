@@ -47,10 +47,10 @@ class Uncertainty:
             self.structure = structure
         self._few = False
         self._squared_terms: dict[torch.dtype, list[Any]] = {}
-        # of each result, by its position: squared movements so far, and where a probe gave something else than a number
-        self._squares: dict[int, Tensor] = {}
+        # of each result, by its position: root of the sum of squared movements so far, and where a probe gave something
+        # else than a number
+        self._movements: dict[int, Tensor] = {}
         self._unsettled: dict[int, Tensor] = {}
-        self._scales: dict[int, Tensor] = {}
 
     @functools.cached_property
     def usable(self) -> bool:
@@ -141,9 +141,10 @@ class Uncertainty:
         for position, (here, there) in enumerate(zip(self.exact, moved)):
             if not isinstance(here, Tensor) or not isinstance(there, Tensor) or here.shape != there.shape:
                 continue
-            square, unsettled = _movement(here, there, self._scale_of(position))
-            total, before = self._squares.get(position), self._unsettled.get(position)
-            self._squares[position] = square if total is None else total.add_(square)
+            movement, unsettled = _movement(here, there)
+            total, before = self._movements.get(position), self._unsettled.get(position)
+            # squares of the smallest float64 are all zero: never squared
+            self._movements[position] = movement if total is None else total.hypot_(movement)
             if unsettled is not None:
                 self._unsettled[position] = unsettled if before is None else before.logical_or_(unsettled)
 
@@ -171,20 +172,18 @@ class Uncertainty:
 
     def sigma(self, position: int) -> Tensor | None:
         """Root mean square of the movements so far, in absolute terms; None before the first."""
-        total = self._squares.get(position)
+        total = self._movements.get(position)
         if total is None:
             return None
-        mean = total / self.probes
-        if mean.dim() and (self._few or (self.structure.opaque and self.probes >= PROBES)):
+        sigma = total / (math.sqrt(self.probes) * self._probing.magnified)
+        if sigma.dim() and (self._few or (self.structure.opaque and self.probes >= PROBES)):
             # There are no more probes to come, and they are few, or each is one draw of an opaque kernel's roundings:
             # among millions of elements some are always lucky. They lean on their neighbours in the row.
-            mean = torch.minimum(mean + mean.mean(-1, keepdim=True) / self.probes, mean * _luck(self.probes))
-        return mean.sqrt_().div_(self._scale_of(position)).div_(self._probing.magnified)
-
-    def _scale_of(self, position: int) -> Tensor:
-        if position not in self._scales:
-            self._scales[position] = _scale(self.exact[position])
-        return self._scales[position]
+            neighbours = torch.linalg.vector_norm(sigma, dim=-1, keepdim=True) / math.sqrt(
+                sigma.shape[-1] * self.probes
+            )
+            sigma = torch.minimum(sigma.hypot(neighbours), sigma.mul_(math.sqrt(_luck(self.probes))))
+        return sigma
 
     def not_settled(self, position: int) -> Tensor | None:
         """Where a probe gave another whole number, or infinity or NaN instead of a number; None if nowhere."""
@@ -199,9 +198,12 @@ class Uncertainty:
 
     def at(self, position: int, shape: tuple[int, ...], places: Tensor) -> Narrow | None:
         """The same call on some elements alone, where each depends on its own inputs; None where that is not so."""
-        # the numbers of an optimizer are shared by all elements, and go another way in each probe
-        at_once = PROBES * places.numel() <= _MAX_ELEMENTS_AT_ONCE and not facts.is_optimizer(self.result.source.name)
-        copies = PROBES if at_once else 1
+        # numbers are shared by all elements, and go another way in each probe
+        source = self.result.source
+        numbers = any(type(v) is float for v in (*source.args, *source.kwargs.values())) or facts.is_optimizer(
+            source.name
+        )
+        copies = PROBES if PROBES * places.numel() <= _MAX_ELEMENTS_AT_ONCE and not numbers else 1
         result = self.result
         if self.on_lists:
             position, place = divmod(position, self.on_lists)
@@ -243,10 +245,10 @@ class Narrow(NamedTuple):
             return None
         moved = self.uncertainty._moved(AllSigns())[self.position]
         self.uncertainty.probes = PROBES
-        scale = _scale(self.exact[0])
-        square, unsettled = _movement(self.exact, moved.view(self.exact.shape), scale)
-        sigma = square.mean(0).sqrt_().div_(scale).div_(self.uncertainty._probing.magnified)
-        return sigma, None if unsettled is None else unsettled.any(0)
+        movement, unsettled = _movement(self.exact, moved.view(self.exact.shape))
+        largest = movement.amax(0).clamp_(min=5e-324)
+        sigma = movement.div_(largest).square_().mean(0).sqrt_().mul_(largest)
+        return sigma.div_(self.uncertainty._probing.magnified), None if unsettled is None else unsettled.any(0)
 
 
 _LUCKIEST_OF: Final = 1e7  # elements
@@ -263,24 +265,17 @@ def _luck(draws: int) -> float:
     return float(half * (_LUCKIEST_OF / math.gamma(half + 1)) ** (1 / half))
 
 
-def _scale(exact: Tensor) -> Tensor:
-    """What movements are multiplied with before they are squared: squares of the smallest float64 are all zero."""
-    size = wide(exact).abs()
-    return torch.ones_like(size).masked_fill_(size < 1e-100, 2.0**700)
-
-
-def _movement(here: Tensor, there: Tensor, scale: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Squared movement of each element, and where it is not a number but something else that changed."""
+def _movement(here: Tensor, there: Tensor) -> tuple[Tensor, Tensor | None]:
+    """How far each element moved, and where it is not a number but something else that changed."""
     exact, moved = wide(here), wide(there)
     if not here.is_floating_point() and not here.is_complex():
         return torch.zeros(exact.shape, dtype=torch.float64), exact != moved
-    change = (moved - exact).mul_(scale)
-    square = (change.abs() if change.is_complex() else change).square_()
-    if bool(square.sum().isfinite()):
-        return square, None
+    movement = (moved - exact).abs()
+    if bool(movement.sum().isfinite()):
+        return movement, None
     finite = exact.isfinite() & moved.isfinite()
     settled = (exact == moved) | (exact.isnan() & moved.isnan()) | finite
-    return square.masked_fill_(~finite, 0.0), ~settled
+    return movement.masked_fill_(~finite, 0.0), ~settled
 
 
 # --- structures are remembered: a training run makes the same calls again and again --------------------------

@@ -20,6 +20,7 @@ KERNELS.register("""
     """, KernelFacts(Kind.SELECT))  # fmt: skip
 FUNCTIONS.register("argmax argmin", FunctionFacts(indices=IndexFacts(None)))
 FUNCTIONS.register("max min median nanmedian cummax cummin", FunctionFacts(indices=IndexFacts(...)))
+FUNCTIONS.register("amax amin aminmax", FunctionFacts(indices=IndexFacts(None)))
 FUNCTIONS.register("mode", FunctionFacts(indices=IndexFacts(-1)))
 FUNCTIONS.register("msort", FunctionFacts(indices=IndexFacts(0)))
 FUNCTIONS.register("sort argsort", FunctionFacts(indices=IndexFacts(-1, permutes=True)))
@@ -42,13 +43,12 @@ def differing_choices(name: str, source: Any, device: Tensor, golden: Tensor, nu
         return None
     if last == "mode":
         return _less_frequent(source, device, golden)
-    if device.dtype != torch.int64 or source.kwargs.get("stable") or (number == 0 and not last.startswith("arg")):
+    if device.dtype != torch.int64 or (number == 0 and not last.startswith("arg")):
         return None
+    if source.kwargs.get("stable"):
+        return device != golden
     values: Tensor = source.args[0].detach()
-    default, position, permutes = known
-    dim = source.args[position] if len(source.args) > position else source.kwargs.get("dim", default)
-    if isinstance(dim, bool) or dim is ...:
-        dim = default if default is not ... else None
+    dim, permutes = _dim_of(known, source), known.permutes
     if dim is None:
         values, dim = values.reshape(-1), 0
         device, golden = device.reshape(-1) if device.dim() else device[None], golden.reshape(-1)
@@ -65,6 +65,31 @@ def differing_choices(name: str, source: Any, device: Tensor, golden: Tensor, nu
         repeated = (ordered.diff(dim=dim) == 0).any(dim, keepdim=True)
         different = different | repeated.expand_as(different)
     return different.reshape(shape)
+
+
+def _dim_of(known: IndexFacts, source: Any) -> Any:
+    """The dimension, or dimensions, along which a call selects; None for all."""
+    dim = source.args[known.position] if len(source.args) > known.position else source.kwargs.get("dim", known.dim)
+    if isinstance(dim, bool) or dim is ...:
+        dim = None if known.dim is ... else known.dim
+    return None if dim == () or dim == [] else dim
+
+
+def selected_from(source: Any) -> Tensor | None:
+    """The number of the row that each element of the first argument competes in; None if it is not known.
+
+    >>> selected_from(source_of(torch.max, (torch.ones(2, 2), 1)))  # doctest: +SKIP
+    tensor([[0, 0], [1, 1]])
+    """
+    known = function_facts(source.name).indices
+    if known is None or not source.args or not isinstance(source.args[0], Tensor):
+        return None
+    shape, dim = source.args[0].shape, _dim_of(known, source)
+    if isinstance(dim, Tensor):  # torch.max of two tensors
+        return None
+    along = range(len(shape)) if dim is None else (dim,) if isinstance(dim, int) else dim
+    reduced = [1 if d in {a % max(1, len(shape)) for a in along} else n for d, n in enumerate(shape)]
+    return torch.arange(math.prod(reduced)).view(reduced).expand(shape)
 
 
 def _pointed_at(values: Tensor, dim: int, device: Tensor, golden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -112,6 +137,16 @@ def _less_frequent(source: Any, device: Tensor, golden: Tensor) -> Tensor | None
         outside, at_device, at_golden = _pointed_at(values, dim, device, golden)
         rarer = outside | (frequency(at_device) != frequency(at_golden))
     return rarer.reshape(shape)
+
+
+# --- results that depend on the algorithm -----------------------------------------------------------------------
+
+FUNCTIONS.register("lstsq", FunctionFacts(may_be_empty=(1, 2, 3)))  # residuals, rank and singular values
+
+
+def may_be_empty(name: str, number: int) -> bool:
+    """Whether some algorithm leaves this result of a function empty (`may_be_empty("torch.linalg.lstsq", 2)`)."""
+    return number in function_facts(name).may_be_empty
 
 
 # --- vectors of unit length: their sign (or phase) is free ----------------------------------------------------

@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from .registry import CPU, CUDA, FUNCTIONS, KERNELS, FunctionFacts, KernelFacts, Kind
+
+Tensor = torch.Tensor
 
 KERNELS.register("""
     addmm_activation bilinear cdist_backward conv_tbc conv_tbc_backward convolution_overrideable cudnn_convolution
@@ -18,7 +22,16 @@ KERNELS.register("""
     thnn_fused_lstm_cell transformer_encoder_layer_fwd trilinear
     """, KernelFacts(Kind.CONTRACT))  # fmt: skip
 KERNELS.register("grouped_mm", KernelFacts(Kind.CONTRACT), since="2.8")
-KERNELS.register("cdist_forward euclidean_dist", KernelFacts(Kind.CONTRACT, accuracy=2))
+KERNELS.register("cdist_forward", KernelFacts(Kind.CONTRACT, accuracy=2))
+
+
+def _distances(x: Tensor, y: Tensor) -> Tensor:
+    """By a product of matrices: what is left of the distance of a point from itself is the root of a rounding error."""
+    squares = x.square().sum(-1, True) + y.square().sum(-1, True).mT - 2 * (x @ y.mT)
+    return squares.clamp_min(0).sqrt()
+
+
+KERNELS.register("euclidean_dist", KernelFacts(Kind.CONTRACT, fused=True, steps=_distances))
 KERNELS.register("mkldnn_convolution", KernelFacts(Kind.CONTRACT, sum_of_products=True))
 KERNELS.register("addr", KernelFacts(low_on=CPU + CUDA))
 

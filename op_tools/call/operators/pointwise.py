@@ -6,7 +6,8 @@ from .registry import CPU, CUDA, FUNCTIONS, KERNELS, FunctionFacts, KernelFacts,
 
 KERNELS.register("add div mul sqrt sub", KernelFacts(rounded_once=True))
 KERNELS.register("rsub", KernelFacts(rounded_once=True, fused=True))
-KERNELS.register("floor_divide fmod remainder", KernelFacts(jumps=True))
+KERNELS.register("fmod remainder", KernelFacts(jumps=True))
+KERNELS.register("floor_divide", KernelFacts(Kind.POINTWISE, jumps=True))  # PyTorch does not tag it
 KERNELS.register("glu_jvp", KernelFacts(Kind.POINTWISE))  # PyTorch does not tag it
 
 # Accuracies are those of CUDA's mathematical library, and measured for functions that its tables lack.
@@ -34,9 +35,12 @@ KERNELS.register("igamma igammac special_airy_ai special_gammainc", KernelFacts(
 KERNELS.register("""
     addcdiv addcmul celu elu elu_backward gelu gelu_backward glu hardsigmoid hardsigmoid_backward hardswish
     hardswish_backward lerp log_sigmoid_backward log_sigmoid_forward logaddexp logaddexp2 mish mish_backward polar
-    selu silu silu_backward sinc smooth_l1_loss_backward softplus softplus_backward special_entr special_ndtr
+    selu silu_backward sinc smooth_l1_loss_backward softplus softplus_backward special_entr special_ndtr
     special_xlog1py tanh_backward
     """, KernelFacts(fused=True))  # fmt: skip
+# exp overflows below -88.7
+KERNELS.register("sigmoid", KernelFacts(fused=True, steps=lambda x: 1 / (1 + (-x).exp())))
+KERNELS.register("silu", KernelFacts(fused=True, steps=lambda x: x / (1 + (-x).exp())))
 KERNELS.register("""
     binary_cross_entropy binary_cross_entropy_backward glu_backward huber_loss_backward logit logit_backward
     mse_loss_backward prelu_kernel_backward sigmoid_backward xlogy

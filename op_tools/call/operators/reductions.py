@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -14,7 +16,15 @@ Tensor = torch.Tensor
 # --- reductions and norms ----------------------------------------------------------------------------------
 
 KERNELS.register("sum", KernelFacts(sum_of_products=True))
-KERNELS.register("linalg_vector_norm", KernelFacts(Kind.REDUCE))
+
+
+def _norm(x: Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    if ord != 2 or dtype is not None or x.is_complex():
+        raise NotImplementedError("only squares overflow")
+    return x.square().sum(dim, keepdim).sqrt()
+
+
+KERNELS.register("linalg_vector_norm", KernelFacts(Kind.REDUCE, fused=True, steps=_norm))
 KERNELS.register("linalg_cross", KernelFacts(Kind.REDUCE, low_on=CPU + CUDA))
 KERNELS.register("""
     adaptive_avg_pool2d adaptive_avg_pool3d batch_norm_backward batch_norm_no_update batch_norm_with_update
@@ -74,8 +84,22 @@ FUNCTIONS.register("rms_norm", FunctionFacts(defaults=_default_eps))
 
 # --- running sums ------------------------------------------------------------------------------------------
 
-KERNELS.register("cumprod cumsum cumulative_trapezoid logcumsumexp", KernelFacts(Kind.SCAN))
-KERNELS.register("prod", KernelFacts(Kind.SCAN, low_on=CPU))
+KERNELS.register("cumsum cumulative_trapezoid logcumsumexp", KernelFacts(Kind.SCAN))
+
+
+def _large_and_small(product: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The factors in the order that overflows if one does: some other order, on some device, may as well."""
+    large = x.abs() > 1
+    parts = product(torch.where(large, x, 1.0), *args, **kwargs), product(torch.where(large, 1.0, x), *args, **kwargs)
+    return parts[0] * parts[1].to(torch.float32).to(x.dtype)
+
+
+KERNELS.register(
+    "cumprod", KernelFacts(Kind.SCAN, fused=True, steps=functools.partial(_large_and_small, torch.cumprod))
+)
+KERNELS.register(
+    "prod", KernelFacts(Kind.SCAN, fused=True, steps=functools.partial(_large_and_small, torch.prod), low_on=CPU)
+)
 
 # --- values added into memory: at most how many into one element -------------------------------------------
 

@@ -85,6 +85,7 @@ class FunctionFacts(NamedTuple):
     writes: tuple[int, ...] = ()  # positions of arguments that it writes to, though its schema does not say so
     indices: IndexFacts | None = None
     free_vectors: tuple[tuple[int, int], ...] = ()  # (number of the result, dimension along a vector of any sign)
+    may_be_empty: tuple[int, ...] = ()  # numbers of the results that some of its algorithms do not compute
     defaults: Callable[[Any, Any, torch.finfo], Any] | None = None  # writes out defaults that depend on the dtype
 
 

@@ -18,7 +18,7 @@ from ...call.description import Tensor
 from ...call.equality import same_values
 from ...native.measuring import Bound
 from ...view.rows import RIGHT, WRONG, Row
-from .. import allowances
+from .. import allowances, ties
 from ..measures import beyond
 from ..noise import PROBES
 from ..pair import Pair, first_place, joined
@@ -91,15 +91,20 @@ def _judge_rounding(row: Row, pair: Pair) -> Row:
     if elements.stored == STORED:
         elements.floor = _lowest_of_sums(precision, uncertainty)
         elements.least = uncertainty.least_error(pair.position)
+        elements.sums = uncertainty.structure.longest_sum > 1
     sigma, suspects = _movement(pair, uncertainty, elements)
     if suspects is not None and uncertainty.part == "grad_input" and uncertainty.structure.selects:
-        values = uncertainty.result.source.tensors[pair.position]
-        suspects = _mask_or_none(suspects & ~_shared_among_ties(values, elements, sigma))
+        suspects = _mask_or_none(suspects & ~_shared_among_ties(pair, uncertainty, elements, sigma))
     if suspects is not None and elements.regular:
         elements.drift = uncertainty.drift(pair.position)
         if elements.drift is not None:
             left = elements.unexplained(sigma)
             suspects = None if left is None else _mask_or_none(suspects & left)
+    if suspects is None and uncertainty.not_settled(pair.position) is not None:
+        left = elements.unexplained(sigma)
+        if left is not None:
+            note = f"{int(left.sum())} elements not compared: rounding, or the device, decides whether they are numbers"
+            row = row._replace(error_info=joined(row.error_info, note))
     if suspects is None:
         return _concluded(row, elements, None, sigma)
     allowed = _allowed(row, pair, uncertainty) if pair.allowances else None
@@ -247,12 +252,16 @@ def _probed_at(pair: Pair, uncertainty: Uncertainty, elements: _Elements, places
     return found
 
 
-def _shared_among_ties(values: Tensor, elements: _Elements, sigma: Tensor | None) -> Tensor:
+def _shared_among_ties(pair: Pair, uncertainty: Uncertainty, elements: _Elements, sigma: Tensor | None) -> Tensor:
     """Where an input has equal values and only the shares of the gradient among them differ.
 
-    Which of several equal values is the largest is free, and so is the one that gets the gradient.
+    Which of several equal values is the largest is free, and so is the one that gets the gradient. Of a call that
+    does more than to select, it is not known which of them compete: all that are equal.
     """
-    _, group, count = torch.unique(values.detach().reshape(-1), return_inverse=True, return_counts=True)
+    keys = ties.groups(uncertainty.result, pair.position, elements.error > elements.bound(sigma))
+    if keys is None:
+        keys = uncertainty.result.source.tensors[pair.position].detach()
+    _, group, count = torch.unique(keys.reshape(-1), return_inverse=True, return_counts=True)
 
     def summed(x: Tensor) -> Tensor:
         return torch.zeros(count.numel(), dtype=x.dtype).index_add_(0, group, x.reshape(-1))
@@ -282,6 +291,7 @@ class _Elements:
     ) -> None:
         self.device, self.golden, self.precision = device, golden, precision
         self.stored, self.floor, self.least = stored, floor, least
+        self.sums = False  # of many terms
         self.drift: Tensor | None = None  # what sums in some order are off, whose roundings all go one way
         self.error = (device - golden).abs()
         self.size = golden.abs()
@@ -335,6 +345,8 @@ class _Elements:
         beyond = self.golden.isfinite() & (self.size + bound >= self.precision.largest)
         if self.device.is_complex():  # arithmetic with an infinite part makes NaN of the other, or of both
             unexplained &= ~(beyond & ~self.device.isfinite())
+        elif self.sums:  # of infinite terms with other signs, in some order
+            unexplained &= ~(beyond & (~self.device.isfinite() | (self.device.abs() == self.precision.largest)))
         else:
             signs = self.device.sgn() == self.golden.sgn()
             unexplained &= ~(beyond & signs & (self.device.isinf() | (self.device.abs() == self.precision.largest)))

@@ -216,9 +216,10 @@ def test_gradients_at_ties_may_go_to_either() -> None:
     x = torch.zeros(1, 1, 4, 4, requires_grad=True)
 
     def elsewhere(g: torch.Tensor) -> torch.Tensor:
-        return g.flip(-1, -2)
+        return g.roll((1, 1), (-1, -2))  # within the window
 
     assert judged(F.max_pool2d, x, 2, break_gradient=elsewhere).verdict == RIGHT
+    assert judged(F.max_pool2d, x, 2, break_gradient=lambda g: g.flip(-1, -2)).verdict == WRONG
     assert judged(F.max_pool2d, x, 2, break_gradient=lambda g: g * 1.5).verdict == WRONG
     distinct = torch.arange(16.0).view(1, 1, 4, 4).requires_grad_()
     assert judged(F.max_pool2d, distinct, 2, break_gradient=elsewhere).verdict == WRONG
