@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -19,12 +19,14 @@ from ..files.saved import save_comparison
 from ..judge.verdict import NOT_COMPARABLE, WRONG, Judgement, Row
 from ..view import console, rows, store
 from ..view.rows import label_of
+from .coverage import Coverage
 from .ladder import FORWARD, ComparedCall, Job
 
 _MAX_SAVED: Final = 200  # wrong calls that are saved to disk
 _MAX_BLAMES: Final = 10_000
 _MAX_EVENTS: Final = 400_000
 _MAX_SHOWN: Final = 5_000  # rows of the table at the end
+_MAX_ULP: Final = 1e6  # more of them are not told apart
 
 
 class Reporter(Protocol):
@@ -35,10 +37,10 @@ class Reporter(Protocol):
     def record_all(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Store some rows."""
 
-    def found(self, call: Any, kind: str, message: str, once: bool = False) -> None:
+    def found(self, call: Any, kind: str, message: str, once: bool = False, **more: Any) -> None:
         """Report something about a call."""
 
-    def failed(self, call: Any, error: BaseException) -> None:
+    def failed(self, call: Any, error: BaseException, what: str = ..., phase: str = ...) -> None:
         """Report a failure of the tool's own."""
 
 
@@ -55,8 +57,7 @@ class Teller:
         self.lineage = Lineage()
         self.blames: list[Blame] = []
         self.verdicts: Counter[str] = Counter()
-        self.compared: Counter[str] = Counter()
-        self.not_comparable: Counter[str] = Counter()
+        self.coverage = Coverage()
         self._saved = 0
         self.folder = settings.results_dir() / "op_capture_results"
 
@@ -92,6 +93,8 @@ class Teller:
                 try:
                     if not self.abandoned or job.judgement is not None:
                         self._tell(job)
+                    else:
+                        self.coverage.miss(job.live, job.phase, "interrupted")
                 except Exception as error:
                     self._tool.failed(job.live, error)
                 finally:  # let go of all its tensors
@@ -114,37 +117,37 @@ class Teller:
             while self._telling:
                 self._change.wait(1.0)
 
-    def summary(self, notes: Sequence[str]) -> list[str]:
-        """What was compared, these notes where they say something, and who is to blame."""
-        text = f"{sum(self.verdicts.values())} comparisons, {self.verdicts[WRONG]} wrong"
-        if self.not_comparable:
-            text += "; not comparable: " + ", ".join(f"{op} {n}" for op, n in self.not_comparable.most_common(5))
-        lines = [text, *[note for note in notes if note]]
+    def summary(self, left_out: Mapping[Hashable, int], notes: Sequence[str]) -> list[str]:
+        """What was compared and what was not, these notes where they say something, and who is to blame."""
+        lines = [*self.coverage.describe(self.verdicts[WRONG], left_out), *[note for note in notes if note]]
         if self.abandoned:
             lines.append("interrupted: comparisons that were still queued were dropped")
-        return lines + report(self.blames, self.lineage, self.compared)
+        return lines + report(self.blames, self.lineage, self.coverage.compared_by_op())
 
     # -- one job ------------------------------------------------------------------------------------------
 
-    def skip(self, call: Any, reason: str) -> None:
+    def skip(self, call: Any, reason: str, phase: str = FORWARD) -> None:
         """A call that cannot be compared, and why."""
-        with self._change:
-            self.not_comparable[call.op] += 1
+        self.coverage.miss(call, phase, reason)
         self._tool.found(call, "skipped", f"not comparable: {reason}", once=True)
 
     def _tell(self, job: Job) -> None:
         live, judgement, call = job.live, job.judgement, job.call
         assert isinstance(call, ComparedCall)
         if job.error is not None:
-            self._tool.failed(live, job.error)
+            self._tool.failed(live, job.error, phase=job.phase)
             return
         if judgement is None:
             return
         if judgement.verdict == NOT_COMPARABLE and not judgement.rows:
-            self.skip(live, judgement.reason)
+            self.skip(live, judgement.reason, job.phase)
             return
         self.verdicts[judgement.verdict] += 1
-        self.compared[call.op] += 1
+        key = (call.op, call.numbers, job.phase)
+        if key in self.coverage.compared:
+            self.coverage.compared[key] += 1
+        else:
+            self.coverage.add(live, job.phase, call.kind)
         which, where = (call.id, call.record_site, job.phase), (call.site.module, call.site.step)
         self._tool.record_all(
             [(*which, label_of(*row[:3]), *row[rows.FIRST : rows.END], *where) for row in judgement.rows]
@@ -156,18 +159,18 @@ class Teller:
 
     def _blame(self, job: Job, call: ComparedCall, judgement: Judgement) -> None:
         worst = max((r for r in judgement.rows if r.verdict == WRONG), key=lambda r: r.excess)
-        folder = ""
+        name, folder = worst.label, ""
         if self._saved < _MAX_SAVED and job.golden is not None:
             self._saved += 1
             folder = self._save(job, call, worst)
         if len(self.blames) < _MAX_BLAMES:
-            reason = f"{worst.label}: {worst.reason}"
+            reason = f"{name}: {worst.reason}"
             where = (*call.site[:3], folder)
             self.blames.append(Blame(job.event, call.id, call.op, job.phase, reason, worst.excess, *where))
         where_in_model = f" in module {call.site.module}" if call.site.module else ""
-        distance = f"max_abs_diff {worst.max_abs_diff:.6g}, {worst.max_ulp:.3g} ulp"
-        message = f"{worst.label} is wrong{where_in_model}: {worst.reason} ({distance})"
-        self._tool.found(job.live, "difference", message)
+        ulp = f"{worst.max_ulp:.3g} ulp" if worst.max_ulp <= _MAX_ULP else f"> {_MAX_ULP:.0e} ulp".replace("+0", "")
+        message = f"{name} is wrong{where_in_model}: {worst.reason} (max_abs_diff {worst.max_abs_diff:.6g}, {ulp})"
+        self._tool.found(job.live, "difference", message, phase=job.phase, module=call.site.module, size=worst.excess)
 
     def _save(self, job: Job, call: ComparedCall, worst: Row) -> str:
         """The saved call, both sides, and a script that repeats it; what cannot be saved is left out."""
