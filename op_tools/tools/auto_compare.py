@@ -25,7 +25,7 @@ from ..compare import cores
 from ..compare.choose import MODES, Chooser, kind_of, parse_budget
 from ..compare.ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, gradient_kind, make_ladder
 from ..compare.teller import Blame, Teller
-from ..compat import count_dispatch_modes, no_dispatch_modes
+from ..compat import count_dispatch_modes, in_func_transform, no_dispatch_modes
 from ..copies.invocation import Region, Site
 from ..copies.operands import Fetcher, Layouts, Operands
 from ..copies.queue import Writer
@@ -186,7 +186,7 @@ class OpAutoCompare(Tool):
         staged = self._stage(call.inputs.number, call.tensors, (call.args, call.kwargs))
         if staged.opaque:
             self._chooser.settle(compared.kind)
-            self._teller.skip(call, f"arguments of type {', '.join(staged.opaque)} cannot be copied")
+            self._teller.skip(call, f"arguments of type {', '.join(dict.fromkeys(staged.opaque))} cannot be copied")
             return False
         compared.before = staged
         return True
@@ -372,14 +372,14 @@ class OpAutoCompare(Tool):
         return f"{super().progress()}, {told:,} comparisons, {verdicts[WRONG]:,} wrong"
 
     def failed(
-        self,
-        call: Call,
-        error: BaseException,
-        what: str = "the tool failed on this operator",
-        phase: str = FORWARD,
+        self, call: Call, error: BaseException, what: str = "the tool failed on this operator", phase: str = FORWARD
     ) -> None:
-        self._teller.coverage.miss(call, phase, f"the tool failed: {type(error).__name__}")
+        if not in_func_transform():
+            self._teller.coverage.miss(call, phase, f"the tool failed: {type(error).__name__}")
         super().failed(call, error, what)
+
+    def not_watched(self, call: Call, reason: str) -> None:
+        self._teller.skip(call, reason)
 
     @property
     def blames(self) -> Sequence[Blame]:

@@ -14,6 +14,7 @@ from .. import settings
 from ..call.description import Described, Finding, TensorMeta, labelled
 from ..call.filter import OpFilter
 from ..call.traits import OpTraits
+from ..compat import in_func_transform
 from ..settings import SettingsError
 from ..view import console, store
 from ..watch.hooks import Hooks
@@ -22,6 +23,7 @@ from ..watch.intercept import INTERCEPTOR, Call
 _Self = TypeVar("_Self", bound="Tool")
 _RUNS = itertools.count(1)  # not the id of the tool: a later one may have the same
 _MAX_FINDINGS = 10_000
+_IN_TRANSFORM = "inside torch.func transforms"
 _MAX_SITES = 20_000
 _MAX_SHOWN = 200  # rows in a notebook
 _FINDING_COLUMNS = {
@@ -88,6 +90,7 @@ class Tool(Hooks):
         self.calls: Counter[str] = Counter()
         self._findings_now: list[Finding] = []
         self._groups = console.FindingGroups()
+        self._unwatched: Counter[str] = Counter()
         self.condition: Callable[..., Any] | None = None  # set by apply_feature
         self.only: Callable[[OpTraits], bool] | None = None  # set by apply_feature
 
@@ -133,6 +136,7 @@ class Tool(Hooks):
                     self.calls = Counter()
                     self._findings_now = []
                     self._groups = console.FindingGroups()
+                    self._unwatched.clear()
                     INTERCEPTOR.add(self)
                 except BaseException:
                     self.release()
@@ -218,8 +222,16 @@ class Tool(Hooks):
 
     def failed(self, call: Call, error: BaseException, what: str = "the tool failed on this operator") -> None:
         """A failure of the tool's own becomes a finding, once per operator; the training goes on."""
-        if self._is_first(call.op, type(error).__name__):
+        if in_func_transform():
+            self.not_watched(call, _IN_TRANSFORM)
+        elif self._is_first(call.op, type(error).__name__):
             self.found(call, "tool-failure", f"{what}: {_reason(error)}")
+
+    def not_watched(self, call: Call, reason: str) -> None:
+        """Count a call that the tool cannot work on; the summary says how many there were, and why."""
+        with self._counting:
+            self._unwatched[reason] += 1
+        self.found(call, "skipped", f"not watched: {reason}", once=True)
 
     def slowed(self, part: str, why: str) -> None:
         """A fast path is broken for good: report it once per run."""
@@ -264,6 +276,7 @@ class Tool(Hooks):
         facts.append(f"{_counted(sum(self.calls.values()), 'call')} of {_counted(len(self.calls), 'operator')}")
         if self.calls:
             facts.append("most frequent: " + ", ".join(f"{op} ({n:,})" for op, n in self.calls.most_common(5)))
+        facts += [f"not watched, {reason}: {_counted(n, 'call')}" for reason, n in self._unwatched.items()]
         facts += self.filter.unused()
         facts.append(_counted(self._groups.count, "finding") if self._groups.count else self.nothing_found)
         facts += self._groups.lines()
