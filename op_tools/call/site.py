@@ -99,3 +99,15 @@ def _name(root: torch.nn.Module, module: torch.nn.Module) -> str:
         known = _names[root] = {id(m): (weakref.ref(m), name) for name, m in root.named_modules()}
         found = known.setdefault(id(module), (weakref.ref(module), f"({type(module).__name__})"))  # made on the fly
     return found[1]
+
+
+def name_of_parameter(address: int) -> str:
+    """The name of the parameter, in a model that has been called, with its data or gradient at this address."""
+    if not address:
+        return ""
+    for root in list(_names):
+        for name, parameter in root.named_parameters():
+            grad = parameter.grad
+            if parameter.data_ptr() == address or (grad is not None and grad.data_ptr() == address):
+                return name
+    return ""

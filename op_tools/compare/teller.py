@@ -7,6 +7,8 @@ the values that it used, so that errors can be told from their consequences.
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -15,6 +17,7 @@ from typing import Any, Final, Protocol
 
 from .. import settings
 from ..call.description import TensorMeta, describe, labelled
+from ..call.parameters import leaf_of_row, leaves_of_record, name_of_row
 from ..files.saved import save_comparison
 from ..judge.verdict import NOT_COMPARABLE, WRONG, Judgement, Row
 from ..view import console, rows, store
@@ -26,6 +29,7 @@ _MAX_SAVED: Final = 200  # wrong calls that are saved to disk
 _MAX_BLAMES: Final = 10_000
 _MAX_EVENTS: Final = 400_000
 _MAX_SHOWN: Final = 5_000  # rows of the table at the end
+_CSV_END: Final = ("r.module", "s.location", "r.phase", "r.step", "r.excess")  # columns after those of the comparison
 _MAX_ULP: Final = 1e6  # more of them are not told apart
 
 
@@ -150,7 +154,7 @@ class Teller:
             self.coverage.add(live, job.phase, call.kind)
         which, where = (call.id, call.record_site, job.phase), (call.site.module, call.site.step)
         self._tool.record_all(
-            [(*which, label_of(*row[:3]), *row[rows.FIRST : rows.END], *where) for row in judgement.rows]
+            [(*which, label_of(*row[:3]), *row[rows.FIRST : rows.END], *where, row[rows.END]) for row in judgement.rows]
         )
         if job.golden is not None and self._tool.view.full:
             self._show(job, judgement)
@@ -159,10 +163,11 @@ class Teller:
 
     def _blame(self, job: Job, call: ComparedCall, judgement: Judgement) -> None:
         worst = max((r for r in judgement.rows if r.verdict == WRONG), key=lambda r: r.excess)
-        name, folder = worst.label, ""
+        own_name = name_of_row(call.function, call.op, job.live.inputs, worst.part, worst.index)
+        name, folder = f"{call.op} {own_name}" if own_name else worst.label, ""
         if self._saved < _MAX_SAVED and job.golden is not None:
             self._saved += 1
-            folder = self._save(job, call, worst)
+            folder = self._save(job, call, worst, f"{name}: {worst.reason}")
         if len(self.blames) < _MAX_BLAMES:
             reason = f"{name}: {worst.reason}"
             where = (*call.site[:3], folder)
@@ -172,7 +177,7 @@ class Teller:
         message = f"{name} is wrong{where_in_model}: {worst.reason} (max_abs_diff {worst.max_abs_diff:.6g}, {ulp})"
         self._tool.found(job.live, "difference", message, phase=job.phase, module=call.site.module, size=worst.excess)
 
-    def _save(self, job: Job, call: ComparedCall, worst: Row) -> str:
+    def _save(self, job: Job, call: ComparedCall, worst: Row, reason: str) -> str:
         """The saved call, both sides, and a script that repeats it; what cannot be saved is left out."""
         result = job.golden
         assert result is not None
@@ -185,7 +190,6 @@ class Teller:
         else:
             device["grad_outputs"], device["grad_inputs"] = map(tuple, job.values)
             reference = {"grad_inputs": tuple(result.grad_inputs or ())}
-        reason = f"{worst.label}: {worst.reason}"
         files = save_comparison(folder, call, device, reference, reason=reason, observed=worst.max_abs_diff)
         self._tool.view.block(*[f"{path} saved" for path in files])
         return str(folder)
@@ -195,15 +199,20 @@ class Teller:
         folder = self.folder.with_name("op_autocompare_result")
         path = folder / f"op_autocompare_info_pid{settings.process_label()}_{store.time_label()}.csv"
         found = records.tuples(
-            f"SELECT r.call_id, r.module, s.location, {', '.join(f'r.{name}' for name in rows.SQL)} "
+            f"SELECT r.call_id, {', '.join(_CSV_END)}, r.site, {', '.join(f'r.{name}' for name in rows.SQL)} "
             f"FROM {table} r LEFT JOIN sites s ON s.site = r.site WHERE r.run = ? ORDER BY r.rowid",
             (run,),
         )
         if self._tool.view.full and found and shown:
-            body = [[str(call_id), *rows.console_cells(row)] for call_id, _, _, *row in found[:_MAX_SHOWN]]
+            body = [[str(row[0]), *rows.console_cells(row[2 + len(_CSV_END) :])] for row in found[:_MAX_SHOWN]]
             self._tool.view.block(console.table(["forward_id", *rows.CONSOLE], body))
-        lines = ([call_id, *rows.csv_cells(row), module, where] for call_id, module, where, *row in found)
-        store.write_csv(path, ["forward_id", *rows.CSV, "module", "location"], lines)
+        names = _ParameterNames(records)
+        end = len(_CSV_END)
+        lines = (
+            [row[0], *rows.csv_cells(row[end + 2 :]), *row[1 : end + 1], names.of(row[end + 1], row[end + 2])]
+            for row in found
+        )
+        store.write_csv(path, ["forward_id", *rows.CSV, *[name[2:] for name in _CSV_END], "parameter"], lines)
         return path
 
     def _show(self, job: Job, judgement: Judgement) -> None:
@@ -238,6 +247,35 @@ class Teller:
             *[f"{r.label}: {r.reason}" for r in judgement.rows if r.verdict == WRONG],
             "",
         )
+
+
+class _ParameterNames:
+    """The parameters that stored rows are about, by site and by the row's name; each is worked out once."""
+
+    def __init__(self, records: store.Store) -> None:
+        self._records = records
+        self._sites: dict[int, tuple[str, str]] | None = None
+        self._known: dict[tuple[int, str], str] = {}
+
+    def of(self, site: int, row: str) -> str:
+        """The name, empty for results (`names.of(3, "torch.add grad[0]")`)."""
+        name = self._known.get((site, row))
+        if name is None:
+            name = self._known[site, row] = self._find(site, row)
+        return name
+
+    def _find(self, site: int, row: str) -> str:
+        if self._sites is None:
+            found = self._records.tuples("SELECT site, op, described FROM sites")
+            self._sites = {number: (op, described) for number, op, described in found}
+        match = re.search(r" (input|grad)(?:\[(\d+)\])?$", row)
+        if match is None or site not in self._sites:
+            return ""
+        op, described = self._sites[site]
+        part = "grad_input" if match[1] == "grad" else "input"
+        known = leaves_of_record(op, json.loads(described)["inputs"])
+        leaf = leaf_of_row(known, part, None if match[2] is None else int(match[2]))
+        return "" if leaf is None else leaf.name
 
 
 # --- blame --------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def in_fake_mode() -> bool:
 
 
 def in_func_transform() -> bool:
-    """Whether this thread is inside `torch.func.vmap`, `grad` and the like, whose tensors have no memory of their own."""
+    """Whether this thread is inside `torch.func.vmap`, `grad` and the like, whose tensors have no memory."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 

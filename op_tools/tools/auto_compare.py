@@ -72,6 +72,7 @@ class OpAutoCompare(Tool):
         **rows.SQL,
         "module": "TEXT",
         "step": "INTEGER",
+        "excess": "REAL",
     }
 
     def __init__(
