@@ -121,7 +121,8 @@ class Coverage:
         lines = [first]
         for (op, reason), (phases, share) in ordered[:_MAX_LINES]:
             counts = " and ".join(f"{phases[p]:,} {p}" for p in (FORWARD, BACKWARD) if phases[p])
-            lines.append(f"  {op}: {counts} calls, {share.of(everything)[1]} of the work, not compared: {reason}")
+            counts += " calls" if share.calls > 1 else " call"
+            lines.append(f"  {op}: {counts}, {share.of(everything)[1]} of the work, not compared: {reason}")
         if len(ordered) > _MAX_LINES:
             rest = len({op for (op, _), _ in ordered[_MAX_LINES:]})
             lines.append(f"  … and {rest} more operator{'s' * (rest > 1)} not compared")

@@ -91,6 +91,7 @@ class Tool(Hooks):
         self._findings_now: list[Finding] = []
         self._groups = console.FindingGroups()
         self._unwatched: Counter[str] = Counter()
+        self._last_unwatched = 0  # the id of a call
         self.condition: Callable[..., Any] | None = None  # set by apply_feature
         self.only: Callable[[OpTraits], bool] | None = None  # set by apply_feature
 
@@ -230,7 +231,8 @@ class Tool(Hooks):
     def not_watched(self, call: Call, reason: str) -> None:
         """Count a call that the tool cannot work on; the summary says how many there were, and why."""
         with self._counting:
-            self._unwatched[reason] += 1
+            self._unwatched[reason] += call.id != self._last_unwatched  # before and after it the tool may fail
+            self._last_unwatched = call.id
         self.found(call, "skipped", f"not watched: {reason}", once=True)
 
     def slowed(self, part: str, why: str) -> None:

@@ -28,7 +28,6 @@ CAST_COLUMNS: Final = ["name", "target", "action", "config"]
 _MAX_TEMPLATES: Final = 20_000
 _PROGRESS_SECONDS: Final = 30.0  # between lines of progress that do not go to a terminal
 _MAX_GROUPS: Final = 10_000
-_MAX_GROUP_LINES: Final = 10
 _MAX_TOLD_AT_ONCE: Final = 10  # findings in a run without a full console
 
 LabelledRows = list[tuple[str, "TensorMeta | str"]]
@@ -183,8 +182,8 @@ class FindingGroups:
     ['torch.add (forward): 2 times, first at call 2, worst at call 9 (excess 9)']
     """
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, shown: int = 10) -> None:
+        self.count, self._shown = 0, shown
         self._groups: dict[Hashable, tuple[Finding, int, Finding]] = {}
         self._seen: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
@@ -202,11 +201,11 @@ class FindingGroups:
                 self._seen.add((finding.op, finding.kind))
             return len(self._seen) > seen
 
-    def lines(self) -> list[str]:
-        """The groups as they appeared, two lines each at most; the largest ones where there are many."""
+    def lines(self, details: bool = False) -> list[str]:
+        """The groups as they appeared, the largest ones where there are many; `details` adds the worst of each."""
         with self._lock:
             groups = list(self._groups.values())
-        kept = sorted(sorted(range(len(groups)), key=lambda n: -groups[n][1])[:_MAX_GROUP_LINES])
+        kept = sorted(sorted(range(len(groups)), key=lambda n: -groups[n][1])[: self._shown])
         lines = []
         for first, count, worst in [groups[n] for n in kept]:
             times = f"{count:,} times" if count > 1 else "once"
@@ -219,6 +218,7 @@ class FindingGroups:
             excess = f" (excess {worst.size:.3g})" if math.isfinite(worst.size) else ""
             text = f"first at call {first.call_id}, worst at call {worst.call_id}{excess}"
             lines.append(f"{first.op}{place}: {times}, {text}" if count > 1 else f"{first.op}{place}: once{excess}")
+            lines += [f"  {worst.message} ({worst.location})"] * details
         if len(groups) > len(kept):
             lines.append(f"… and {len(groups) - len(kept):,} more groups: `op_tools records` lists them")
         return lines
