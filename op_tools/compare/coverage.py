@@ -147,7 +147,7 @@ def _verdict(comparisons: int, wrong: int, done: Share, everything: Share) -> st
     if not everything.calls:
         return text + "no call computes anything"
     if done.calls == everything.calls:
-        return text + "all calls that compute compared"
+        return text + "every call that computes was compared"
     calls, work = done.of(everything)
     return text + f"{calls} of the calls that compute compared, {work} of the estimated work"
 

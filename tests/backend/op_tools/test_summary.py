@@ -66,7 +66,7 @@ def test_what_computes_nothing_does_not_count(device: str, capsys: pytest.Captur
         x.t().contiguous()  # a copy
         x.mul_(2)
     first = summary_of(capsys.readouterr().out)[0]
-    assert first.endswith("0 wrong; all calls that compute compared")
+    assert first.endswith("0 wrong; every call that computes was compared")
 
 
 def test_nothing_compared_does_not_read_like_a_success(device: str, capsys: pytest.CaptureFixture[str]) -> None:
