@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import sqlite3
 import sys
@@ -14,8 +15,9 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from . import settings
+from .call.description import Finding
 from .view import settings_table
-from .view.console import note, table
+from .view.console import FindingGroups, note, table
 
 if TYPE_CHECKING:
     from .replay.outcome import Options
@@ -95,8 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("run", help="run a script, as it is, under one or several tools", add_help=False)
     _replay_parser(commands.add_parser("replay", help="run captured operators again"))
-    records = commands.add_parser("records", help="show what a records file holds")
-    records.add_argument("file", type=Path)
+    records = commands.add_parser("records", help="show what was recorded: tables and findings")
+    records.add_argument("file", type=Path, help="a records file, or a folder: the newest one under it")
+    records.add_argument("--all", action="store_true", help="of a folder, every records file under it")
     commands.add_parser("losscmp", help="compare the losses of several runs", add_help=False)
     listed = commands.add_parser("settings", help="list the environment variables, their values and defaults")
     listed.add_argument("--json", action="store_true", help="as JSON")
@@ -110,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == "settings":
         return settings_table.show(options.json, options.all)
-    return run_replay(options) if options.command == "replay" else show_records(options.file)
+    return run_replay(options) if options.command == "replay" else show_records(options.file, options.all)
 
 
 def run_from_data(arguments: Sequence[str] | None = None) -> int:
@@ -197,22 +200,41 @@ def _check_device(name: str) -> None:
         raise settings.SettingsError(f"--device {name}: not usable on this machine ({first})") from None
 
 
-def show_records(file: Path) -> int:
-    """Print the tables of a records file and how many rows each has."""
-    if not file.exists():
-        print(f"{file}: no such file", file=sys.stderr)
+def show_records(given: Path, everything: bool = False) -> int:
+    """Print the tables of a records file, or of the newest in a folder (or all), and how many rows each has."""
+    if not given.exists():
+        print(f"{given}: no such file or folder", file=sys.stderr)
         return 2
+    files = [given]
+    if given.is_dir():
+        files = sorted(given.rglob("*.sqlite"), key=lambda file: file.stat().st_mtime)
+        if not files:
+            print(f"{given}: no records (*.sqlite) under it", file=sys.stderr)
+            return 2
+        if not everything and len(files) > 1:
+            print(f"the newest of {len(files)} files; --all shows them all", file=sys.stderr)
+            files = files[-1:]
+    return max(_show_file(file) for file in files)
+
+
+def _show_file(file: Path) -> int:
     try:
         with contextlib.closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as connection:
             names = [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type='table'")]
             rows = [[n, str(connection.execute(f'SELECT count(*) FROM "{n}"').fetchone()[0])] for n in names]
-            findings = connection.execute("SELECT tool, op, message, location FROM findings").fetchall()
+            connection.row_factory = sqlite3.Row
+            findings = [dict(row) for row in connection.execute("SELECT * FROM findings")]
     except sqlite3.Error as error:
         print(f"{file}: is not an op_tools records file ({error})", file=sys.stderr)
         return 2
+    print(file)
     print(table(["table", "rows"], rows))
-    for tool, op, message, location in findings[:100]:
-        print(f"[{tool}] {op}: {message} ({location})")
+    groups = FindingGroups(shown=100)
+    fields = [field.name for field in dataclasses.fields(Finding)]
+    for row in findings:  # files of earlier versions have fewer columns
+        groups.add(Finding(**{name: row[name] for name in fields if row.get(name) is not None}))
+    for line in groups.lines(details=True):
+        print(line)
     return 0
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from . import settings
 from .settings import SettingsError
 from .tools import all_tools
 from .tools.base import Tool
@@ -29,6 +31,9 @@ def parser(prog: str = "op_tools run") -> argparse.ArgumentParser:
     made.add_argument("--ops", metavar="LIST", help="only these operators: names or regular expressions, with commas")
     for name, (owners, words) in _own_options(tools).items():
         made.add_argument(f"--{name}", **{**words, "help": f"{', '.join(owners)}: {words['help']}"})
+    levels = settings.options("OP_TOOLS_CONSOLE")
+    shown = "each call, findings and the summary (the default, unless OP_TOOLS_CONSOLE says otherwise), or nothing"
+    made.add_argument("--console", choices=levels, help=shown)
     made.add_argument("--no-ditorch", action="store_true", help="do not import ditorch first")
     made.add_argument("script", help="the script to run")
     made.add_argument("arguments", nargs=argparse.REMAINDER, help="its own arguments")
@@ -52,14 +57,31 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m op_tools
     sys.argv = [str(script), *options.arguments]
     sys.path[0] = str(script.resolve().parent)
     try:
-        with contextlib.ExitStack() as started:
+        with _console(options.console), contextlib.ExitStack() as started:
             for tool in tools:
                 started.enter_context(tool)
+            if tools[0].view.on and not tools[0].view.full:
+                started.enter_context(console.ProgressLine(lambda: "; ".join(tool.progress() for tool in tools)))
             runpy.run_path(str(script), run_name="__main__")
     except SettingsError as error:
         console.print_error(str(error))
         return 2
     return 0
+
+
+@contextlib.contextmanager
+def _console(level: str | None) -> Iterator[None]:
+    """What is shown while the script runs: the option, then the variable, then the summary."""
+    variable = "OP_TOOLS_CONSOLE"
+    before = os.environ.get(variable)
+    os.environ[variable] = level or before or "summary"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
 
 
 def _own_options(tools: dict[str, type[Tool]]) -> dict[str, tuple[list[str], dict[str, Any]]]:

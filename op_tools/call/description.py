@@ -64,6 +64,10 @@ class Finding:
     message: str
     call_id: int = 0
     location: str = ""
+    phase: str = ""
+    module: str = ""
+    step: int = 0
+    size: float = 0.0  # how bad it is, among findings of its kind: the excess of a difference
 
 
 _SHORT: dict[Any, str] = {}

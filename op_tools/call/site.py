@@ -71,6 +71,7 @@ def _text(code: CodeType, line: int) -> str:
 # of each outermost module: the ids of those in it; the id of one that is gone may come again
 _Names = dict[int, "tuple[weakref.ref[torch.nn.Module], str]"]
 _names: weakref.WeakKeyDictionary[torch.nn.Module, _Names] = weakref.WeakKeyDictionary()
+_parameters: dict[int, str] = {}  # names by address, in models that have been called
 
 
 def module_path(depth: int = 1) -> str:
@@ -109,5 +110,13 @@ def _name(root: torch.nn.Module, module: torch.nn.Module) -> str:
     found = None if known is None else known.get(id(module))
     if found is None or found[0]() is not module:
         known = _names[root] = {id(m): (weakref.ref(m), name) for name, m in root.named_modules()}
+        if len(_parameters) > _MAX_KNOWN:
+            _parameters.clear()
+        _parameters.update((p.data_ptr(), name) for name, p in root.named_parameters() if type(p.data) is torch.Tensor)
         found = known.setdefault(id(module), (weakref.ref(module), f"({type(module).__name__})"))  # made on the fly
     return found[1]
+
+
+def name_of_parameter(address: int) -> str:
+    """The name of the parameter at this address, in a model that has been called; empty where there is none."""
+    return _parameters.get(address, "") if address else ""

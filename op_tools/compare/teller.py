@@ -7,15 +7,18 @@ the values that it used, so that errors can be told from their consequences.
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from .. import settings
 from ..call.arguments import numbers_of
 from ..call.description import Described, TensorMeta, describe, golden_pair, labelled
+from ..call.parameters import leaf_of_row, leaves_of_record, name_of_row
 from ..call.site import parameter_names
 from ..files.saved import save_comparison
 from ..judge.allowances import IN_TF32
@@ -23,12 +26,15 @@ from ..judge.pair import right_because
 from ..judge.verdict import NOT_COMPARABLE, RIGHT, WEAK, WRONG, Judgement, Row
 from ..view import console, rows, store
 from ..view.rows import label_of
+from .coverage import Coverage
 from .ladder import FORWARD, ComparedCall, Job, asked
 
 _MAX_SAVED: Final = 200  # wrong calls that are saved to disk
 _MAX_BLAMES: Final = 10_000
 _MAX_EVENTS: Final = 400_000
 _MAX_SHOWN: Final = 5_000  # rows of the table at the end
+_CSV_END: Final = ("r.module", "s.location", "r.phase", "r.step", "r.excess")  # columns after those of the comparison
+_MAX_ULP: Final = 1e6  # more of them are not told apart
 
 
 class Reporter(Protocol):
@@ -39,10 +45,10 @@ class Reporter(Protocol):
     def record_all(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Store some rows."""
 
-    def found(self, call: Any, kind: str, message: str, once: bool = False) -> None:
+    def found(self, call: Any, kind: str, message: str, once: bool = False, **more: Any) -> None:
         """Report something about a call."""
 
-    def failed(self, call: Any, error: BaseException) -> None:
+    def failed(self, call: Any, error: BaseException, what: str = ..., phase: str = ...) -> None:
         """Report a failure of the tool's own."""
 
 
@@ -60,9 +66,8 @@ class Teller:
         self.blames: list[Blame] = []
         self.verdicts: Counter[str] = Counter()
         self.not_allclose = 0  # comparisons that are right all the same
-        self.compared: Counter[str] = Counter()
-        self.not_comparable: Counter[str] = Counter()
         self.known: Counter[tuple[str, str, str]] = Counter()  # operator, phase, and what explains its error
+        self.coverage = Coverage()
         self._saved = 0
         self.folder = settings.results_dir() / "op_capture_results"
 
@@ -98,6 +103,8 @@ class Teller:
                 try:
                     if not self.abandoned or job.judgement is not None:
                         self._tell(job)
+                    else:
+                        self.coverage.miss(job.live, job.phase, "interrupted")
                 except Exception as error:
                     self._tool.failed(job.live, error)
                 finally:  # let go of all its tensors
@@ -120,54 +127,55 @@ class Teller:
             while self._telling:
                 self._change.wait(1.0)
 
-    def summary(self, notes: Sequence[str]) -> list[str]:
-        """What was compared, these notes where they say something, and who is to blame."""
-        text = f"{sum(self.verdicts.values())} comparisons, {self.verdicts[WRONG]} wrong"
+    def summary(self, left_out: Mapping[Hashable, int], notes: Sequence[str]) -> list[str]:
+        """What was compared and what was not, these notes where they say something, and who is to blame."""
+        lines = self.coverage.describe(self.verdicts[WRONG], left_out)
         if self.not_allclose:
             why = right_because(self._standard)
-            text += f"; {self.not_allclose} not allclose but {why} (OP_AUTOCOMPARE_STANDARD=seed saves these as well)"
-        if self.not_comparable:
-            text += "; not comparable: " + ", ".join(f"{op} {n}" for op, n in self.not_comparable.most_common(5))
-        lines = [text, *[note for note in notes if note]]
-        for (op, phase, note), count in self.known.most_common():
-            lines.append(f"{op} ({phase}): {count} results {note}")
+            saves = "OP_AUTOCOMPARE_STANDARD=seed saves these as well"
+            lines.append(f"{self.not_allclose} not allclose but {why} ({saves})")
+        lines += [f"{op} ({phase}): {count} results {note}" for (op, phase, note), count in self.known.most_common()]
+        lines += [note for note in notes if note]
         if self.abandoned:
             lines.append("interrupted: comparisons that were still queued were dropped")
-        return lines + report(self.blames, self.lineage, self.compared)
+        return lines + report(self.blames, self.lineage, self.coverage.compared_by_op())
 
     # -- one job ------------------------------------------------------------------------------------------
 
-    def skip(self, call: Any, reason: str) -> None:
+    def skip(self, call: Any, reason: str, phase: str = FORWARD) -> None:
         """A call that cannot be compared, and why."""
-        with self._change:
-            self.not_comparable[call.op] += 1
+        self.coverage.miss(call, phase, reason)
         self._tool.found(call, "skipped", f"not comparable: {reason}", once=True)
 
     def _tell(self, job: Job) -> None:
         live, judgement, call = job.live, job.judgement, job.call
         assert isinstance(call, ComparedCall)
         if job.error is not None:
-            self._tool.failed(live, job.error)
+            self._tool.failed(live, job.error, phase=job.phase)
             return
         if judgement is None:
             return
         if judgement.verdict == NOT_COMPARABLE and not judgement.rows:
-            self.skip(live, judgement.reason)
+            self.skip(live, judgement.reason, job.phase)
             return
         if judgement.verdict == WRONG:
             judgement = _with_parameters(job, judgement)
         elif judgement.verdict == RIGHT and False in [row.allclose for row in judgement.rows]:
             self.not_allclose += 1
         self.verdicts[judgement.verdict] += 1
-        self.compared[call.op] += 1
         for row in judgement.rows:
             if row.verdict == WEAK:
                 self.known[call.op, job.phase, row.reason] += 1
             elif IN_TF32 in row.error_info:
                 self.known[call.op, job.phase, IN_TF32] += 1
+        key = (call.op, call.numbers, job.phase)
+        if key in self.coverage.compared:
+            self.coverage.compared[key] += 1
+        else:
+            self.coverage.add(live, job.phase, call.kind)
         which, where = (call.id, call.record_site, job.phase), (call.site.module, call.site.step)
         self._tool.record_all(
-            [(*which, label_of(*row[:3]), *row[rows.FIRST : rows.END], *where) for row in judgement.rows]
+            [(*which, label_of(*row[:3]), *row[rows.FIRST : rows.END], *where, row[rows.END]) for row in judgement.rows]
         )
         if job.golden is not None and self._tool.view.full:
             self._show(job, judgement)
@@ -177,18 +185,21 @@ class Teller:
     def _blame(self, job: Job, call: ComparedCall, judgement: Judgement) -> None:
         wrong = sorted((r for r in judgement.rows if r.verdict == WRONG), key=lambda r: -r.excess)
         worst = wrong[0]
-        folder = ""
+        own_name = name_of_row(call.function, call.op, job.live.inputs, worst.part, worst.index)
+        if own_name and worst.part == "grad_input":
+            own_name += worst.label.removeprefix(call.op).replace(" grad", " (grad") + ")"
+        name, folder = f"{call.op} {own_name}" if own_name else worst.label, ""
         if self._saved < _MAX_SAVED and job.golden is not None:
             self._saved += 1
             folder = self._save(job, call, wrong)
         if len(self.blames) < _MAX_BLAMES:
-            reason = f"{worst.label}: {worst.reason}"
+            reason = f"{name}: {worst.reason}"
             where = (*call.site[:3], folder)
             self.blames.append(Blame(job.event, call.id, call.op, job.phase, reason, worst.excess, *where))
         where_in_model = f" in module {call.site.module}" if call.site.module else ""
-        distance = f"max_abs_diff {worst.max_abs_diff:.6g}, {worst.max_ulp:.3g} ulp"
-        message = f"{worst.label} is wrong{where_in_model}: {worst.reason} ({distance})"
-        self._tool.found(job.live, "difference", message)
+        ulp = f"{worst.max_ulp:.3g} ulp" if worst.max_ulp <= _MAX_ULP else f"> {_MAX_ULP:.0e} ulp".replace("+0", "")
+        message = f"{name} is wrong{where_in_model}: {worst.reason} (max_abs_diff {worst.max_abs_diff:.6g}, {ulp})"
+        self._tool.found(job.live, "difference", message, phase=job.phase, module=call.site.module, size=worst.excess)
 
     def _save(self, job: Job, call: ComparedCall, wrong: Sequence[Row]) -> str:
         """The saved call, both sides, and a script that repeats it; what cannot be saved is left out."""
@@ -212,15 +223,20 @@ class Teller:
         folder = self.folder.with_name("op_autocompare_result")
         path = folder / f"op_autocompare_info_pid{settings.process_label()}_{store.time_label()}.csv"
         found = records.tuples(
-            f"SELECT r.call_id, r.module, s.location, {', '.join(f'r.{name}' for name in rows.SQL)} "
+            f"SELECT r.call_id, {', '.join(_CSV_END)}, r.site, {', '.join(f'r.{name}' for name in rows.SQL)} "
             f"FROM {table} r LEFT JOIN sites s ON s.site = r.site WHERE r.run = ? ORDER BY r.rowid",
             (run,),
         )
         if self._tool.view.full and found and shown:
-            body = [[str(call_id), *rows.console_cells(row)] for call_id, _, _, *row in found[:_MAX_SHOWN]]
+            body = [[str(row[0]), *rows.console_cells(row[2 + len(_CSV_END) :])] for row in found[:_MAX_SHOWN]]
             self._tool.view.block(console.table(["forward_id", *rows.CONSOLE], body))
-        lines = ([call_id, *rows.csv_cells(row), module, where] for call_id, module, where, *row in found)
-        store.write_csv(path, ["forward_id", *rows.CSV, "module", "location"], lines)
+        names = _ParameterNames(records)
+        end = len(_CSV_END)
+        lines = (
+            [row[0], *rows.csv_cells(row[end + 2 :]), *row[1 : end + 1], names.of(row[end + 1], row[end + 2])]
+            for row in found
+        )
+        store.write_csv(path, ["forward_id", *rows.CSV, *[name[2:] for name in _CSV_END], "parameter"], lines)
         return path
 
     def _show(self, job: Job, judgement: Judgement) -> None:
@@ -281,6 +297,35 @@ def _with_parameters(job: Job, judgement: Judgement) -> Judgement:
         return row if name is None else row._replace(reason=f"parameter {name}: {row.reason}")
 
     return dataclasses.replace(judgement, rows=tuple([named(row) for row in judgement.rows]))
+
+
+class _ParameterNames:
+    """The parameters that stored rows are about, by site and by the row's name; each is worked out once."""
+
+    def __init__(self, records: store.Store) -> None:
+        self._records = records
+        self._sites: dict[int, tuple[str, str]] | None = None
+        self._known: dict[tuple[int, str], str] = {}
+
+    def of(self, site: int, row: str) -> str:
+        """The name, empty for results (`names.of(3, "torch.add grad[0]")`)."""
+        name = self._known.get((site, row))
+        if name is None:
+            name = self._known[site, row] = self._find(site, row)
+        return name
+
+    def _find(self, site: int, row: str) -> str:
+        if self._sites is None:
+            found = self._records.tuples("SELECT site, op, described FROM sites")
+            self._sites = {number: (op, described) for number, op, described in found}
+        match = re.search(r" (input|grad)(?:\[(\d+)\])?$", row)
+        if match is None or site not in self._sites:
+            return ""
+        op, described = self._sites[site]
+        part = "grad_input" if match[1] == "grad" else "input"
+        known = leaves_of_record(op, json.loads(described)["inputs"])
+        leaf = leaf_of_row(known, part, None if match[2] is None else int(match[2]))
+        return "" if leaf is None else leaf.name
 
 
 # --- blame --------------------------------------------------------------------------------------------

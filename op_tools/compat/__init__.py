@@ -45,6 +45,16 @@ set_grad_enabled: Final = torch._C._set_grad_enabled  # torch.set_grad_enabled m
 device_constructors: Final = _device_constructors
 
 
+def in_fake_mode() -> bool:
+    """Whether tensors of this thread have no values: DTensor and compilers ask for shapes that way."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def in_func_transform() -> bool:
+    """Whether this thread is inside `torch.func.vmap`, `grad` and the like, whose tensors have no memory."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode that is never compiled.
 

@@ -264,7 +264,7 @@ def _embedding_backward(query: FormulaQuery) -> Terms | None:
     squares.index_add_(0, index, sent.reshape(-1, sent.shape[-1]).square())
     if padding is not None:
         squares[padding] = 0.0
-    hits = int(torch.bincount(index).max())
+    hits = int(torch.bincount(index).max()) if index.numel() else 0
     if query.precision.stored > query.precision.inner:
         hits = min(hits, MAX_LOW_TERMS)
     variance = hits * query.precision.stored**2 if hits > 1 else query.precision.inner**2

@@ -284,6 +284,9 @@ def _why_not(source: Source, max_bytes: int | None) -> str:
     return ""
 
 
+_NO_KERNEL: Final = "it has no CPU kernel; register one to compare with (torch.library, dispatch key CPU)"
+
+
 def _first_that_works(source: Source, dtype_cast: Cast | None, backward: bool, keep_graph: bool) -> GoldenResult:
     """Double precision if the CPU has a kernel for it, then single, then the dtypes as they are."""
     if not _is_plain(source.name) and facts.is_bound_to_dtype(source.name, source.args, source.kwargs):
@@ -305,6 +308,8 @@ def _first_that_works(source: Source, dtype_cast: Cast | None, backward: bool, k
             continue
         note = "" if cast is candidates[0] else f"the CPU has no double-precision kernel ({first_error})"
         return GoldenResult(True, "", source, cast, done, note=note, graph=graph)
+    if first_error.startswith("NotImplementedError: Could not run '") and "'CPU'" in first_error:
+        return GoldenResult(False, _NO_KERNEL, source)
     return GoldenResult(False, f"the CPU cannot run it: {first_error}", source)
 
 

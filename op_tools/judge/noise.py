@@ -316,7 +316,7 @@ class Noise(DispatchMode):
                 changed.append(value)
             elif isinstance(value, Tensor):
                 if value.dim() == 0 and value.dtype == torch.float64 and not self._inside:
-                    value = torch.full_like(value, self._scalar(float(value)))  # a Python number, maybe
+                    value = torch.full_like(value, self._scalar(value.item()))  # a Python number, maybe
                 changed.append(change(value) if _inexact(value) else value)
             elif isinstance(value, (list, tuple)) and any(isinstance(v, Tensor) for v in value):
                 changed.append([change(v) if isinstance(v, Tensor) and _inexact(v) else v for v in value])

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..call.description import Tensor
+from ..call.operators.registry import CUDA
 from ..view.rows import RIGHT, WRONG, Row
 from .golden import GoldenResult
 from .measures import Sides
@@ -111,6 +112,14 @@ class Pair:
     def unit_ratio(self) -> float:
         """The unit of rounding of the result's dtype, divided by that of its precision."""
         return precision_of(self.device.dtype).stored / self.precision.stored
+
+    @property
+    def has_tf32(self) -> bool:
+        """Whether the call's arguments were float32 on a device that may multiply them in TF32."""
+        source = None if self.of_call is None else self.of_call.result.source
+        if source is None or source.device not in CUDA or source.rounded_to is not None:
+            return False
+        return any(t.dtype == torch.float32 for t in source.tensors)
 
     @functools.cached_property
     def sides(self) -> Sides:

@@ -20,7 +20,6 @@ from ..call.arguments import Numbers, compared_arguments, numbers_of
 from ..call.description import Tensor
 from ..call.equality import leaves_of as leaves_of
 from ..native import measuring
-from ..native.device_measures import DeviceQuery
 from ..native.measuring import Bound, Columns
 from ..view.rows import NOT_COMPARABLE as NOT_COMPARABLE
 from ..view.rows import RIGHT as RIGHT
@@ -30,17 +29,13 @@ from ..view.rows import Row as Row
 from . import formulas, random_draws
 from .formulas import FormulaQuery
 from .golden import GoldenResult
-from .measures import Sides, measure, measure_on_device
+from .measures import Sides, measure
 from .pair import CallUncertainty, Pair, decided, explained
 from .rounding import Precision, precision_of
 from .standards import STANDARDS, seed, ulp
 from .uncertainty import Structure, Uncertainty, remembers
 
 _MAX_FAILURES: Final = 4  # of a plan, one after the other: then calls of this kind need the full way
-
-
-class Unresolved(Exception):
-    """Tensors on a device that cannot be judged there: their copies on the CPU are to be."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,12 +113,12 @@ def judge(
         if known is not None:
             return known
     rules = rules or Rules()
-    pairs, mismatch = _pairs(name, part, device, golden)
+    pairs, mismatch = pairs_of(name, part, device, golden)
     if mismatch:
         row = Row(name, part, None, False, math.inf, math.inf, 0, 0, mismatch)
         return Judgement(WRONG, mismatch, (decided(row, False, mismatch, math.inf),))
     of_call = None if result is None else CallUncertainty(result, part, [d for d, _ in pairs], max_seconds)
-    indices = indices or _indices(pairs)
+    indices = indices or indices_of(pairs)
     asked = [Pair(name, part, indices[n], n, left, right, of_call) for n, (left, right) in enumerate(pairs)]
     rows = [_judge_pair(pair, rules) for pair in asked]
     verdict = next((v for v in (WRONG, WEAK) if any(r.verdict == v for r in rows)), RIGHT)
@@ -173,7 +168,7 @@ class Plan:
             return None
         if not all(v is None or isinstance(v, Tensor) for v in (*left, *right)):
             return None
-        indices = indices or _indices(left)
+        indices = indices or indices_of(left)
         rows = []
         for n, row_plan in enumerate(known):
             row = _row_by_plan(row_plan, left[n], right[n], result, n)
@@ -200,7 +195,7 @@ def _known_row(pair: Pair, row: Row) -> _KnownRow | None:
         return _KnownRow((), row)
     if call is None or pair.units is None or pair.tolerance_set or facts.has_free_vectors(pair.op):
         return None
-    info = _difference_of_kind(device, golden)[1]
+    info = difference_of_kind(device, golden)[1]
     row = Row(pair.op, pair.part, pair.index, True, 0.0, 0.0, row.atol, row.rtol, info)
     known = _KnownRow((*_looks(device), *_looks(golden)), row, pair.unit_ratio)
     uncertainty = call.known(device)
@@ -238,7 +233,7 @@ def _row_by_plan(known: _KnownRow, device: Any, golden: Any, result: GoldenResul
             if found is None or not found.regular or not found.worst <= 1:
                 return None
             excess = found.worst
-    row = _with_columns(row, columns)._replace(excess=excess)
+    row = with_columns(row, columns)._replace(excess=excess)
     return row if row.allclose else explained(row)
 
 
@@ -312,7 +307,7 @@ def unchanged_rows(name: str, device: Any, golden: Any, rules: Rules) -> tuple[R
     """The rows of arguments that a call has left alone."""
     ours, theirs = list(leaves_of(device)), list(leaves_of(golden))
     pairs = itertools.zip_longest(ours, theirs[: len(ours)])
-    indices = _indices(ours)
+    indices = indices_of(ours)
     return tuple([_unchanged_row(name, index, *pair, rules) for index, pair in zip(indices, pairs)])
 
 
@@ -352,77 +347,7 @@ def _random_row(name: str, right: bool, reason: str) -> Row:
     return decided(Row(name, "output", None, right, 0.0, 0.0, 0.0, 0.0, "random"), right, reason)
 
 
-def judge_on_device(
-    name: str,
-    device: Any,
-    golden: Any,
-    result: GoldenResult,
-    part: str,
-    rules: Rules,
-    structure: Structure,
-    needs: set[int],
-    indices: Sequence[int | None] | None = None,
-) -> Judgement:
-    """`judge` for tensors that are still on the device, both sides; raises `Unresolved` unless all is right at once.
-
-    `structure` is that of the call; `needs` are the positions of results that took a formula in such calls, and grows.
-    """
-    pairs, mismatch = _pairs(name, part, device, golden)
-    if mismatch:
-        raise Unresolved
-    of_call = CallUncertainty(result, part, [d for d, _ in pairs], None, structure)
-    rows: list[Row] = []
-    undecided: list[Pair] = []
-    indices = indices or _indices(pairs)
-    for n, (left, right) in enumerate(pairs):
-        if not isinstance(left, Tensor) or not isinstance(right, Tensor):
-            rows.append(_judge_plain(Pair(name, part, indices[n], n, left, right, None), rules))
-            continue
-        problem, info = _difference_of_kind(left, right)
-        if problem:
-            raise Unresolved
-        atol, rtol, _ = rules.tolerance(name, left.dtype)
-        rows.append(Row(name, part, indices[n], True, 0.0, 0.0, atol, rtol, info, 1.0))
-        if left.is_floating_point() and left.numel():
-            undecided.append(Pair(name, part, indices[n], n, left.detach(), right.detach(), of_call))
-        elif not torch.equal(left, right):
-            raise Unresolved
-    if any(row.verdict != RIGHT for row in rows):
-        raise Unresolved
-    _settle(rows, undecided, of_call, needs)
-    return Judgement(RIGHT, "", tuple(rows))
-
-
-def _settle(rows: list[Row], pairs: list[Pair], of_call: CallUncertainty, needs: set[int]) -> None:
-    """Fill in the rows of numbers; in two rounds at most, the second one for what takes a formula."""
-    uncertainty = of_call.whole
-    while pairs:
-        queries = [_query(rows[p.position], p, of_call.of(p.device), p.position in needs) for p in pairs]
-        again = []
-        for pair, (columns, worst) in zip(pairs, measure_on_device(queries)):
-            if columns is None or columns.units is None:
-                raise Unresolved
-            if columns.units * pair.unit_ratio <= 1 or (worst <= 1 and not uncertainty.structure.exact):
-                row = _with_columns(rows[pair.position], columns)
-                rows[pair.position] = row if row.allclose else explained(row)
-            elif pair.position in needs or uncertainty.structure.exact:
-                raise Unresolved
-            else:
-                again.append(pair)
-        needs.update([pair.position for pair in again])
-        pairs = again
-
-
-def _query(row: Row, pair: Pair, uncertainty: Uncertainty, by_formula: bool) -> DeviceQuery:
-    bound = ulp.bound_without_probes(pair, uncertainty)
-    terms = uncertainty.terms(pair.position, pair.golden) if by_formula else None
-    if by_formula and terms is None:
-        raise Unresolved
-    known = (bound, None) if terms is None else terms.added_to(bound)
-    return DeviceQuery(pair.device, pair.golden, row.atol, row.rtol, *known)
-
-
-def _pairs(name: str, part: str, device: Any, golden: Any) -> tuple[list[tuple[Any, Any]], str]:
+def pairs_of(name: str, part: str, device: Any, golden: Any) -> tuple[list[tuple[Any, Any]], str]:
     """The leaves side by side, with signs that are free as the device has them; or why there are no pairs."""
     ours, theirs = list(leaves_of(device)), list(leaves_of(golden))
     if len(ours) != len(theirs):
@@ -432,14 +357,14 @@ def _pairs(name: str, part: str, device: Any, golden: Any) -> tuple[list[tuple[A
     return list(zip(ours, theirs)), ""
 
 
-def _indices(pairs: Sequence[Any]) -> Sequence[int | None]:
+def indices_of(pairs: Sequence[Any]) -> Sequence[int | None]:
     return range(len(pairs)) if len(pairs) > 1 else (None,)
 
 
 def _judge_pair(pair: Pair, rules: Rules) -> Row:
     if not isinstance(pair.device, Tensor) or not isinstance(pair.golden, Tensor):
-        return _judge_plain(pair, rules)
-    problem, info = _difference_of_kind(pair.device, pair.golden)
+        return judge_plain(pair, rules)
+    problem, info = difference_of_kind(pair.device, pair.golden)
     atol, rtol, pair.tolerance_set = rules.tolerance(pair.op, pair.device.dtype)
     pair.allowances = rules.allowances
     if problem and facts.may_be_empty(pair.op, pair.position) and 0 in (pair.device.numel(), pair.golden.numel()):
@@ -452,11 +377,11 @@ def _judge_pair(pair: Pair, rules: Rules) -> Row:
     standard = STANDARDS["seed" if pair.tolerance_set else rules.standard]  # a tolerance that was set decides alone
     columns = measure(pair.sides, atol, rtol, standard.quick)
     pair.units = columns.units
-    row = standard.judge(_with_columns(row, columns), pair)
+    row = standard.judge(with_columns(row, columns), pair)
     return row if row.allclose or row.verdict != RIGHT else explained(row, rules.standard)
 
 
-def _judge_plain(pair: Pair, rules: Rules) -> Row:
+def judge_plain(pair: Pair, rules: Rules) -> Row:
     """Numbers, None, strings, shapes: what is not a tensor."""
     left, right = pair.device, pair.golden
     if isinstance(left, str) and isinstance(right, Tensor):  # the text says what it was (`copies.operands.Opaque`)
@@ -472,7 +397,7 @@ def _judge_plain(pair: Pair, rules: Rules) -> Row:
     atol, rtol, _ = rules.tolerance(pair.op, None)
     dtype = torch.complex128 if isinstance(left, complex) or isinstance(right, complex) else torch.float64
     device, golden = torch.tensor(left, dtype=dtype), torch.tensor(right, dtype=dtype)
-    row = _with_columns(pair.row(True, 0, atol, rtol, ""), measure(Sides(device, golden), atol, rtol))
+    row = with_columns(pair.row(True, 0, atol, rtol, ""), measure(Sides(device, golden), atol, rtol))
     if isinstance(left, int) and isinstance(right, int):
         return decided(row, left == right, f"{left} instead of {right}", 0.0)
     # The number was read out of a tensor of some dtype: the coarsest among the inputs is the measure.
@@ -485,7 +410,7 @@ def _judge_plain(pair: Pair, rules: Rules) -> Row:
     return decided(row, within, f"{left!r} instead of {right!r}", bound)
 
 
-def _with_columns(row: Row, columns: Columns) -> Row:
+def with_columns(row: Row, columns: Columns) -> Row:
     """The row with what was measured."""
     measured = columns._asdict()
     del measured["units"]
@@ -496,7 +421,7 @@ def _kind(value: Any) -> str:
     return "None" if value is None else type(value).__name__
 
 
-def _difference_of_kind(device: Tensor, golden: Tensor) -> tuple[str, str]:
+def difference_of_kind(device: Tensor, golden: Tensor) -> tuple[str, str]:
     """Why two tensors cannot even be compared, and what differs without being wrong."""
     problem, notes = "", []
     strided = device.layout == golden.layout == torch.strided and device.stride() != golden.stride()
@@ -504,7 +429,11 @@ def _difference_of_kind(device: Tensor, golden: Tensor) -> tuple[str, str]:
         notes.append(f"Inconsistent dtypes: {device.dtype} {golden.dtype}")
         kind, expected = ((t.is_floating_point(), t.is_complex()) for t in (device, golden))
         if kind != expected or not any(kind):
-            problem = f"dtype {device.dtype} instead of {golden.dtype}"
+            # the golden run computes in float64: which of the floating dtypes was expected is not known
+            expected_kind = (
+                "a complex one" if golden.is_complex() else "a floating-point one" if any(expected) else golden.dtype
+            )
+            problem = f"dtype {device.dtype} instead of {expected_kind}"
     if device.shape != golden.shape:
         notes.append(f"Inconsistent shape: {tuple(device.shape)} {tuple(golden.shape)}")
         problem = f"shape {tuple(device.shape)} instead of {tuple(golden.shape)}"

@@ -26,12 +26,12 @@ from ..compare.choose import MODES, Chooser, kind_of, parse_budget
 from ..compare.ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, gradient_kind, make_ladder
 from ..compare.repeat import Repeater
 from ..compare.teller import Blame, Teller
-from ..compat import count_dispatch_modes, no_dispatch_modes
+from ..compat import count_dispatch_modes, in_func_transform, no_dispatch_modes
 from ..copies.invocation import Region, Site
 from ..copies.operands import Fetcher, Layouts, Operands
 from ..copies.queue import Writer
 from ..judge import golden
-from ..judge.verdict import Judgement, Rules
+from ..judge.verdict import WRONG, Judgement, Rules
 from ..native import measuring
 from ..view import console, rows
 from ..watch.intercept import Call
@@ -63,6 +63,7 @@ class OpAutoCompare(Tool):
         "mode": {"choices": MODES, "help": "every call, or each kind of call once"},
         "budget": {"metavar": "2x", "help": "keep the run within this factor"},
     }
+    nothing_found = ""  # the first line of the summary says it
     order = 20
     wants_backward = True
     columns: ClassVar[dict[str, str]] = {
@@ -72,6 +73,7 @@ class OpAutoCompare(Tool):
         **rows.SQL,
         "module": "TEXT",
         "step": "INTEGER",
+        "excess": "REAL",
     }
 
     def __init__(
@@ -189,7 +191,7 @@ class OpAutoCompare(Tool):
         staged = self._stage(call.inputs.number, call.tensors, (call.args, call.kwargs))
         if staged.opaque:
             self._chooser.settle(compared.kind)
-            self._teller.skip(call, f"arguments of type {', '.join(staged.opaque)} cannot be copied")
+            self._teller.skip(call, f"arguments of type {', '.join(dict.fromkeys(staged.opaque))} cannot be copied")
             return False
         compared.before = staged
         return True
@@ -236,10 +238,11 @@ class OpAutoCompare(Tool):
         if compared is None:
             return
         if all(g is None for g in grad_outputs) and any(g is not None for g in grad_inputs):
-            self._teller.skip(call, "its result was changed in place, and what came back to it was not seen")
+            self._teller.skip(call, "its result was changed in place, and what came back to it was not seen", BACKWARD)
             return
         if call.mixed:
-            self._teller.skip(call, "in a second derivative, gradients of other calls went through its nodes as well")
+            reason = "in a second derivative, gradients of other calls went through its nodes as well"
+            self._teller.skip(call, reason, BACKWARD)
             return
         started = time.perf_counter()
         sent, found = [[g.data_ptr() for g in grads if g is not None] for grads in (grad_outputs, grad_inputs)]
@@ -280,7 +283,7 @@ class OpAutoCompare(Tool):
         for judge in self._live if compared.before is None else ():
             found = judge.arguments(compared)
             if isinstance(found, str):
-                self._teller.skip(compared.live, found)
+                self._teller.skip(compared.live, found, BACKWARD)
                 return False
             if found is not None:
                 compared.before = found
@@ -371,7 +374,22 @@ class OpAutoCompare(Tool):
 
     def summary(self) -> list[str]:
         notes = [line for judge in self._ladder for line in judge.summary()]
-        return [*self._teller.summary([*notes, self._chooser.describe()]), f"comparisons in {self.csv_path}"]
+        told = self._teller.summary(self._chooser.left_out, [*notes, self._chooser.describe()])
+        return [*told, f"comparisons in {self.csv_path}"]
+
+    def progress(self) -> str:
+        told, verdicts = self._teller.told, self._teller.verdicts
+        return f"{super().progress()}, {told:,} comparisons, {verdicts[WRONG]:,} wrong"
+
+    def failed(
+        self, call: Call, error: BaseException, what: str = "the tool failed on this operator", phase: str = FORWARD
+    ) -> None:
+        if not in_func_transform():
+            self._teller.coverage.miss(call, phase, f"the tool failed: {type(error).__name__}")
+        super().failed(call, error, what)
+
+    def not_watched(self, call: Call, reason: str) -> None:
+        self._teller.skip(call, reason)
 
     @property
     def blames(self) -> Sequence[Blame]:

@@ -15,6 +15,7 @@ from ..call.description import Described, Finding, TensorMeta, labelled
 from ..call.devices import NO_DOUBLE
 from ..call.filter import OpFilter
 from ..call.traits import OpTraits
+from ..compat import in_func_transform
 from ..settings import SettingsError
 from ..view import console, store
 from ..watch.hooks import Hooks
@@ -23,6 +24,7 @@ from ..watch.intercept import INTERCEPTOR, Call
 _Self = TypeVar("_Self", bound="Tool")
 _RUNS = itertools.count(1)  # not the id of the tool: a later one may have the same
 _MAX_FINDINGS = 10_000
+_IN_TRANSFORM = "inside torch.func transforms"
 _MAX_SITES = 20_000
 _MAX_SHOWN = 200  # rows in a notebook
 _FINDING_COLUMNS = {
@@ -33,6 +35,10 @@ _FINDING_COLUMNS = {
     "message": "TEXT",
     "call_id": "INTEGER",
     "location": "TEXT",
+    "phase": "TEXT",
+    "module": "TEXT",
+    "step": "INTEGER",
+    "size": "REAL",
 }
 TOOLS: dict[str, type[Tool]] = {}  # all that are defined, by name
 
@@ -52,6 +58,7 @@ class Tool(Hooks):
     columns: ClassVar[dict[str, str]] = {}  # of its table in the store
     feature: ClassVar[str] = ""  # its name in `apply_feature`, if it has one
     run_options: ClassVar[dict[str, dict[str, Any]]] = {}  # of `op_tools run`: keyword of the tool, words for argparse
+    nothing_found: ClassVar[str] = "nothing found"  # what the summary says where there are no findings
     announces: ClassVar[bool] = False  # says "apply OpXHook on ..." as a tool; the others do as features
     _store: store.Store | None = None
 
@@ -83,6 +90,9 @@ class Tool(Hooks):
         self.view = console.View("off")
         self.calls: Counter[str] = Counter()
         self._findings_now: list[Finding] = []
+        self._groups = console.FindingGroups()
+        self._unwatched: Counter[str] = Counter()
+        self._last_unwatched = 0  # the id of a call
         self.condition: Callable[..., Any] | None = None  # set by apply_feature
         self.only: Callable[[OpTraits], bool] | None = None  # set by apply_feature
 
@@ -127,6 +137,8 @@ class Tool(Hooks):
                     self._reported.clear()
                     self.calls = Counter()
                     self._findings_now = []
+                    self._groups = console.FindingGroups()
+                    self._unwatched.clear()
                     INTERCEPTOR.add(self)
                 except BaseException:
                     self.release()
@@ -212,8 +224,17 @@ class Tool(Hooks):
 
     def failed(self, call: Call, error: BaseException, what: str = "the tool failed on this operator") -> None:
         """A failure of the tool's own becomes a finding, once per operator; the training goes on."""
-        if self._is_first(call.op, type(error).__name__):
+        if in_func_transform():
+            self.not_watched(call, _IN_TRANSFORM)
+        elif self._is_first(call.op, type(error).__name__):
             self.found(call, "tool-failure", f"{what}: {_reason(error)}")
+
+    def not_watched(self, call: Call, reason: str) -> None:
+        """Count a call that the tool cannot work on; the summary says how many there were, and why."""
+        with self._counting:
+            self._unwatched[reason] += call.id != self._last_unwatched  # before and after it the tool may fail
+            self._last_unwatched = call.id
+        self.found(call, "skipped", f"not watched: {reason}", once=True)
 
     def slowed(self, part: str, why: str) -> None:
         """A fast path is broken for good: report it once per run."""
@@ -231,10 +252,13 @@ class Tool(Hooks):
             self._reported.add((op, kind))
             return len(self._reported) > known
 
-    def found(self, call: Call, kind: str, message: str, once: bool = False) -> None:
-        """Report something about a call; `once` keeps it to one report per operator and kind."""
+    def found(self, call: Call, kind: str, message: str, once: bool = False, **more: Any) -> None:
+        """Report something about a call; `once` keeps it to one report per operator and kind.
+
+        `more` are further fields of the finding: `phase`, `module`, `size`.
+        """
         if not once or self._is_first(call.op, kind):
-            self._report(Finding(self.name, call.op, kind, message, call.id, call.location))
+            self._report(Finding(self.name, call.op, kind, message, call.id, call.location, step=call.step, **more))
 
     def _report(self, finding: Finding) -> None:
         if len(self._findings_now) < _MAX_FINDINGS:
@@ -242,28 +266,35 @@ class Tool(Hooks):
         if self._store is not None:
             tool, *rest = dataclasses.astuple(finding)
             self._add_finding((tool, self._run_key, *rest))
-        self.view.say(console.finding_line(finding))
+        is_new = finding.kind != "skipped" and self._groups.add(finding)
+        if self.view.full or is_new:
+            self.view.say(console.finding_line(finding, short=not self.view.full))
 
     def findings(self) -> list[Finding]:
         """What was found since the last start (`tool.findings()`)."""
         return list(self._findings_now)
 
+    def progress(self) -> str:
+        """How far the run is, in one line (`"OpObserve: step 3, 1,204 calls"`)."""
+        found = f", {_counted(self._groups.count, 'finding')}" if self._groups.count else ""
+        return f"{self.name}: step {INTERCEPTOR.step}, {_counted(sum(self.calls.values()), 'call')}{found}"
+
     def _say_summary(self) -> None:
-        facts = [f"{_counted(sum(self.calls.values()), 'call')} of {_counted(len(self.calls), 'operator')}"]
+        facts = self.summary()
+        facts.append(f"{_counted(sum(self.calls.values()), 'call')} of {_counted(len(self.calls), 'operator')}")
         if self.calls:
-            facts.append("most frequent: " + ", ".join(f"{op} ({n})" for op, n in self.calls.most_common(5)))
-        facts += self.summary()
+            facts.append("most frequent: " + ", ".join(f"{op} ({n:,})" for op, n in self.calls.most_common(5)))
+        facts += [f"not watched, {reason}: {_counted(n, 'call')}" for reason, n in self._unwatched.items()]
         facts += self.filter.unused()
-        shown = [f for f in self._findings_now if f.kind != "skipped"]
-        facts.append(_counted(len(shown), "finding") if shown else "nothing found")
-        facts += [console.finding_line(f) for f in shown[:10]]
+        facts.append(_counted(self._groups.count, "finding") if self._groups.count else self.nothing_found)
+        facts += self._groups.lines()
         if self._store is not None:
             facts.append(f"records in {self._store.path}")
             if self._store.failure is not None:
                 facts.append(f"records could not all be written ({self._store.failure}); the rest was dropped")
             elif self._store.dropped:
                 facts.append(f"{self._store.dropped} records over OP_TOOLS_MAX_RECORDS were dropped")
-        self.view.say(f"{self.name} summary", *(f"  {fact}" for fact in facts))
+        self.view.say(f"{self.name} summary", *(f"  {fact}" for fact in facts if fact))
 
     # -- records --------------------------------------------------------------------------------------
 
@@ -354,7 +385,7 @@ def _as_json(**described: Described) -> dict[str, Any]:
 
 
 def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    return f"{number:,} {what}{'s' * (number != 1)}"
 
 
 def _reason(error: BaseException) -> str:

@@ -123,7 +123,12 @@ class OpOverflowCheck(Tool):
             if batch is None:
                 with quiet():
                     batch = self._batches[key] = kind(tensor)
-        measure = batch.add(tensor)
+        try:
+            measure = batch.add(tensor)
+        except Exception:
+            if not batch.measures:  # made inside a transform of torch.func, its memory may be of no use outside
+                self._batches.pop(key, None)
+            raise
         if batch.full:
             self._full.append(self._batches.pop(key))
         self.measured += 1

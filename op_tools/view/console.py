@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
@@ -23,6 +26,9 @@ DEFAULT_COLUMNS: Final = ["name", "shape", "stride", "numel", "dtype", "device",
 TIME_COLUMNS: Final = ["name", "forward_id", "forward_elasped", "backward_elasped", "unit"]
 CAST_COLUMNS: Final = ["name", "target", "action", "config"]
 _MAX_TEMPLATES: Final = 20_000
+_PROGRESS_SECONDS: Final = 30.0  # between lines of progress that do not go to a terminal
+_MAX_GROUPS: Final = 10_000
+_MAX_TOLD_AT_ONCE: Final = 10  # findings in a run without a full console
 
 LabelledRows = list[tuple[str, "TensorMeta | str"]]
 
@@ -125,7 +131,9 @@ def note(text: str) -> None:
 
 
 class View:
-    """What one tool shows, at the chosen level; `full` repeats each call, `summary` speaks at the end only."""
+    """What one tool shows, at the chosen level; `full` repeats each call, `summary` tells findings and the end."""
+
+    _hinted: ClassVar[bool] = False
 
     def __init__(self, level: str) -> None:
         self.full = level == "full"
@@ -145,6 +153,10 @@ class View:
     def block(self, *lines: str, above: int = 0, below: int = 0) -> None:
         """A block of a single call, at level full, with so many blank lines above and below it."""
         if self.full:
+            if not View._hinted:
+                View._hinted = True
+                if not os.environ.get("OP_TOOLS_CONSOLE"):
+                    note("every call is shown; OP_TOOLS_CONSOLE=summary shows findings and the summary alone")
             emit("\n" * above + "\n".join(lines) + "\n" * (below + 1))
 
     def say(self, *lines: str) -> None:
@@ -153,10 +165,63 @@ class View:
             emit("\n".join(lines))
 
 
-def finding_line(finding: Finding) -> str:
-    """`[OpCapture] torch.add: disk full (train.py:3 f: ...)`."""
-    where = f" ({finding.location})" if finding.location else ""
-    return f"[{finding.tool}] {finding.op}: {finding.message}{where}"
+def finding_line(finding: Finding, short: bool = False) -> str:
+    """`[OpCapture] torch.add: disk full (train.py:3 f: ...)`; a short line ends with the file and line."""
+    where = finding.location.split(" ", 1)[0] if short else finding.location
+    op = "" if short and finding.message.startswith(finding.op) else f"{finding.op}: "
+    return f"[{finding.tool}] {op}{finding.message}" + (f" ({where})" if where else "")
+
+
+class FindingGroups:
+    """Findings by operator, kind, phase and module: the first, how many, and the worst.
+
+    >>> groups = FindingGroups()
+    >>> [groups.add(Finding("OpX", "torch.add", "wrong", "off", n, size=n, phase="forward")) for n in (2, 9)]
+    [True, False]
+    >>> groups.lines()
+    ['torch.add (forward): 2 times, first at call 2, worst at call 9 (excess 9)']
+    """
+
+    def __init__(self, shown: int = 10) -> None:
+        self.count, self._shown = 0, shown
+        self._groups: dict[Hashable, tuple[Finding, int, Finding]] = {}
+        self._seen: set[tuple[str, str]] = set()
+        self._lock = threading.Lock()
+
+    def add(self, finding: Finding) -> bool:
+        """Count a finding; whether it is one of the first few of a new kind or operator, to be told at once."""
+        with self._lock:
+            self.count += 1
+            key = (finding.op, finding.kind, finding.phase, finding.module)
+            first, count, worst = self._groups.get(key, (finding, 0, finding))
+            if count or len(self._groups) < _MAX_GROUPS:
+                self._groups[key] = (first, count + 1, finding if finding.size > worst.size else worst)
+            seen = len(self._seen)
+            if seen < _MAX_TOLD_AT_ONCE:
+                self._seen.add((finding.op, finding.kind))
+            return len(self._seen) > seen
+
+    def lines(self, details: bool = False) -> list[str]:
+        """The groups as they appeared, the largest ones where there are many; `details` adds the worst of each."""
+        with self._lock:
+            groups = list(self._groups.values())
+        kept = sorted(sorted(range(len(groups)), key=lambda n: -groups[n][1])[: self._shown])
+        lines = []
+        for first, count, worst in [groups[n] for n in kept]:
+            times = f"{count:,} times" if count > 1 else "once"
+            where = first.location.split(" ", 1)[0]
+            if not first.size:  # its text says what it is
+                found = first.message + (f" ({where})" if where else "")
+                lines.append(f"{first.op}: {found}" + (f"; {times}" if count > 1 else ""))
+                continue
+            place = (f" ({first.phase})" if first.phase else "") + (f" in {first.module}" if first.module else "")
+            excess = f" (excess {worst.size:.3g})" if math.isfinite(worst.size) else ""
+            text = f"first at call {first.call_id}, worst at call {worst.call_id}{excess}"
+            lines.append(f"{first.op}{place}: {times}, {text}" if count > 1 else f"{first.op}{place}: once{excess}")
+            lines += [f"  {worst.message} ({worst.location})"] * details
+        if len(groups) > len(kept):
+            lines.append(f"… and {len(groups) - len(kept):,} more groups: `op_tools records` lists them")
+        return lines
 
 
 def progress_bar(redirect_stdout: bool = True) -> Progress:
@@ -175,6 +240,38 @@ def wait_with_progress(what: str, total: int, left: Callable[[], int]) -> None:
         while (remaining := left()) > 0:
             progress.update(task, completed=total - remaining)
             time.sleep(0.1)
+
+
+class ProgressLine:
+    """A line on stderr that says how far a run is: rewritten every second in a terminal, else a new one at times.
+
+    >>> with ProgressLine(lambda: "step 3"):  # doctest: +SKIP
+    ...     train()
+    """
+
+    def __init__(self, text: Callable[[], str]) -> None:
+        self._text, self._stop = text, threading.Event()
+        self._thread = threading.Thread(target=self._show, name="op_tools-progress", daemon=True)
+        self._thread.op_tools_internal = True  # type: ignore[attr-defined]
+
+    def __enter__(self) -> None:
+        if settings.rank() == 0:
+            self._thread.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+
+    def _show(self) -> None:
+        started, terminal = time.monotonic(), sys.stderr.isatty()
+        while not self._stop.wait(1.0 if terminal else _PROGRESS_SECONDS):
+            line = f"op_tools: {time.monotonic() - started:.0f} s, {self._text()}"
+            try:  # in a terminal the cursor goes back: what the program prints takes the line's place
+                sys.stderr.write(f"\r\x1b[2K{line}\r" if terminal else f"{line}\n")
+                sys.stderr.flush()
+            except (OSError, ValueError):
+                return
+        if terminal:
+            sys.stderr.write("\r\x1b[2K")
 
 
 def html_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

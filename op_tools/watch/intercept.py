@@ -17,8 +17,10 @@ from ..call.site import call_site
 from ..call.traits import OpTraits, traits_of
 from ..compat import (
     DeviceContext,
+    count_dispatch_modes,
     count_function_modes,
     function_mode_at,
+    in_fake_mode,
     no_torch_function,
     pop_function_mode,
     push_function_mode,
@@ -157,6 +159,8 @@ class Interceptor(TorchFunctionMode):
             finally:
                 _thread.in_backward = outer
         if not self.include_cpu and not _is_on_device(args, kwargs, traits):
+            return func(*args, **kwargs)
+        if count_dispatch_modes() and in_fake_mode():  # nothing is computed
             return func(*args, **kwargs)
         for tool in plan.skipped:
             tool.skipped(traits.name)

@@ -26,7 +26,7 @@ from ...copies.invocation import Region
 from ...copies.materialise import Copier
 from ...copies.operands import Operands, is_plain, stage
 from ...copies.queue import MemoryBudget, Reservation
-from ...judge import golden, uncertainty, verdict
+from ...judge import golden, on_device, uncertainty, verdict
 from ...judge.golden import DOUBLE, GoldenResult, Run, Source
 from ...judge.verdict import RIGHT, Judgement
 from ...native import device_measures
@@ -153,7 +153,7 @@ class DevicePrecheck(Judge):
             try:
                 with quiet():
                     found = judge(job, call, checked)
-            except (verdict.Unresolved, RuntimeError):  # not settled; no kernel for float64, no memory
+            except (on_device.Unresolved, RuntimeError):  # not settled; no kernel for float64, no memory
                 pass
             except Exception as error:
                 self.setup.report(f"the device pre-check failed on {call.op}: {type(error).__name__}: {error}")
@@ -193,7 +193,7 @@ class DevicePrecheck(Judge):
             outputs = call.function(*args, **kwargs)
         if kind.judgement is not None:
             if not same_leaves(live.result, outputs, _same_leaf):
-                raise verdict.Unresolved
+                raise on_device.Unresolved
             judgement = kind.judgement
         else:
             exact = map_tensors(outputs, Tensor.detach)
@@ -258,7 +258,7 @@ class DevicePrecheck(Judge):
     ) -> Judgement:
         needs = self._needs.setdefault((part, id(structure)), set())  # which lives as long as its kind
         name, rules = result.source.name, self.setup.rules
-        return verdict.judge_on_device(name, ours, theirs, result, part, rules, structure, needs, indices)
+        return on_device.judge_on_device(name, ours, theirs, result, part, rules, structure, needs, indices)
 
     def _reserve(self, device: torch.device, nbytes: int) -> Reservation | None:
         if self._budget is None:

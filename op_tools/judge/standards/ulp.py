@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -302,7 +302,7 @@ class _Elements:
     @functools.cached_property
     def largest(self) -> float:
         """Of the reference."""
-        return float(self.size.max())
+        return float(self.size.max()) if self.size.numel() else 0.0
 
     @functools.cached_property
     def finite(self) -> Tensor:
@@ -331,6 +331,8 @@ class _Elements:
 
     def unexplained(self, sigma: Tensor | None = None, unsettled: Tensor | None = None) -> Tensor | None:
         """The elements that are not explained; None if all are."""
+        if not self.error.numel():
+            return None
         bound = self.bound(sigma)
         if self.regular:
             over = self.error - bound
@@ -376,13 +378,19 @@ def _concluded(
         ratio = (elements.error / elements.bound(sigma)).masked_fill(~suspects, 0.0).nan_to_num(nan=math.inf)
         where, excess = first_place(ratio == ratio.max()), float(ratio.max())
         size = f", {excess:.3g} times the rounding bound"
-    device, golden = elements.device[where].item(), elements.golden[where].item()
+    device, golden = _as_texts(elements.device[where].item(), elements.golden[where].item())
     share = f"{count} of {suspects.numel()} elements, worst at {list(where)}"
-    reason = f"{share}: {device:.9g} instead of {golden:.9g}{size}"
+    reason = f"{share}: {device} instead of {golden}{size}"
     bound = elements.bound(sigma)
     otherwise = ~(suspects | elements.same | (elements.error <= bound))  # explained by more than the bound
     bound.masked_fill_(otherwise, math.inf)
     return row._replace(verdict=WRONG, reason=joined(reason, hint), excess=excess, where=where, bound=bound)
+
+
+def _as_texts(left: Any, right: Any) -> tuple[str, str]:
+    """Two numbers with as many digits as it takes to tell them apart, nine at least."""
+    texts = [(f"{left:.{digits}g}", f"{right:.{digits}g}") for digits in (9, 13, 17)]
+    return next((pair for pair in texts if pair[0] != pair[1]), texts[0])
 
 
 def _pattern_of_errors(pair: Pair, elements: _Elements, suspects: Tensor, sigma: Tensor | None) -> str:
@@ -391,7 +399,8 @@ def _pattern_of_errors(pair: Pair, elements: _Elements, suspects: Tensor, sigma:
     if bool(wrong_device.isnan().any()):
         return "NaN where a number should be"
     structure = pair.uncertainty.structure if pair.uncertainty is not None else None
-    if structure is not None and structure.contracts and pair.device.dtype == torch.float32 and sigma is not None:
+    multiplies = structure is not None and structure.contracts and pair.device.dtype == torch.float32
+    if structure is not None and multiplies and sigma is not None and pair.has_tf32:
         # the sums' share of sigma, if every product had the ten bits of TF32
         grown = allowances.TF32 / (elements.precision.stored * math.sqrt(structure.longest_sum))
         limit = elements.bound(None) + sigma * (SIGMAS * max(grown, 1.0))

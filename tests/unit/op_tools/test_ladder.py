@@ -16,6 +16,7 @@ from op_tools.compare.teller import Teller
 from op_tools.copies.invocation import Invocation, Region, Site
 from op_tools.judge.verdict import RIGHT, WRONG, Judgement, Row, Rules
 from op_tools.view import console
+from op_tools.watch.intercept import Call
 
 
 def setup(**changes: Any) -> Setup:
@@ -83,17 +84,18 @@ class Tool:
     def record_all(self, rows: Any) -> None:
         self.rows += rows
 
-    def found(self, call: Any, kind: str, message: str, once: bool = False) -> None:
+    def found(self, call: Any, kind: str, message: str, once: bool = False, **more: Any) -> None:
         self.told.append(message)
 
-    def failed(self, call: Any, error: BaseException) -> None:
+    def failed(self, call: Any, error: BaseException, what: str = "", phase: str = "") -> None:
         self.told.append(str(error))
 
 
 def job(teller: Teller, verdict: str = RIGHT) -> Job:
     call = ComparedCall(teller.numbered, "torch.add", torch.add, traits_of(torch.add), Site(), Region("cuda"))
     row = Row("torch.add", "output", None, True, 0.0, 0.0, 0.0, 0.0, "", verdict=verdict, reason="off by one")
-    return Job(call, FORWARD, number=teller.number(), judgement=Judgement(verdict, "", (row,)))
+    live = Call(call.traits, torch.add, (), {})
+    return Job(call, FORWARD, number=teller.number(), live=live, judgement=Judgement(verdict, "", (row,)))
 
 
 def test_outcomes_are_told_in_the_order_of_the_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

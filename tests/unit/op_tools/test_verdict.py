@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from op_tools.judge import golden, measures, uncertainty, verdict
+from op_tools.judge.rounding import precision_of
+from op_tools.judge.standards import ulp
 from op_tools.judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Rules
 from op_tools.settings import SettingsError
 
@@ -154,9 +157,11 @@ def test_products_in_tf32_are_named(allowed: bool) -> None:
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = allowed
     try:
-        judgement = judged(torch.mm, a, b, break_it=lambda _: tf32(a) @ tf32(b))
+        judgement = judged(torch.mm, a, b, break_it=lambda _: tf32(a) @ tf32(b), device="cuda")
+        elsewhere = judged(torch.mm, a, b, break_it=lambda _: tf32(a) @ tf32(b), device="npu")
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
+    assert "TF32" not in elsewhere.reason, "that is CUDA's"
     assert judgement.verdict == WRONG
     assert "TF32" in judgement.reason
     assert ("is off" in judgement.reason) == (not allowed)
@@ -167,6 +172,26 @@ def test_small_errors_of_products_are_not_called_tf32() -> None:
     judgement = judged(torch.mm, a, b, break_it=lambda _: (a @ b).detach() * (1 + 1e-5))
     assert judgement.verdict == WRONG
     assert "TF32" not in judgement.reason
+
+
+def test_no_elements_are_all_explained() -> None:
+    nothing = torch.empty(0, dtype=torch.float64)
+    elements = ulp._Elements(nothing, nothing, precision_of(torch.float16), torch.float64)
+    assert elements.unexplained() is None
+    assert (elements.largest, elements.excess()) == (0.0, 0.0)
+
+
+def test_numbers_that_differ_look_different() -> None:
+    assert ulp._as_texts(3.0, 3.0000000001) == ("3", "3.0000000001")
+    assert ulp._as_texts(1.5, 2.25) == ("1.5", "2.25")
+
+
+def test_probes_of_a_scalar_that_needs_gradients_do_not_warn() -> None:
+    x, power = normal(64).abs().requires_grad_(), torch.tensor(1.3, requires_grad=True)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        judged(torch.pow, x, power, break_gradient=lambda g: g * (1 + 1e-5))
+    assert [str(warning.message) for warning in warned] == []
 
 
 def test_flushed_denormals_are_found() -> None:
