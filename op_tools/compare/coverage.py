@@ -90,7 +90,7 @@ class Coverage:
     def describe(self, wrong: int, left_out: Mapping[Hashable, int]) -> list[str]:
         """The verdict with its coverage, then what was not compared; `left_out` are kinds the chooser passed over."""
         work = self._work()
-        done = everything = alike = Share()
+        done = alike = Share()
         for key, count in self.compared.items():
             if work[key] is not None:
                 done = done.plus(count, work[key] or 0.0)
