@@ -318,7 +318,7 @@ def test_a_sort_that_is_asked_to_be_stable(name: str) -> None:
             assert verdict_of == (verdict.RIGHT if expected else verdict.WRONG)
 
 
-@pytest.mark.parametrize("kernel, stride, padding", [(2, 2, 0), (3, 2, 1), (3, 1, 1)])
+@pytest.mark.parametrize(("kernel", "stride", "padding"), [(2, 2, 0), (3, 2, 1), (3, 1, 1)])
 def test_ties_are_shared_within_a_window(kernel: int, stride: int, padding: int) -> None:
     x = F.relu(normal(2, 2, 9, 9) - 0.7).bfloat16().float().requires_grad_()
     shape = F.max_pool2d(x, kernel, stride, padding).shape
