@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import torch
+
 from ..call.description import Described, Group, Part, TensorMeta
 from ..call.facts import may_mutate
 from ..call.operators.registry import KERNELS, Kind, function_facts, last_name
@@ -24,6 +26,8 @@ _BACKWARD: Final = 2.0  # work of a backward, in forwards
 _MAX_KINDS: Final = 20_000
 _MAX_LINES: Final = 8
 _FACTOR_STEPS: Final = 10  # operations for each element and row when a matrix is factored
+
+_LEFT_OUT: Final = "left out, and no call of its kind was compared"
 
 _Key = tuple[str, Hashable, str]  # operator, kind of arguments, phase
 
@@ -90,7 +94,7 @@ class Coverage:
     def describe(self, wrong: int, left_out: Mapping[Hashable, int]) -> list[str]:
         """The verdict with its coverage, then what was not compared; `left_out` are kinds the chooser passed over."""
         work = self._work()
-        done = everything = alike = Share()
+        done = alike = Share()
         for key, count in self.compared.items():
             if work[key] is not None:
                 done = done.plus(count, work[key] or 0.0)
@@ -112,7 +116,11 @@ class Coverage:
             if kind in known:
                 alike, everything = alike.plus(count, known[kind]), everything.plus(count, known[kind])
             elif kind not in compared_kinds and isinstance(kind, tuple) and not _only_allocates(kind[0]):
-                everything = everything.plus(count, 0.0)
+                work_each = sum(_sizes_in(kind)) / _BYTES
+                everything = everything.plus(count, work_each)
+                phases, share = missed.get((kind[0], _LEFT_OUT), (Counter(), Share()))
+                phases[FORWARD] += count
+                missed[kind[0], _LEFT_OUT] = phases, share.plus(count, work_each)
         first = _verdict(sum(self.compared.values()), wrong, done, everything)
         if alike.calls:
             calls, of_work = Share(done.calls + alike.calls, done.work + alike.work).of(everything)
@@ -165,6 +173,15 @@ def percent(part: float, whole: float) -> str:
 
 def _only_allocates(op: Any) -> bool:
     return isinstance(op, str) and function_facts(op).uninitialised
+
+
+def _sizes_in(kind: Any) -> Iterator[int]:
+    """Bytes of the tensors in what the chooser calls a kind."""
+    if isinstance(kind, tuple) and len(kind) > 1 and isinstance(kind[0], torch.Size):
+        yield math.prod(kind[0]) * kind[1].itemsize
+    elif isinstance(kind, tuple):
+        for part in kind:
+            yield from _sizes_in(part)
 
 
 def _seconds(call: _Call, phase: str) -> float | None:

@@ -260,6 +260,8 @@ class ProgressLine:
 
     def __exit__(self, *error: object) -> None:
         self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(1.0)  # the line is gone before other text comes
 
     def _show(self) -> None:
         started, terminal = time.monotonic(), sys.stderr.isatty()

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import op_tools
 from op_tools import cli
+from op_tools.compare.choose import kind_of
 from op_tools.view import console
 
 library = torch.library.Library("op_tools_summary_test", "FRAGMENT")
@@ -92,6 +93,17 @@ def test_calls_of_a_kind_that_was_compared_are_told_apart(device: str, capsys: p
     first = summary_of(capsys.readouterr().out)[0]
     assert "10.0 % of the calls that compute compared, 10.0 % of the estimated work" in first
     assert first.endswith("with calls of the same kinds 100 % and 100 %")
+
+
+def test_kinds_that_were_left_out_are_listed(device: str) -> None:
+    x = torch.ones(8, device=device)
+    with op_tools.OpAutoCompare() as comparison:
+        x.add(1)
+    left_out = {kind_of("torch.Tensor.mul", (x, 2), {}): 3}
+    first, second = comparison._teller.coverage.describe(0, left_out)
+    assert "25.0 % of the calls that compute compared" in first
+    assert second.startswith("  torch.Tensor.mul: 3 forward calls, ")
+    assert second.endswith("not compared: left out, and no call of its kind was compared")
 
 
 def test_large_products_count_more_than_small_calls(device: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -289,6 +289,27 @@ def test_random_operators_by_distribution() -> None:
     assert judged(F.gumbel_softmax, x).verdict == NOT_COMPARABLE
 
 
+def test_a_dropout_is_judged_with_the_mask_that_its_result_shows() -> None:
+    x = normal(500)
+    for function in (F.dropout, F.alpha_dropout):
+        assert judged(function, x, 0.3, True).verdict == RIGHT
+        assert judged(function, x, 0.3, True, break_gradient=lambda g: g.flip(0)).verdict == WRONG
+        assert judged(function, x, 0.3, True, break_gradient=lambda g: g * 0.7).verdict == WRONG
+    assert judged(F.dropout, x.relu().detach().requires_grad_(), 0.3).verdict == RIGHT
+    assert judged(F.dropout, torch.full((500,), float("nan")), 0.1).verdict == RIGHT
+    assert judged(F.dropout, torch.full((500,), float("nan")), 0.1, break_it=torch.zeros_like).verdict == RIGHT
+
+
+def test_samples_are_judged_by_mean_and_deviation() -> None:
+    assert judged(torch.randn, 1000).verdict == RIGHT
+    assert "standard deviation" in judged(torch.randn, 1000, break_it=lambda y: y * 1.5).reason
+    assert "mean" in judged(torch.randn, 1000, break_it=lambda y: y + 0.4).reason
+    assert "not between" in judged(torch.rand, 1000, break_it=lambda y: y * 1.1).reason
+    for size in (300, 100_000):  # the CPU draws in bfloat16: a few hundred different values
+        assert judged(torch.randn, size, dtype=torch.bfloat16).verdict == RIGHT
+        assert judged(torch.rand, size, dtype=torch.bfloat16).verdict == RIGHT
+
+
 def test_seed_columns_are_filled() -> None:
     row = judged(torch.exp, normal(10, dtype=torch.bfloat16)).rows[0]
     assert row.name == "torch.exp output"
