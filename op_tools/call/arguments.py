@@ -82,13 +82,13 @@ class Numbering:
     """`numbers_of`, worked out once for calls that look alike."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, int], Numbers] = {}
+        self.known: dict[tuple[str, int], Numbers] = {}
 
     def of(self, op: str, number: int, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Numbers:
         """The numbers of a call; `number` is that of the description of its arguments, or 0."""
-        found = self._known.get((op, number))
+        found = self.known.get((op, number))
         if found is None:
             found = numbers_of(op, args, kwargs)
-            if number and len(self._known) < _MAX_KINDS:
-                self._known[(op, number)] = found
+            if number and len(self.known) < _MAX_KINDS:
+                self.known[(op, number)] = found
         return found

@@ -276,9 +276,8 @@ class Comparer:
     ) -> Judgement:
         """Arguments after the call: for unchanged ones, equal bits are enough."""
         name, source = job.call.op, result.source
-        ours = compared_arguments(job.values[0], job.values[1])
-        theirs = compared_arguments(run.args, run.kwargs)
-        earlier = compared_arguments(source.args, source.kwargs)
+        sides = (job.values[0], job.values[1]), (run.args, run.kwargs), (source.args, source.kwargs)
+        ours, theirs, earlier = [compared_arguments(*side) if side[1] else list(side[0]) for side in sides]
         if len(ours) != len(theirs) or not _unchanged(ours, earlier) or _wrote(result):
             return verdict.judge(name, ours, theirs, part="input", **options)
         rows = self._unchanged_rows.get(kind)
@@ -295,11 +294,12 @@ class Comparer:
         if facts.has_free_vectors(name) and result.source.outputs is None:
             return Judgement(NOT_COMPARABLE, "which signs the vectors had on the device is not known")
         assert result.run is not None
+        expected, numbers = result.run.grad_inputs or [], self._numbering.known.get((name, job.call.numbers[0]))
         return verdict.judge_gradients(
             name,
             job.values[1],
-            asked(result.run.grad_inputs or [], job.unasked),
-            self._numbering.of(name, job.call.numbers[0], job.args, job.kwargs),
+            asked(expected, job.unasked) if job.unasked else expected,
+            numbers or self._numbering.of(name, job.call.numbers[0], job.args, job.kwargs),
             result=result,
             rules=self.rules,
             max_seconds=self.max_seconds,
