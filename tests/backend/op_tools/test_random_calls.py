@@ -67,7 +67,7 @@ def calls(device: str, dtype: torch.dtype = torch.float32) -> dict[str, Callable
         "feature_alpha_dropout": lambda: F.feature_alpha_dropout(x, 0.3, training=True),
         "dropout1d": lambda: F.dropout1d(x, 0.3),
         "dropout3d": lambda: F.dropout3d(x.unsqueeze(-1), 0.3),
-        "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(x, x, x, dropout_p=0.3),
+        "scaled_dot_product_attention": lambda: F.scaled_dot_product_attention(*[x[None]] * 3, dropout_p=0.3),
         "multi_head_attention_forward": lambda: attention(x, x, x)[0],
         "lstm": lambda: network(x)[0],
     }
@@ -98,7 +98,7 @@ def test_in_place_dropout_is_compared(device: str, replace_kernel: Kernels) -> N
 
 def test_a_gradient_through_another_mask_is_found(device: str, replace_kernel: Kernels) -> None:
     kept = calls(device)
-    replace_kernel("native_dropout_backward", lambda grad, mask, scale: grad * mask.flip(0) * scale)
+    replace_kernel("native_dropout_backward", lambda grad, mask, scale: grad * mask.flip(-1) * scale)
     for name in ("dropout", "scaled_dot_product_attention", "lstm"):
         with op_tools.OpAutoCompare() as compared:
             kept[name]().square().sum().backward()
