@@ -81,7 +81,7 @@ class Structure:
     last: frozenset[tuple[int, int]]  # operators that write the results, which are not rounded once more when stored
     kernels: tuple[str, ...]  # operators that compute something, in order
     least: tuple[float, ...]  # for each result the least error of its last operator, in units of its arithmetic
-    one_kernel: bool  # does all the work, or one and its backward: nothing is stored between steps
+    one_kernel: bool  # does all the work: nothing is stored between steps
     opaque: Mapping[Any, bool]  # operators whose steps cannot be seen: whether they have a float32 kernel, too
 
 
@@ -163,7 +163,7 @@ class Trace(DispatchMode):
             steps_in_low=max((step.low for step in steps), default=1.0),
             last=frozenset(writer for writer in writers if writer is not None),
             kernels=kernels,
-            one_kernel=len(kernels) == 1 or (len(kernels) == 2 and kernels[1] == f"{kernels[0]}_backward"),
+            one_kernel=len(kernels) == 1,
             least=tuple([0.0 if writer is None else steps[writer[0]].least for writer in writers]),
             opaque=self._opaque,
         )
