@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m op_tools
     sys.argv = [str(script), *options.arguments]
     sys.path[0] = str(script.resolve().parent)
     try:
-        with _console(options.console), contextlib.ExitStack() as started:
+        with settings.console_shown(options.console), contextlib.ExitStack() as started:
             for tool in tools:
                 started.enter_context(tool)
             if tools[0].view.on and not tools[0].view.full:
@@ -67,21 +66,6 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m op_tools
         console.print_error(str(error))
         return 2
     return 0
-
-
-@contextlib.contextmanager
-def _console(level: str | None) -> Iterator[None]:
-    """What is shown while the script runs: the option, then the variable, then the summary."""
-    variable = "OP_TOOLS_CONSOLE"
-    before = os.environ.get(variable)
-    os.environ[variable] = level or before or "summary"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
 
 
 def _own_options(tools: dict[str, type[Tool]]) -> dict[str, tuple[list[str], dict[str, Any]]]:

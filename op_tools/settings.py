@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -89,6 +90,21 @@ def environment() -> Mapping[str, str]:
 def options(variable: str) -> tuple[str, ...]:
     """What a choice may be (`options("OP_AUTOCOMPARE_MODE") == ("every", "once")`)."""
     return SETTINGS[variable].options
+
+
+@contextlib.contextmanager
+def console_shown(level: str | None) -> Iterator[None]:
+    """What tools show that start meanwhile: this level, else what the variable says, else the summary."""
+    variable = "OP_TOOLS_CONSOLE"
+    before = os.environ.get(variable)
+    os.environ[variable] = level or before or "summary"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
 
 
 def console_level() -> str:

@@ -17,6 +17,7 @@ from ..call import facts
 from ..call.description import Tensor, tensors_in
 from ..call.devices import get_rng_state, set_rng_state
 from ..call.functions import function_of
+from ..call.operators.registry import CPU
 from ..compat import count_dispatch_modes, no_dispatch_modes, top_saved_tensor_hooks, without_saved_tensor_hooks
 from ..copies.operands import Operands, bytes_of, stage
 from ..judge.draws import DrawsRandomNumbers, Recorder
@@ -62,6 +63,8 @@ class Repeater:
         drawn = Drawn((states[0].numpy().tobytes(), now.numpy().tobytes()))
         if law:
             return drawn
+        if drew and facts.last_name(call.op) in facts.BY_CUDNN and call.device.type not in CPU:
+            return Drawn(None, reason="random: its kernel may keep a state of its own, which a repetition would move")
         if (drew or compared.traits.random) and compared.before is not None and _may_be_repeated(compared):
             repeated = self._repeat(call, compared, states)
             if repeated is not None:

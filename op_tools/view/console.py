@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import sys
 import threading
@@ -155,7 +154,7 @@ class View:
         if self.full:
             if not View._hinted:
                 View._hinted = True
-                if not os.environ.get("OP_TOOLS_CONSOLE"):
+                if not settings.read("OP_TOOLS_CONSOLE", settings.environment()):
                     note("every call is shown; OP_TOOLS_CONSOLE=summary shows findings and the summary alone")
             emit("\n" * above + "\n".join(lines) + "\n" * (below + 1))
 

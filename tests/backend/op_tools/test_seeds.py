@@ -94,7 +94,7 @@ def tables(text: str) -> list[tuple[list[str], list[list[str]]]]:
                     break
                 assert len(row) == len(line), "a row is not as wide as its rule"
                 rows.append(cells(row))
-            if header:
+            if header and rows:  # the rule below a header is no table of its own
                 found.append((header, rows))
     return found
 

@@ -479,7 +479,7 @@ def test_a_wrong_result_is_found_and_saved(device: str, monkeypatch: pytest.Monk
     assert verdicts == {"input": True, "output": False}
     assert "difference" in kinds
     folder = Path("op_tools_results/op_capture_results") / f"{__name__}.wrong_exp"
-    assert {p.parent.name + "/" + p.name for p in folder.rglob("*.pth")} == {
+    assert {p.parent.name + "/" + p.name for p in folder.rglob("*put.pth")} == {
         "device/input.pth",
         "device/output.pth",
         "cpu/input.pth",
