@@ -76,6 +76,8 @@ def terms(query: FormulaQuery) -> Terms | None:
     """The terms of one result, or None where no formula applies (`terms(FormulaQuery(...))`)."""
     structure = query.structure
     known = _BY_KERNELS.get(structure.kernels)
+    if known is None and query.source.draws and last_name(query.source.name) in _FUSED_WITH_DROPOUT.functions:
+        known = _FUSED_WITH_DROPOUT if query.backward else None
     if known is None:
         if not structure.sums_of_products or not structure.contracts:
             return None
@@ -276,6 +278,11 @@ _FORMULAS.register("embedding_dense_backward", Formula(("embedding",), _embeddin
 # --- attention --------------------------------------------------------------------------------------------------
 
 
+_ATTENTION_PARAMETERS: Final = (
+    *("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
+)
+
+
 def _attention(query: FormulaQuery) -> Terms | None:
     """Weights times v: the roundings of v."""
     weights, _, _, value, _ = _attended(query.source)
@@ -288,7 +295,8 @@ def _attention_backward(query: FormulaQuery) -> Terms | None:
     """For v the roundings of the gradient, for q and k those of v on the way through the weights."""
     source, sent = query.source, _sent(query).square()
     weights, q, k, v, scale = _attended(source)
-    squared = weights.square_()
+    kept = 1.0 - float(_arguments(source, *_ATTENTION_PARAMETERS)[4] or 0.0)
+    squared = weights.square_().div_(kept * kept)
     grown = query.precision.inner * math.sqrt(max(max(t.shape) for t in (q, k, v)))
     which = _which(query, *source.args[:3])
     if which == 2:
@@ -302,9 +310,7 @@ def _attention_backward(query: FormulaQuery) -> Terms | None:
 
 def _attended(source: Source) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
     """The attention weights, query, key, value and scale."""
-    query, key, value, mask, _, causal, scale, grouped = _arguments(
-        source, "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"
-    )
+    query, key, value, mask, _, causal, scale, grouped = _arguments(source, *_ATTENTION_PARAMETERS)
     if grouped or len(source.args) < 3:
         raise ValueError("grouped-query attention")
     query, key, value = _single(query), _single(key), _single(value)
@@ -319,6 +325,8 @@ def _attended(source: Source) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
 
 
 _ATTENTION: Final = "scaled_dot_product_flash_attention_for_cpu"
+# With dropout the golden run goes step by step. A device's fused kernel still takes the result that it has stored.
+_FUSED_WITH_DROPOUT: Final = Formula(("scaled_dot_product_attention",), _attention_backward)
 _FORMULAS.register(_ATTENTION, Formula(("scaled_dot_product_attention",), _attention))
 _FORMULAS.register(
     f"{_ATTENTION}+{_ATTENTION}_backward", Formula(("scaled_dot_product_attention",), _attention_backward)

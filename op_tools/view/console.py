@@ -154,7 +154,7 @@ class View:
         if self.full:
             if not View._hinted:
                 View._hinted = True
-                if not settings.read("OP_TOOLS_CONSOLE", settings.environment()):
+                if not settings.read_list("OP_TOOLS_CONSOLE"):  # nobody has chosen
                     note("every call is shown; OP_TOOLS_CONSOLE=summary shows findings and the summary alone")
             emit("\n" * above + "\n".join(lines) + "\n" * (below + 1))
 
