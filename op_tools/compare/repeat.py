@@ -63,8 +63,9 @@ class Repeater:
         drawn = Drawn((states[0].numpy().tobytes(), now.numpy().tobytes()))
         if law:
             return drawn
-        if drew and facts.last_name(call.op) in facts.BY_CUDNN and call.device.type not in CPU:
-            return Drawn(None, reason="random: its kernel may keep a state of its own, which a repetition would move")
+        if facts.last_name(call.op) in facts.BY_CUDNN and call.device.type not in CPU:
+            # cuDNN draws from a state of its own, which a repetition would move: later steps would draw other numbers
+            return Drawn(None, reason="random: its kernel keeps a state of its own") if drew else None
         if (drew or compared.traits.random) and compared.before is not None and _may_be_repeated(compared):
             repeated = self._repeat(call, compared, states)
             if repeated is not None:
