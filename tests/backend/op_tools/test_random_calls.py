@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ditorch
 import op_tools
+from op_tools.call.devices import accelerator_type
 from op_tools.call.operators.registry import CPU
 
 Kernels = Callable[[str, Callable[..., Any]], None]
@@ -74,15 +75,15 @@ def calls(device: str, dtype: torch.dtype = torch.float32) -> dict[str, Callable
     }
 
 
-def has_own_networks(device: str) -> bool:
+def has_own_networks() -> bool:
     """Whether recurrent networks have a kernel of the device's own, as cuDNN's."""
-    return torch.zeros(1, device=device).device.type not in CPU
+    return accelerator_type() not in CPU
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", list(calls("cpu")))
 def test_calls_with_dropout_are_compared_forward_and_backward(device: str, name: str, dtype: torch.dtype) -> None:
-    if name == "lstm" and has_own_networks(device):
+    if name == "lstm" and has_own_networks():
         pytest.skip("cuDNN draws from a state of its own: such calls are not comparable")
     if dtype == torch.bfloat16 and name == "lstm":
         pytest.skip("recurrent networks in a half type round at every step, and take seconds to probe")
@@ -265,7 +266,7 @@ def test_training_is_the_same_with_calls_that_are_repeated(device: str) -> None:
     def train(tool: Any) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
         torch.manual_seed(7)
         model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2).to(device)
-        own = has_own_networks(device)  # a seed does not set the state of its dropout: two runs draw other numbers
+        own = has_own_networks()  # a seed does not set the state of its dropout: two runs draw other numbers
         recurrent = nn.LSTM(8, 8, 2, dropout=0.0 if own else 0.2).to(device)
         optimizer = torch.optim.SGD([*model.parameters(), *recurrent.parameters()], 0.1)
         x = torch.randn(5, 3, 8, device=device)
