@@ -42,6 +42,16 @@ _MAX_GRADIENT_KINDS: Final = 20_000
 _MAX_WAITING: Final = 2_000  # jobs
 _MAX_CORES: Final = 4  # for one comparison, unless it is large
 
+_COLUMNS: Final = {
+    "call_id": "INTEGER",
+    "site": "INTEGER",
+    "phase": "TEXT",
+    **rows.SQL,
+    "module": "TEXT",
+    "step": "INTEGER",
+    "excess": "REAL",
+}
+
 
 class OpAutoCompare(Tool):
     """Compare each operator's results and gradients with the CPU while the training runs.
@@ -66,15 +76,7 @@ class OpAutoCompare(Tool):
     nothing_found = ""  # the first line of the summary says it
     order = 20
     wants_backward = True
-    columns: ClassVar[dict[str, str]] = {
-        "call_id": "INTEGER",
-        "site": "INTEGER",
-        "phase": "TEXT",
-        **rows.SQL,
-        "module": "TEXT",
-        "step": "INTEGER",
-        "excess": "REAL",
-    }
+    columns: ClassVar[dict[str, str]] = _COLUMNS
 
     def __init__(
         self,
@@ -102,22 +104,7 @@ class OpAutoCompare(Tool):
         self._queue = Writer(queue_bytes, self._threads, max_jobs=_MAX_WAITING)
         rules = Rules.from_environment()
         self._teller = Teller(self, functools.partial(self._queue.submit, 0), rules.standard)
-        setup = Setup(
-            rules,
-            self.view.full,
-            self._at_once,
-            self._sampled,
-            _choice("look", self._precheck, "OP_AUTOCOMPARE_FIRST_LOOK"),
-            self._threads,
-            queue_bytes,
-            int(settings.number("OP_AUTOCOMPARE_MAX_BYTES")),
-            settings.number("OP_AUTOCOMPARE_MAX_SECONDS"),
-            finish=self._teller.tell,
-            again=lambda job: self._queue.submit(0, functools.partial(self._work, job)),
-            wait=self.wait,
-            report=lambda message: self.slowed(message.split(":")[0], message),
-        )
-        self._ladder = make_ladder(setup)
+        self._ladder = make_ladder(_setup(self, rules, queue_bytes))
         self._live = tuple([judge for judge in self._ladder if judge.live])
         self._background = tuple([judge for judge in self._ladder if not judge.live])
         self._expecting, self._admitting, self._leaving, self._learning = [
@@ -237,12 +224,9 @@ class OpAutoCompare(Tool):
         compared: ComparedCall | None = call.notes.get(self)
         if compared is None:
             return
-        if all(g is None for g in grad_outputs) and any(g is not None for g in grad_inputs):
-            self._teller.skip(call, "its result was changed in place, and what came back to it was not seen", BACKWARD)
-            return
-        if call.mixed:
-            reason = "in a second derivative, gradients of other calls went through its nodes as well"
-            self._teller.skip(call, reason, BACKWARD)
+        unknown = _why_unknown(call, grad_outputs, grad_inputs)
+        if unknown:
+            self._teller.skip(call, unknown, BACKWARD)
             return
         started = time.perf_counter()
         sent, found = [[g.data_ptr() for g in grads if g is not None] for grads in (grad_outputs, grad_inputs)]
@@ -252,13 +236,7 @@ class OpAutoCompare(Tool):
         job = Job(compared, BACKWARD, event=event, live=call, grads=grads, grad_kind=kind, unasked=call.unasked)
         if not self._settle_live(job) and self._has_arguments(compared):
             given = [g for g in (*grad_outputs, *grad_inputs) if g is not None]
-            number = 0
-            if all(g.layout == torch.strided for g in given):
-                number = self._gradient_kinds.get(job.grad_kind, 0)
-                if not number and len(self._gradient_kinds) < _MAX_GRADIENT_KINDS:
-                    number = -1 - len(self._gradient_kinds)  # descriptions have positive numbers
-                    self._gradient_kinds[job.grad_kind] = number
-            job.snapshot = self._layouts.stage(number, given, grads)
+            job.snapshot = self._layouts.stage(_number_of(kind, given, self._gradient_kinds), given, grads)
             job.on_device = describe(tuple(grad_inputs)) if self.view.full else None
             job.grads = None
             if self._sampled:
@@ -423,6 +401,44 @@ class OpAutoCompare(Tool):
     def decode_row(self, row: dict[str, Any]) -> None:
         row.pop("described", None)
         row["allclose"] = bool(row["allclose"])
+
+
+def _setup(tool: OpAutoCompare, rules: Rules, queue_bytes: int) -> Setup:
+    """What the judges of a run share."""
+    return Setup(
+        rules,
+        tool.view.full,
+        tool._at_once,
+        tool._sampled,
+        _choice("look", tool._precheck, "OP_AUTOCOMPARE_FIRST_LOOK"),
+        tool._threads,
+        queue_bytes,
+        int(settings.number("OP_AUTOCOMPARE_MAX_BYTES")),
+        settings.number("OP_AUTOCOMPARE_MAX_SECONDS"),
+        finish=tool._teller.tell,
+        again=lambda job: tool._queue.submit(0, functools.partial(tool._work, job)),
+        wait=tool.wait,
+        report=lambda message: tool.slowed(message.split(":")[0], message),
+    )
+
+
+def _why_unknown(call: Call, sent: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> str:
+    """Why what came to a call in a backward pass is not known; empty where it is."""
+    if call.mixed:
+        return "in a second derivative, gradients of other calls went through its nodes as well"
+    if all(g is None for g in sent) and any(g is not None for g in found):
+        return "its result was changed in place, and what came back to it was not seen"
+    return ""
+
+
+def _number_of(kind: Any, given: Sequence[Tensor], known: dict[Any, int]) -> int:
+    """A number for gradients that look alike, 0 where there is none; descriptions have positive numbers."""
+    if not all(g.layout == torch.strided for g in given):
+        return 0
+    number = known.get(kind, 0)
+    if not number and len(known) < _MAX_GRADIENT_KINDS:
+        number = known[kind] = -1 - len(known)
+    return number
 
 
 def _choice(keyword: str, given: str | None, variable: str) -> str:
