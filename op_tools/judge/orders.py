@@ -103,9 +103,10 @@ class InOrder(DispatchMode):
 
 def _added(rows: Any) -> Any:
     """One row after the other; numpy adds pairwise only along a row."""
-    if rows.shape[1] == 1:
-        return np.add.reduce(np.repeat(rows, 2, axis=1), axis=0)[:1]
-    return np.add.reduce(rows, axis=0)
+    with np.errstate(over="ignore", invalid="ignore"):  # infinity and NaN are results like others
+        if rows.shape[1] == 1:
+            return np.add.reduce(np.repeat(rows, 2, axis=1), axis=0)[:1]
+        return np.add.reduce(rows, axis=0)
 
 
 def _plain(value: Any) -> bool:
@@ -168,7 +169,9 @@ def _var_mean(mode: InOrder, func: Any, x: Tensor, dim: Any = (), *args: Any, **
 def _cumsum(mode: InOrder, func: Any, x: Tensor, dim: int, *, dtype: Any = None) -> Any:
     if not x.is_floating_point() or not x.dim():
         return NotImplemented
-    return torch.from_numpy(np.cumsum(x.to(torch.float32).numpy(), dim, np.float32)).to(dtype or x.dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums = np.cumsum(x.to(torch.float32).numpy(), dim, np.float32)
+    return torch.from_numpy(sums).to(dtype or x.dtype)
 
 
 def _norm(
