@@ -329,7 +329,7 @@ class Noise(DispatchMode):
         if type(value) is not float or not math.isfinite(value) or abs(value) > self._precision.largest:
             return value
         inner = self._inside is not None and self._inside < self._precision.stored
-        return torch.tensor(value, dtype=torch.float32 if inner else self._precision.dtype).item()
+        return torch.tensor(value, dtype=torch.float32 if inner else self._precision.dtype).real.item()
 
     def _only_the_first(self, by: float) -> Callable[[Tensor], Tensor]:
         units = iter((by,))

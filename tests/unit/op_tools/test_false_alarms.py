@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from op_tools.judge import golden, verdict
+from op_tools.judge.noise import Noise, Signs
+from op_tools.judge.rounding import precision_of
 
 
 def judged(name: str, call: Any, args: tuple[Any, ...], sent: Any = None, **parts: Any) -> str:
@@ -405,3 +407,16 @@ def test_means_of_many_numbers_that_are_added_up_in_bfloat16() -> None:
     assert verdict.judge_call(name, result, outputs=found).verdict == verdict.WRONG
     found[0] = source.double().mean(0).bfloat16()
     assert verdict.judge_call(name, result, outputs=found).verdict == verdict.RIGHT
+
+
+def test_numbers_beside_complex_values_stay_real() -> None:
+    """`istft` compares its window with a number, which has no order among complex ones."""
+    x = torch.randn(5, 3, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    window = torch.ones(8)
+    found = torch.istft(x, 8, window=window)
+    result = golden.run(torch.istft, (x, 8), {"window": window}, device="cpu", name="torch.istft")
+    off = found.clone()
+    off[2] *= 1.01
+    assert verdict.judge_call("torch.istft", result, outputs=found).verdict == verdict.RIGHT
+    assert verdict.judge_call("torch.istft", result, outputs=off).verdict == verdict.WRONG
+    assert type(Noise(precision_of(torch.complex64), frozenset(), Signs(0))._scalar(1e-11)) is float
