@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -133,7 +133,8 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> 
 
 
 # What describes itself by its text and may be part of a dict key; floats are not: -0.0 == 0.0, nan != nan.
-_KEYS = frozenset(_LEAF_TYPES - {float, complex} | {str})
+PLAIN_TYPES = frozenset(_LEAF_TYPES - {float, complex} | {str})
+_SLICE_ENDS = {int, type(None)}
 _MAX_DESCRIPTIONS = 5_000
 _numbers = itertools.count(1)
 
@@ -153,17 +154,12 @@ class Descriptions:
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], pointers: bool) -> Described:
         """Describe arguments and append their tensors to `tensors`; addresses only where they are asked for."""
-        key: list[Any] = []
         try:
-            regular = _add_to_key(args, key, tensors)
-            if kwargs:
-                for name in kwargs:
-                    key.append(name)
-                regular = _add_to_key(kwargs.values(), key, tensors) and regular
-            found = self._known.get(tuple(key)) if regular else None
+            key = key_of(args, kwargs, tensors)
+            found = None if key is None else self._known.get(key)
         except Exception:  # tensors without strides, symbolic numbers
-            regular, found = False, None
-        if not regular:
+            key = found = None
+        if key is None:
             del tensors[:]
             tensors.extend(tensors_in(args))
             tensors.extend(tensors_in(kwargs))
@@ -172,7 +168,7 @@ class Descriptions:
             if len(self._known) >= _MAX_DESCRIPTIONS:
                 self._known.clear()
             found = describe(args, kwargs)._replace(data_ptrs=(), number=next(_numbers))
-            self._known[tuple(key)] = found
+            self._known[key] = found
         if not pointers:
             return found
         try:
@@ -190,24 +186,40 @@ def pointer_of(tensor: Tensor) -> int:
         return 0
 
 
-def _add_to_key(values: Iterable[Any], key: list[Any], tensors: list[Tensor]) -> bool:
-    """Add to the key all that a description shows; False when a value has no such key."""
-    for value in values:
-        if isinstance(value, Tensor):
-            tensors.append(value)
-            key += (value.shape, value.stride(), value.dtype, value.device, value.requires_grad, value.layout)
-            continue
-        kind = type(value)
-        if kind in _KEYS:
-            key += (kind, value)  # the kind as well: 1 == True
-        elif kind is float:
-            key += (kind, repr(value))
-        elif kind is tuple or kind is list:
-            key += (kind, len(value))
-            if not _add_to_key(value, key, tensors):
-                return False
-        else:
-            return False
+def key_of(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> tuple[Any, ...] | None:
+    """A tuple that is equal for arguments that look alike, None where there is no such key; collects their tensors.
+
+    `native.front` puts its twin in machine code in this place.
+    """
+    key: list[Any] = []
+    for value in args:
+        if not _add_to_key(value, key, tensors):
+            return None
+    for name, value in kwargs.items():
+        key.append(name)
+        if not _add_to_key(value, key, tensors):
+            return None
+    return tuple(key)
+
+
+def _add_to_key(value: Any, key: list[Any], tensors: list[Tensor]) -> bool:
+    """Add to the key all that a description shows; False when the value has no such key."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        key += (value.shape, value.stride(), value.dtype, value.device, value.requires_grad, value.layout)
+        return True
+    kind = type(value)
+    if kind in PLAIN_TYPES:
+        key += (kind, value)  # the kind as well: 1 == True
+    elif kind is float:
+        key += (kind, repr(value))
+    elif kind is tuple or kind is list:
+        key += (kind, len(value))
+        return all(_add_to_key(member, key, tensors) for member in value)
+    elif kind is slice and {type(value.start), type(value.stop), type(value.step)} <= _SLICE_ENDS:
+        key += (kind, value.start, value.stop, value.step)
+    else:
+        return False
     return True
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 import weakref
 from types import CodeType, FrameType
-from typing import Final
+from typing import Any, Final
 
 import torch
 import typing_extensions
@@ -30,34 +30,47 @@ _MAX_FRAMES: Final = 64  # below a call, until one of the user's
 _MAX_MODULE_FRAMES: Final = 256
 _MAX_KNOWN: Final = 50_000  # code made by exec in a loop must not pile up
 
-_is_user_code: dict[CodeType, bool] = {}
+_owners: dict[CodeType, bool | None] = {}
 _texts: dict[tuple[CodeType, int], str] = {}
 
 
-def call_site(depth: int = 2) -> str:
-    """`file:line function: source line` of the nearest frame that is the user's (`call_site()`)."""
-    try:
-        frame: FrameType | None = sys._getframe(depth)
-    except ValueError:
-        return ""
-    first = frame
+def call_site() -> str:
+    """`file:line function: source line` of the nearest frame that is the user's (`call_site()`).
+
+    `native.front` puts its twin in machine code in this place.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    nearest = None
     for _ in range(_MAX_FRAMES):
         if frame is None:
             break
         code = frame.f_code
-        mine = _is_user_code.get(code)
-        if mine is None:
-            if len(_is_user_code) > _MAX_KNOWN:
-                _is_user_code.clear()
-            name = code.co_filename
-            mine = _is_user_code[code] = name == _REPLAY or not name.startswith(_INTERNAL)
+        mine = _owners.get(code, _UNKNOWN)
+        if mine is _UNKNOWN:
+            if len(_owners) > _MAX_KNOWN:
+                _owners.clear()
+            mine = _owners[code] = is_user_code(code)
         if mine:
-            return _text(code, frame.f_lineno)
+            return text_of(code, frame.f_lineno)
+        if nearest is None and mine is not None:
+            nearest = frame
         frame = frame.f_back
-    return _text(first.f_code, first.f_lineno) if first is not None else ""
+    return text_of(nearest.f_code, nearest.f_lineno) if nearest is not None else ""
 
 
-def _text(code: CodeType, line: int) -> str:
+_UNKNOWN: Final[Any] = object()
+
+
+def is_user_code(code: CodeType) -> bool | None:
+    """Whether code is the user's; None for that of op_tools, which is never the place of a call."""
+    name = code.co_filename
+    if name == _REPLAY:
+        return True
+    return None if name.startswith(_HERE) else not name.startswith(_INTERNAL)
+
+
+def text_of(code: CodeType, line: int) -> str:
+    """`file:line function: source line` of a line of code (`text_of(f.__code__, 3)`)."""
     key = (code, line)
     text = _texts.get(key)
     if text is None:

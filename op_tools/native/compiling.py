@@ -47,6 +47,9 @@ def compiled(
     target = cache_root(environment) / folder_name / f"{source.stem}.so"
     if target.exists():
         return target
+    waiting = getattr(_building, "now", None)
+    if waiting is not None:
+        waiting.set()  # nobody should wait for a compiler
     if before_build is not None:
         before_build()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -82,6 +85,7 @@ class Library:
 
     def __init__(self, name: str, load: Callable[[], Any]) -> None:
         self._load = load
+        self._known = threading.Event()  # it is loaded, or known not to be there yet
         self.loaded: Any = None  # the library, once it is there
         self.failure = ""  # why it could not be built or loaded, where it should have been
         self._lock = threading.Lock()
@@ -95,7 +99,7 @@ class Library:
             with self._lock:
                 if not self._thread.ident:
                     self._thread.start()
-            self._thread.join(_LOAD_TIMEOUT)
+            self._known.wait(_LOAD_TIMEOUT)
         return self.loaded
 
     def wait(self) -> Any:
@@ -105,14 +109,18 @@ class Library:
         return self.loaded
 
     def _run(self) -> None:
+        _building.now = self._known
         try:
             self.loaded = self._load()
-        except (OSError, AttributeError, subprocess.SubprocessError) as error:
+        except (OSError, AttributeError, ImportError, subprocess.SubprocessError) as error:
             self.loaded = None  # the compiler failed, or there is no folder to write to
             self.failure = f"{type(error).__name__}: {str(error)[:200]}"
+        finally:
+            self._known.set()
 
 
 _libraries: Final[list[Library]] = []
+_building: Final = threading.local()  # `now`: the event of the library that this thread builds
 
 
 def wait() -> None:

@@ -107,7 +107,7 @@ def _run(kernels: Kernels, queries: Sequence[DeviceQuery]) -> list[tuple[Sums, f
 def kernels_of(index: int) -> Kernels | None:
     """The kernels of a GPU, or None where Triton is missing or its answer is not the right one."""
     with contextlib.suppress(Exception), quiet():
-        kernels = Kernels(index, "triton_measures", arguments=15)
+        kernels = Kernels(index, "measures", arguments=15)
         if agrees(kernels, index):
             return kernels
     return None

@@ -1,13 +1,15 @@
-"""Triton kernels of one GPU, compiled once for each dtype, and a short way to launch them.
+"""Kernels of one GPU, compiled once for each dtype, and a short way to launch them.
 
-Triton's own launcher takes longer than most of the kernels that the tools need. All of theirs take nothing but
-64-bit numbers (addresses, counts, bits), so the driver can be called with them as they are; where the driver does not
-confirm that, Triton launches. What Triton has compiled is kept in the build cache: the next process gives it to the
-driver and need not import Triton, which takes half a second.
+A kernel that is written in CUDA (`csrc/*.cu`) is compiled by NVRTC, which comes with PyTorch and takes a tenth of a
+second; Triton compiles the others, and takes seconds in a new process. Triton's own launcher takes longer than most of
+the kernels that the tools need. All of theirs take nothing but 64-bit numbers (addresses, counts, bits), so the driver
+can be called with them as they are; where the driver does not confirm that, Triton launches. What was compiled is kept
+in the build cache: the next process gives it to the driver.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -26,6 +28,7 @@ from ditorch_common.toolchain import cache_root
 
 from .. import settings
 from ..compat import cuda_device, cuda_stream
+from . import compiling, nvrtc
 
 Launch = Callable[..., Any]  # (stream, *numbers)
 _MAX_HIDDEN: Final = 8  # parameters that Triton adds at the end; they are zero for kernels without scratch memory
@@ -33,7 +36,10 @@ _MAX_SHARED_BYTES: Final = 48 * 1024  # of shared memory that a kernel may use w
 
 
 class Kernels:
-    """The kernels of one kind on one device; `source` is the module of this package that has them compiled."""
+    """The kernels of one kind on one device.
+
+    `source` names `csrc/SOURCE.cu`, if there is one, and `triton_SOURCE.py` of this package.
+    """
 
     def __init__(self, index: int, source: str, arguments: int) -> None:
         self.index = index
@@ -57,7 +63,9 @@ class Kernels:
         with torch.cuda.device(self.index):
             kernel = self._compiled.get(dtype)
             if kernel is None:
-                path = _cache_path(self._source, dtype, self.index)
+                kernel = self._by_nvrtc(dtype)
+            if kernel is None:
+                path = _cache_path(f"triton_{self._source}.py", dtype, self.index)
                 kernel = _load_cached(path) or self._by_triton(dtype, path)
             launch = _direct(kernel, programs, self._arguments)
             if launch is None:
@@ -68,8 +76,23 @@ class Kernels:
         self._launches[(dtype, programs)] = launch
         return launch
 
+    def _by_nvrtc(self, dtype: torch.dtype) -> _CachedKernel | None:
+        """The kernel from CUDA source; None where there is none, or no NVRTC."""
+        source = compiling.SOURCES / f"{self._source}.cu"
+        if not source.exists() or not settings.native() or _driver() is None:
+            return None
+        metadata = _Metadata(f"{self._source}_{str(dtype).removeprefix('torch.')}", num_warps=8, shared=0)
+        path = _cache_path(f"csrc/{source.name}", None, self.index)
+        found = _load_cached(path, metadata.name)
+        if found is None:
+            code = nvrtc.compiled(source, torch.cuda.get_device_capability(self.index))
+            if code is not None:
+                _write(path, metadata, code)
+                found = _load(code, metadata)
+        return found
+
     def _by_triton(self, dtype: torch.dtype, path: Path | None) -> Any:
-        source = importlib.import_module(f".{self._source}", __package__)
+        source = importlib.import_module(f".triton_{self._source}", __package__)
         kernel = source.compiled(dtype, f"cuda:{self.index}")
         if path is not None:
             _save_to_cache(kernel, path)
@@ -90,38 +113,45 @@ class _CachedKernel(NamedTuple):
     metadata: _Metadata
 
 
-def _cache_path(source: str, dtype: torch.dtype, index: int) -> Path | None:
-    """The file of a kernel in the build cache, one per source, GPU, Triton and CUDA; None where there is no cache."""
+def _cache_path(source: str, dtype: torch.dtype | None, index: int) -> Path | None:
+    """The file of a kernel in the build cache, one per source, GPU, compiler and CUDA; None where there is no cache."""
     try:
         if not settings.native() or _driver() is None:
             return None
-        code = Path(__file__).with_name(f"{source}.py").read_bytes()
+        file = Path(__file__).parent / source
+        code = file.read_bytes()
         gpu = (torch.cuda.get_device_name(index), torch.cuda.get_device_capability(index))
-        identity = repr((str(dtype), gpu, importlib.metadata.version("triton"), torch.version.cuda))
+        triton = "" if file.suffix == ".cu" else importlib.metadata.version("triton")
+        identity = repr((str(dtype), gpu, triton, torch.version.cuda))
         key = hashlib.sha256(b"|".join((code, identity.encode()))).hexdigest()[:16]
-        return cache_root(settings.environment()) / f"op_tools-{key}" / f"{source}.cubin"
+        return cache_root(settings.environment()) / f"op_tools-{key}" / f"{file.stem}.cubin"
     except Exception:  # no Triton by that name, no home: it is compiled in each process
         return None
 
 
 def _save_to_cache(kernel: Any, path: Path) -> None:
-    """Write a compiled kernel to the build cache, atomically."""
+    """Write a kernel that Triton compiled to the build cache."""
     try:
         found = kernel.metadata
         head = _Metadata(str(found.name), int(found.num_warps), int(found.shared), int(found.num_ctas))
-        code = bytes(kernel.asm["cubin"])
-        if head.num_ctas != 1 or head.shared > _MAX_SHARED_BYTES:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        whole = json.dumps(head._asdict()).encode() + b"\n" + code
-        partial.write_bytes(hashlib.sha256(whole).digest() + whole)
-        os.replace(partial, path)
-    except Exception:  # another Triton, or a full disk: the next process compiles again
+        if head.num_ctas == 1 and head.shared <= _MAX_SHARED_BYTES:
+            _write(path, head, bytes(kernel.asm["cubin"]))
+    except Exception:  # another Triton: the next process compiles again
         return
 
 
-def _load_cached(path: Path | None) -> _CachedKernel | None:
+def _write(path: Path | None, head: _Metadata, code: bytes) -> None:
+    """Write code to the build cache, atomically; a disk that is full costs the next process some time."""
+    with contextlib.suppress(OSError):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f".{path.name}.{os.getpid()}")
+            whole = json.dumps(head._asdict()).encode() + b"\n" + code
+            partial.write_bytes(hashlib.sha256(whole).digest() + whole)
+            os.replace(partial, path)
+
+
+def _load_cached(path: Path | None, name: str = "") -> _CachedKernel | None:
     """The kernel in a file, loaded by the driver; None where there is none that can be trusted."""
     try:
         if path is None:
@@ -131,14 +161,19 @@ def _load_cached(path: Path | None) -> _CachedKernel | None:
             return None
         head, _, code = found[32:].partition(b"\n")
         metadata = _Metadata(**json.loads(head))
-        driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
-        if driver.cuModuleLoadData(ctypes.byref(module), code):
-            return None
-        if driver.cuModuleGetFunction(ctypes.byref(function), module, metadata.name.encode()) or not function.value:
-            return None
-        return _CachedKernel(function.value, metadata)
+        return _load(code, metadata._replace(name=name or metadata.name))
     except Exception:
         return None
+
+
+def _load(code: bytes, metadata: _Metadata) -> _CachedKernel | None:
+    """Give code to the driver; None where it does not take it."""
+    driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
+    if driver.cuModuleLoadData(ctypes.byref(module), code):
+        return None
+    if driver.cuModuleGetFunction(ctypes.byref(function), module, metadata.name.encode()) or not function.value:
+        return None
+    return _CachedKernel(function.value, metadata)
 
 
 def _launched_by(runner: Any) -> Launch:

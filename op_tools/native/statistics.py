@@ -1,7 +1,7 @@
 """Statistics of tensors, computed where they are and read back in batches.
 
-On a GPU that Triton serves one kernel reads a tensor once and writes a few rows of partial results, which the host
-puts together. Elsewhere PyTorch's own reductions do it in several passes.
+On a GPU of NVIDIA, or one that Triton serves, one kernel reads a tensor once and writes a few rows of partial results,
+which the host puts together. Elsewhere PyTorch's own reductions do it in several passes.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 # -- with one kernel ------------------------------------------------------------------------------------
 
-_ROWS: Final = 4_096  # of partial results in a batch
+_ROWS: Final = 65_536  # of partial results in a batch, 3 MB
 # Columns: count, mean, sum of squared distances from it, infinities, minimum, maximum; a NaN spreads to the last two.
 _WIDTH: Final = 6
 _MIN_SHARE: Final = 8_192  # elements that one program of the kernel takes at least
@@ -241,19 +241,19 @@ def put_together(rows: Any, starts: list[int]) -> Any:
     return np.stack(found)
 
 
-BROKEN: Final[dict[int, str]] = {}  # GPUs whose kernel does not work although Triton is there, and why
+BROKEN: Final[dict[int, str]] = {}  # GPUs whose kernel does not work, and why
 
 
 @functools.cache
 def fused(index: int) -> Kernels | None:
-    """The kernels of a GPU, or None where Triton is missing or its answer is not the right one."""
+    """The kernels of a GPU, or None where no compiler is there or its answer is not the right one."""
     try:
         with quiet():
-            kernels = Kernels(index, "triton_statistics", arguments=4)
+            kernels = Kernels(index, "statistics", arguments=4)
             if _agrees(kernels, index):
                 return kernels
         BROKEN[index] = "the kernel finds other statistics than PyTorch"
-    except ImportError:  # no Triton
+    except ImportError:  # neither NVRTC nor Triton
         pass
     except Exception as error:
         BROKEN[index] = f"{type(error).__name__}: {str(error)[:200]}"
@@ -261,7 +261,7 @@ def fused(index: int) -> Kernels | None:
 
 
 def _agrees(kernels: Kernels, index: int) -> bool:
-    """Whether the kernel finds in a trial what PyTorch finds; another Triton may read its arguments differently."""
+    """Whether the kernel finds in a trial what PyTorch finds; another compiler may read its arguments differently."""
     whole = torch.linspace(-3.0, 5.0, 20_001, dtype=torch.float64)
     programs = 3
 

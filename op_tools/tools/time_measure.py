@@ -199,48 +199,58 @@ class OpTimeMeasure(Tool):
                 self._reading.release()
 
     def _read(self, wait: bool) -> None:
-        waiting = self._waiting
-        while waiting:
-            timing = waiting[0]
-            if isinstance(timing, str):
-                waiting.popleft()
-                self.view.skip(self.hook, timing)
-                continue
-            spans = timing.spans
-            if type(spans) is Pass:
-                clock = self._clock
-                if clock is None or (not wait and not all(clock.ready(mark) for mark in spans.events[1::2])):
+        waiting, kept = self._waiting, list[tuple[_Timing, float]]()
+        try:
+            while waiting:
+                timing = waiting[0]
+                if isinstance(timing, str):
+                    self._keep(kept)
+                    kept.clear()
+                    waiting.popleft()
+                    self.view.skip(self.hook, timing)
+                    continue
+                elapsed = self._elapsed(timing, wait)
+                if elapsed is None:
                     return
                 waiting.popleft()
-                times = [clock.elapsed(*pair) for pair in zip(spans.events[::2], spans.events[1::2])]
-                if min(times) >= 0:
-                    self._keep(timing, sum(times))
-                continue
-            if type(spans[-1]) is int:
-                waiting.popleft()
-                self._keep(timing, (sum(spans[1::2]) - sum(spans[::2])) / 1e6)
-                continue
-            for last in spans[1::2]:
-                if wait:
-                    last.synchronize()
-                elif not last.query():
-                    return
-            waiting.popleft()
-            elapsed = sum([first.elapsed_time(last) for first, last in zip(spans[::2], spans[1::2])])
-            self._free.setdefault(timing.device_type, []).extend(spans)  # others may record them again from now on
-            self._keep(timing, elapsed)
+                if elapsed >= 0:
+                    kept.append((timing, elapsed))
+        finally:
+            self._keep(kept)
 
-    def _keep(self, timing: _Timing, elapsed: float) -> None:
-        call, phase = timing.call, timing.phase
-        samples = self._samples.get((call.op, phase))
-        if samples is None:
-            samples = self._samples[(call.op, phase)] = _Samples()
-        samples.add(elapsed)
-        site = self.site(call)
-        start = (timing.host_start - self._began) / 1e3
-        self.record(call.id, site, phase, elapsed, start, timing.thread, call.step)
-        if self.view.full:
-            self._show(timing, site, elapsed)
+    def _elapsed(self, timing: _Timing, wait: bool) -> float | None:
+        """Milliseconds of a timing; None where the device is not that far, negative where they cannot be known."""
+        spans = timing.spans
+        if type(spans) is Pass:
+            clock = self._clock
+            if clock is None or (not wait and not all([clock.ready(mark) for mark in spans.events[1::2]])):
+                return None
+            times = [clock.elapsed(*pair) for pair in zip(spans.events[::2], spans.events[1::2])]
+            return sum(times) if min(times) >= 0 else -1.0
+        if type(spans[-1]) is int:
+            return (sum(spans[1::2]) - sum(spans[::2])) / 1e6
+        for last in spans[1::2]:
+            if wait:
+                last.synchronize()
+            elif not last.query():
+                return None
+        elapsed = sum([first.elapsed_time(last) for first, last in zip(spans[::2], spans[1::2])])
+        self._free.setdefault(timing.device_type, []).extend(spans)  # others may record them again from now on
+        return elapsed
+
+    def _keep(self, timings: list[tuple[_Timing, float]]) -> None:
+        known, site, began, rows = self._samples, self.site, self._began, []
+        for timing, elapsed in timings:
+            call, phase = timing.call, timing.phase
+            samples = known.get((call.op, phase))
+            if samples is None:
+                samples = known[(call.op, phase)] = _Samples()
+            samples.add(elapsed)
+            place = site(call)
+            rows.append((call.id, place, phase, elapsed, (timing.host_start - began) / 1e3, timing.thread, call.step))
+            if self.view.full:
+                self._show(timing, place, elapsed)
+        self.record_all(rows)
 
     def _show(self, timing: _Timing, site: int, elapsed: float) -> None:
         call, forward = timing.call, timing.phase == "forward"

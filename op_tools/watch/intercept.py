@@ -11,9 +11,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from .. import lifecycle, settings
+from ..call import site
 from ..call.description import Described, Descriptions, Tensor, TensorMeta, tensors_in
 from ..call.devices import names_device
-from ..call.site import call_site
 from ..call.traits import OpTraits, traits_of
 from ..compat import (
     DeviceContext,
@@ -25,6 +25,7 @@ from ..compat import (
     pop_function_mode,
     push_function_mode,
 )
+from ..native import front
 from ..view.console import note
 from . import backward, patches
 from .hooks import Hooks
@@ -111,13 +112,6 @@ class Plan:
         self.skipped = tuple(skipped)
 
 
-class _Inert(dict[Any, Any]):
-    """Plans that say "pass" to every function: an interceptor that has been switched off."""
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return None
-
-
 class Interceptor(TorchFunctionMode):
     """Sees every Python-level call of PyTorch on the threads it is pushed on and hands it to the tools."""
 
@@ -126,7 +120,8 @@ class Interceptor(TorchFunctionMode):
         self.tools: list[Hooks] = []
         self.step = 0
         self.include_cpu = False
-        self._plans: dict[Any, Any] = _Inert()
+        self._plans: dict[Any, Any] | None = None  # by function; None where nothing is watched
+        self._front: Any = None  # the hot path in machine code, once it is compiled
         self._descriptions = Descriptions()
         self._lock = threading.RLock()
         self._patches: patches.Installed | None = None
@@ -142,7 +137,9 @@ class Interceptor(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        plan = self._plans.get(func, _UNPLANNED)
+        """Watch a call or let it pass; `native.front` does the same in machine code."""
+        plans = self._plans
+        plan = None if plans is None else plans.get(func, _UNPLANNED)
         if plan is _UNPLANNED:
             plan = self._make_plan(func)
         if plan is None:
@@ -170,7 +167,7 @@ class Interceptor(TorchFunctionMode):
         if self._capturing is not None and self._capturing():
             return self._in_a_graph(func, args, kwargs)
         call = Call(traits, func, args, kwargs)
-        call.location = call_site(3)
+        call.location = site.call_site()
         call.step = self.step
         tools, listeners = plan.tools, plan.listeners
         if plan.gated:
@@ -224,6 +221,8 @@ class Interceptor(TorchFunctionMode):
         if self._patches is not None:
             self._patches.look_for_dynamo()
         plans = self._plans
+        if plans is None:
+            return None
         if len(plans) > _MAX_PLANS:  # functions made in a loop must not pile up
             plans.clear()
         try:
@@ -241,8 +240,8 @@ class Interceptor(TorchFunctionMode):
     ) -> Any:
         """Call a Python function that no mode sees as one operator; `key` stands for it among the plans."""
         plans = self._plans
-        plan: Plan | None = plans.get(key, _UNPLANNED)
-        if plan is _UNPLANNED:
+        plan: Plan | None = None if plans is None else plans.get(key, _UNPLANNED)
+        if plans is not None and plan is _UNPLANNED:
             plan = plans[key] = self.plan_for(traits)
         if plan is None:
             return function(*args, **kwargs)
@@ -309,15 +308,25 @@ class Interceptor(TorchFunctionMode):
                 self._graph_noted = False
                 self._patches = patches.Installed(self, _WatchedEngine)
             self.tools = sorted([*self.tools, tool], key=lambda t: t.order)
-            self._plans = {}
+            self._start_plans({})
             if not self.is_on():
                 self.put_on()
+
+    def _start_plans(self, plans: dict[Any, Any] | None) -> None:
+        """Decide anew about every function; where the hot path has been compiled by now, it decides from here on."""
+        self._plans = plans
+        if self._front is None and plans is not None:
+            self._front = front.ready()
+            if self._front is not None:  # PyTorch asks the object before the class
+                vars(self)["__torch_function__"] = self._front.bound_to(self)
+        if self._front is not None:
+            self._front.set_plans(plans, self._make_plan, self.watch)
 
     def remove(self, tool: Hooks) -> None:
         """Take a tool out; the last one switches the interceptor off (`INTERCEPTOR.remove(tool)`)."""
         with self._lock:
             self.tools = [t for t in self.tools if t is not tool]
-            self._plans = {} if self.tools else _Inert()
+            self._start_plans({} if self.tools else None)
             if not self.tools:
                 self.take_off()
                 if self._patches is not None:
@@ -328,6 +337,8 @@ class Interceptor(TorchFunctionMode):
         """A training step is over (`INTERCEPTOR.count_step()`)."""
         with self._lock:
             self.step += 1
+            if self._front is None:
+                self._start_plans(self._plans)
 
     def passes_ended(self, graph_is_kept: bool) -> None:
         """Backward passes have ended, and none is under way (`INTERCEPTOR.passes_ended(False)`)."""
@@ -343,7 +354,7 @@ class Interceptor(TorchFunctionMode):
     def forked(self) -> None:
         """In a forked child (a DataLoader worker) the tools of the parent are silent, and nothing is patched."""
         self._lock = threading.RLock()
-        self._plans = _Inert()
+        self._start_plans(None)
         self.tools = []
         self._patches = None
         self.take_off()
