@@ -223,7 +223,7 @@ class OpTimeMeasure(Tool):
         spans = timing.spans
         if type(spans) is Pass:
             clock = self._clock
-            if clock is None or (not wait and not all([clock.ready(mark) for mark in spans.events[1::2]])):
+            if clock is None or (not wait and not all(map(clock.ready, spans.events[1::2]))):
                 return None
             times = [clock.elapsed(*pair) for pair in zip(spans.events[::2], spans.events[1::2])]
             return sum(times) if min(times) >= 0 else -1.0
