@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from op_tools.call import functions
 from op_tools.call.traits import name_of, traits_of
 from op_tools.files.archive import ArchiveError
 from op_tools.replay.captured import function_of
@@ -98,3 +99,8 @@ def test_facts_of_the_name_are_kept_on_the_traits() -> None:
     assert not traits_of(torch.add).differs_on_cpu
     assert traits_of(torch.linalg.svd).facts.free_vectors
     assert traits_of(torch.nn.functional.linear).facts.autocast_low
+
+
+def test_names_are_those_of_pytorch() -> None:
+    known = torch.overrides._get_overridable_functions()[1]
+    assert functions._names() == known
