@@ -43,12 +43,17 @@ class Job:
     channels_last: bool = False
 
     def __post_init__(self) -> None:
+        self.without_scaler = torch.amp.GradScaler("cuda", enabled=False)
         self.scaler = torch.amp.GradScaler("cuda", enabled=self.low is torch.float16, init_scale=256.0)
 
     def to(self, module: Module) -> Module:
         """Move a network to the device, in the layout of the job."""
         module = module.to(self.device)
-        return module.to(memory_format=torch.channels_last) if self.channels_last else module  # type: ignore[call-overload]
+        if not self.channels_last:
+            return module
+        has_volumes = any(parameter.dim() == 5 for parameter in module.parameters())
+        layout = torch.channels_last_3d if has_volumes else torch.channels_last
+        return module.to(memory_format=layout)  # type: ignore[call-overload]
 
     def randn(self, *shape: int) -> torch.Tensor:
         """Normal numbers on the device, made on the CPU so that they are the same everywhere."""
@@ -65,23 +70,25 @@ class Job:
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """Move a tensor to the device, images in the layout of the job."""
         tensor = tensor.to(self.device)
-        if self.channels_last and tensor.dim() == 4:
-            tensor = tensor.to(memory_format=torch.channels_last)
-        return tensor
+        layouts = {4: torch.channels_last, 5: torch.channels_last_3d} if self.channels_last else {}
+        layout = layouts.get(tensor.dim())
+        return tensor if layout is None else tensor.to(memory_format=layout)
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The autocast region of the job; it does nothing in float32."""
         return torch.autocast("cuda", dtype=self.low or torch.bfloat16, enabled=self.low is not None)
 
     def update(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer, clip: float = 0.0) -> None:
-        """Backward pass and optimizer step, with loss scaling in float16."""
+        """Backward pass and optimizer step, with loss scaling in float16 (not of complex numbers: CUDA lacks it)."""
         optimizer.zero_grad()
-        self.scaler.scale(loss).backward()
+        parameters = [p for g in optimizer.param_groups for p in g["params"]]
+        scaler = self.without_scaler if any(p.is_complex() for p in parameters) else self.scaler
+        scaler.scale(loss).backward()
         if clip:
-            self.scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], clip)
-        self.scaler.step(optimizer)
-        self.scaler.update()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(parameters, clip)
+        scaler.step(optimizer)
+        scaler.update()
 
 
 def program(build: Callable[[Job], Step]) -> Callable[[Job], Step]:

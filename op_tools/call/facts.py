@@ -22,7 +22,7 @@ from .operators.freedoms import differing_choices as differing_choices
 from .operators.freedoms import has_free_vectors as has_free_vectors
 from .operators.freedoms import may_be_empty as may_be_empty
 from .operators.freedoms import selected_from as selected_from
-from .operators.registry import CPU, FUNCTIONS, KERNELS, NODES, KernelFacts, base_name_of, function_facts
+from .operators.registry import CPU, FUNCTIONS, KERNELS, MEASURED, NODES, KernelFacts, base_name_of, function_facts
 from .operators.registry import Kind as Kind
 from .operators.registry import last_name as last_name
 
@@ -195,10 +195,11 @@ def is_composition(func: Any) -> bool:
 def computes_low(func: Any, device: str, kwargs: Mapping[str, Any]) -> bool:
     """Whether this device's kernel rounds every step to the result's dtype (`computes_low(f, "cpu", {})`).
 
-    Measured with benchmarks/verdict_op_db.py.
+    Measured with benchmarks/verdict_op_db.py. A device that nobody has measured may do what another one does.
     """
     scaled = device in CPU and kwargs.get("alpha", 1) not in (1, -1)
-    return scaled or device in kernel_facts(func).low_on
+    low_on = kernel_facts(func).low_on
+    return scaled or device in low_on or (bool(low_on) and device not in MEASURED)
 
 
 def steps_in_low(func: Any, args: tuple[Any, ...]) -> float:

@@ -35,17 +35,19 @@ KERNELS.register("igamma igammac special_airy_ai special_gammainc", KernelFacts(
 KERNELS.register("""
     addcdiv addcmul celu elu elu_backward gelu gelu_backward glu hardsigmoid hardsigmoid_backward hardswish
     hardswish_backward lerp log_sigmoid_backward log_sigmoid_forward logaddexp logaddexp2 mish mish_backward polar
-    selu silu_backward sinc smooth_l1_loss_backward softplus softplus_backward special_entr special_ndtr
-    special_xlog1py tanh_backward
+    selu silu_backward sinc softplus softplus_backward special_entr special_ndtr special_xlog1py
     """, KernelFacts(fused=True))  # fmt: skip
 # exp overflows below -88.7
 KERNELS.register("sigmoid", KernelFacts(fused=True, steps=lambda x: 1 / (1 + (-x).exp())))
 KERNELS.register("silu", KernelFacts(fused=True, steps=lambda x: x / (1 + (-x).exp())))
 KERNELS.register("""
-    binary_cross_entropy binary_cross_entropy_backward glu_backward huber_loss_backward logit logit_backward
-    mse_loss_backward prelu_kernel_backward sigmoid_backward xlogy
+    glu_backward logit logit_backward prelu_kernel_backward xlogy
     """, KernelFacts(fused=True, low_on=CPU))  # fmt: skip
-KERNELS.register("huber_loss mse_loss smooth_l1_loss", KernelFacts(fused=True, low_on=CPU + CUDA))
+KERNELS.register("smooth_l1_loss_backward tanh_backward", KernelFacts(fused=True, low_on=CUDA))
+KERNELS.register("""
+    binary_cross_entropy binary_cross_entropy_backward huber_loss huber_loss_backward mse_loss mse_loss_backward
+    sigmoid_backward smooth_l1_loss
+    """, KernelFacts(fused=True, low_on=CPU + CUDA))  # fmt: skip
 KERNELS.register(
     "binary_cross_entropy_with_logits soft_margin_loss soft_margin_loss_backward",
     KernelFacts(fused=True, hidden_steps=True),

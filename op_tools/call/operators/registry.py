@@ -36,6 +36,7 @@ class Kind:
 
 CPU: Final = ("cpu", "soft", "privateuseone")  # device types that run the CPU's kernels
 CUDA: Final = ("cuda",)
+MEASURED: Final = frozenset(CPU + CUDA)
 
 
 class KernelFacts(NamedTuple):

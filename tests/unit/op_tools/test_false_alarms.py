@@ -78,6 +78,22 @@ def test_complex_numbers_too_large_for_the_dtype() -> None:
         assert judged("torch.square", torch.square, (half,), outputs=result) == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["sigmoid", "tanh"])
+def test_gradients_whose_steps_are_in_a_half_type(name: str, dtype: torch.dtype) -> None:
+    """CUDA's kernels of these two round after each product."""
+    function = getattr(torch, name)
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        x, sent = (torch.randn(20_000, generator=generator).to(dtype) for _ in range(2))
+        y = function(x)
+        found = sent * (1 - y) * y if name == "sigmoid" else sent * (1 - y * y)
+        call = (f"torch.{name}", function, (x.requires_grad_(),), sent)
+        assert judged(*call, grad_inputs=[found]) == verdict.RIGHT
+        found = torch.where(y.abs() < 0.7, found * 1.05, found)
+        assert judged(*call, grad_inputs=[found]) == verdict.WRONG
+
+
 def test_values_that_are_whole_numbers_are_no_places() -> None:
     x = torch.tensor([[2, 2, 2, 1]])
     assert judged("torch.max", torch.max, (x, 1), outputs=(torch.tensor([2]), torch.tensor([2]))) == verdict.RIGHT
