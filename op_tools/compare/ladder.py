@@ -85,6 +85,11 @@ class Job:
     error: BaseException | None = None
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
 
+    @property
+    def told_phase(self) -> str:
+        """The phase that people read: what autograd adds up itself belongs to a backward (`job.told_phase`)."""
+        return BACKWARD if self.call.traits.by_engine else self.phase
+
 
 def arguments_kind(call: Invocation) -> Hashable:
     """Equal for calls with the same arguments, apart from values, under the same numerics (`arguments_kind(call)`)."""

@@ -34,7 +34,7 @@ from ..judge import golden
 from ..judge.verdict import WRONG, Judgement, Rules
 from ..native import measuring
 from ..view import console, rows
-from ..watch.intercept import Call
+from ..watch.intercept import INTERCEPTOR, Call
 from .base import Tool
 
 _WATCHING_COST: Final = 1e-5  # seconds that the interceptor needs for a call, whether or not it is compared
@@ -75,7 +75,7 @@ class OpAutoCompare(Tool):
     }
     nothing_found = ""  # the first line of the summary says it
     order = 20
-    wants_backward = True
+    wants_backward = wants_sums = True
     columns: ClassVar[dict[str, str]] = _COLUMNS
 
     def __init__(
@@ -154,7 +154,7 @@ class OpAutoCompare(Tool):
             call.op,
             getattr(call.function, "op_tools_function", call.function),
             call.traits,
-            Site(call.location, module_path(2), call.step),
+            Site(call.location, self._module_of(call) if call.traits.by_engine else module_path(2), call.step),
             Region(device, torch.is_grad_enabled(), low),
             (call.inputs.number, 0),
             live=call,
@@ -172,6 +172,12 @@ class OpAutoCompare(Tool):
             compared.drawn = self._repeater.before(call)
         if self._sampled:
             self._chooser.spend(kind, time.perf_counter() - started)
+
+    def _module_of(self, call: Call) -> str:
+        """Of a sum of gradients: the module of the call whose result they are the gradients of."""
+        maker = call.notes["maker"]
+        compared: ComparedCall | None = None if maker is None else maker.notes.get(self)
+        return "" if compared is None else compared.site.module
 
     def _copy_arguments(self, compared: ComparedCall) -> bool:
         call = compared.live
@@ -352,7 +358,7 @@ class OpAutoCompare(Tool):
 
     def summary(self) -> list[str]:
         notes = [line for judge in self._ladder for line in judge.summary()]
-        told = self._teller.summary(self._chooser.left_out, [*notes, self._chooser.describe()])
+        told = self._teller.summary(self._chooser.left_out, [*notes, self._chooser.describe(), INTERCEPTOR.sums.why_unheard()])
         return [*told, f"comparisons in {self.csv_path}"]
 
     def progress(self) -> str:
