@@ -101,7 +101,7 @@ class Layouts:
         key: list[Any] = [number]
         storages: dict[int, int] = {}
         for tensor in tensors:
-            if type(tensor) not in _PLAIN_TYPES or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+            if not is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
                 return stage(value, event)
             storage = tensor.untyped_storage()
             index = storages.setdefault(storage._cdata, len(storages))

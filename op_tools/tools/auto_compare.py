@@ -235,7 +235,10 @@ class OpAutoCompare(Tool):
             self._teller.skip(call, unknown, BACKWARD)
             return
         started = time.perf_counter()
-        sent, found = [[g.data_ptr() for g in grads if g is not None] for grads in (grad_outputs, grad_inputs)]
+        sent, found = [
+            [g.data_ptr() for g in grads if g is not None and g.layout is torch.strided]
+            for grads in (grad_outputs, grad_inputs)
+        ]
         event = self._teller.lineage.made_from(sent, found, also=(compared.event,))
         grads = (grad_outputs, grad_inputs)
         kind = gradient_kind(*grads, call.unasked)
@@ -358,7 +361,9 @@ class OpAutoCompare(Tool):
 
     def summary(self) -> list[str]:
         notes = [line for judge in self._ladder for line in judge.summary()]
-        told = self._teller.summary(self._chooser.left_out, [*notes, self._chooser.describe(), INTERCEPTOR.sums.why_unheard()])
+        told = self._teller.summary(
+            self._chooser.left_out, [*notes, self._chooser.describe(), INTERCEPTOR.sums.why_unheard()]
+        )
         return [*told, f"comparisons in {self.csv_path}"]
 
     def progress(self) -> str:

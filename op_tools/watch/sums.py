@@ -44,6 +44,7 @@ _FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "add_": torch.Tensor.add_,
     "copy_": torch.Tensor.copy_,
     "clone": torch.clone,
+    "to": torch.Tensor.to,
 }
 
 
@@ -193,6 +194,8 @@ class GradientSums:
         if heard.variable:
             leaf = self._library.op_tools_sums_tensor(heard.variable)
             name = _name_of_leaf(leaf)
+            if heard.kernel == b"to":
+                return f"conversion of the sum of gradients of {name}", None
             if heard.accumulates:
                 return f"accumulation into .grad of {name}", None
             return f"{self._count(leaf.data_ptr())} of {name}", None
@@ -230,6 +233,8 @@ class GradientSums:
             return 0
         make = self._library.op_tools_sums_tensor
         args = tuple([make(tensor) for tensor in (heard.total, heard.added) if tensor])
+        if heard.kernel == b"to":
+            args += (make(heard.variable).dtype,)
         call = Call(traits, traits.function, args, {})
         call.step = watcher.step
         tools = tuple([tool for tool in plan.observers if tool.wants_sums])
@@ -263,7 +268,9 @@ class GradientSums:
             return
         try:
             with quiet():
-                call.result = self._library.op_tools_sums_tensor(result)
+                call.result = total = self._library.op_tools_sums_tensor(result)
+                if call.traits.mutates:  # a sparse one has got other memory, which the tensor from before does not show
+                    call.args, call.tensors[0] = (total, *call.args[1:]), total
                 call.outputs = self._watcher.descriptions.of((call.result,), {}, call.results, True)
                 for tool in tools:
                     try:

@@ -1,4 +1,5 @@
 // Additions that the autograd engine makes itself: gradients of a tensor that several nodes use, and `.grad += new`.
+// A weight that autocast has cast for several calls gets the sum of their gradients through one conversion.
 // PyTorch tells its profilers of every operator; those that the engine runs are handed to Python, before and after.
 
 #define NDEBUG 1  // as PyTorch is built: otherwise at::RecordFunction has a member more
@@ -13,7 +14,9 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 namespace {
@@ -27,10 +30,10 @@ struct Place {  // a node, by the thread that made it and its number there
 };
 
 struct Sum {
-  const char* kernel;          // "add_"
+  const char* kernel;          // "add_"; "to" for a conversion
   int64_t accumulates;         // into `.grad`; otherwise in the engine, between two nodes
   const at::Tensor* total;     // what there was so far; of a copy, where it goes
-  const at::Tensor* added;     // null for a clone
+  const at::Tensor* added;     // null for a clone and a conversion
   const at::Tensor* variable;  // the leaf that it is the gradient of, or null
   Place sender;
   Place maker;                 // the node that gets the sum; 0, -1 where it is not known
@@ -46,12 +49,16 @@ void* interceptor = nullptr;
 bool with_cpu = false;
 at::CallbackHandle of_nodes = 0, of_operators = 0;
 
+std::mutex lock;
+std::unordered_set<const void*> sums;  // addresses of what was added up since listening began
+
 thread_local std::vector<Node*> running;  // the nodes that this thread is in, innermost last
 thread_local bool busy = false;           // in an addition that was heard, or in Python because of it
 
 struct Heard : public at::ObserverContext {
-  explicit Heard(int64_t number) : number(number) {}
+  explicit Heard(int64_t number, bool is_sum = false) : number(number), is_sum(is_sum) {}
   int64_t number;
+  bool is_sum;
 };
 
 // Python code, of hooks for example, calls operators with the interceptor taken off, or with all modes disabled.
@@ -67,6 +74,12 @@ bool called_by_python() {
 
 Place place_of(const Node& node) { return {node.thread_id(), static_cast<int64_t>(node.sequence_nr())}; }
 
+// The leaf that a node leads to, if it is one or converts a gradient for one.
+const AccumulateGrad* leaf_behind(const Node* node) {
+  if (node->name() == "ToCopyBackward0" && node->num_outputs() == 1) node = node->next_edge(0).function.get();
+  return dynamic_cast<const AccumulateGrad*>(node);
+}
+
 // Who gets what a node has sent: the only one that takes a gradient like this, or nobody.
 void find_target(Node& sender, const at::Tensor& sent, Sum& sum) {
   const torch::autograd::Edge* found = nullptr;
@@ -79,7 +92,17 @@ void find_target(Node& sender, const at::Tensor& sent, Sum& sum) {
   }
   if (found == nullptr) return;
   sum.maker = place_of(*found->function);
-  if (const auto* leaf = dynamic_cast<const AccumulateGrad*>(found->function.get())) sum.variable = &leaf->variable;
+  if (const auto* leaf = leaf_behind(found->function.get())) sum.variable = &leaf->variable;
+}
+
+// Whether a kernel of a node converts a sum of gradients for a leaf.
+bool converts_sum(const at::RecordFunction& function, const AccumulateGrad* leaf) {
+  const auto inputs = function.inputs();
+  if (leaf == nullptr || inputs.empty() || !inputs[0].isTensor()) return false;
+  const at::Tensor& total = inputs[0].toTensor();
+  if (!total.has_storage() || total.device() != leaf->variable.device()) return false;
+  const std::lock_guard<std::mutex> held(lock);
+  return sums.count(total.const_data_ptr()) > 0;
 }
 
 std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& function) {
@@ -88,24 +111,26 @@ std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& f
   if (std::strncmp(name, "aten::", 6) != 0) return nullptr;
   name += 6;
   const bool adds = std::strcmp(name, "add_") == 0 || std::strcmp(name, "add") == 0;
-  if (!adds && std::strcmp(name, "copy_") != 0 && std::strcmp(name, "clone") != 0) return nullptr;
+  const bool converts = std::strcmp(name, "_to_copy") == 0;
+  if (!adds && !converts && std::strcmp(name, "copy_") != 0 && std::strcmp(name, "clone") != 0) return nullptr;
   const auto node = torch::autograd::get_current_node();
   if (node == nullptr) return nullptr;
-  auto* leaf = dynamic_cast<AccumulateGrad*>(node.get());
   const bool in_node = !running.empty() && running.back() == node.get();
-  if (in_node ? leaf == nullptr : !adds) return nullptr;
+  if (!in_node && !adds) return nullptr;
+  const auto* leaf = !in_node ? nullptr : converts ? leaf_behind(node.get()) : dynamic_cast<AccumulateGrad*>(node.get());
+  if (in_node && (leaf == nullptr || (converts && !converts_sum(function, leaf)))) return nullptr;
   if (called_by_python()) return nullptr;
   try {
     const auto inputs = function.inputs();
     if (inputs.empty() || !inputs[0].isTensor()) return nullptr;
-    const bool one = std::strcmp(name, "clone") == 0;
+    const bool one = converts || std::strcmp(name, "clone") == 0;
     if (!one && (inputs.size() < 2 || !inputs[1].isTensor())) return nullptr;
     const at::Tensor& total = inputs[0].toTensor();
     const at::Tensor& added = inputs[one ? 0 : 1].toTensor();
     if (!total.defined() || !added.defined() || total.is_meta() || (total.is_cpu() && added.is_cpu() && !with_cpu))
       return nullptr;
     const std::string sender = node->name();
-    Sum sum{name, in_node, &total, one ? nullptr : &added, nullptr, place_of(*node), {0, -1}, sender.c_str()};
+    Sum sum{converts ? "to" : name, in_node, &total, one ? nullptr : &added, nullptr, place_of(*node), {0, -1}, sender.c_str()};
     if (in_node) {
       sum.variable = &leaf->variable;
     } else {
@@ -113,7 +138,7 @@ std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& f
     }
     busy = true;
     const int64_t number = before_sum(&sum);
-    if (number != 0) return std::make_unique<Heard>(number);  // what runs inside of it is a part of it
+    if (number != 0) return std::make_unique<Heard>(number, !in_node);  // what runs inside of it is a part of it
   } catch (...) {  // the training goes on
   }
   busy = false;
@@ -124,7 +149,12 @@ void after_operator(const at::RecordFunction& function, at::ObserverContext* con
   auto* heard = static_cast<Heard*>(context);
   if (heard == nullptr) return;
   const auto& outputs = function.outputs();  // none where the kernel failed
-  after_sum(heard->number, !outputs.empty() && outputs[0].isTensor() ? &outputs[0].toTensor() : nullptr);
+  const at::Tensor* result = !outputs.empty() && outputs[0].isTensor() ? &outputs[0].toTensor() : nullptr;
+  if (heard->is_sum && result != nullptr && result->has_storage()) {
+    const std::lock_guard<std::mutex> held(lock);
+    sums.insert(result->const_data_ptr());
+  }
+  after_sum(heard->number, result);
   busy = false;
 }
 
@@ -166,6 +196,10 @@ __attribute__((visibility("default"))) int op_tools_sums_prepare(void* mode, Bef
 // Begins to listen; passes may run at the same time in several threads, but this is called once for all of them.
 __attribute__((visibility("default"))) int op_tools_sums_begin(int include_cpu) {
   with_cpu = include_cpu != 0;
+  {
+    const std::lock_guard<std::mutex> held(lock);
+    sums.clear();
+  }
   try {
     of_nodes = at::addGlobalCallback(
         at::RecordFunctionCallback(before_node, after_node).scopes({at::RecordScope::BACKWARD_FUNCTION}));
