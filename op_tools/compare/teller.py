@@ -199,7 +199,8 @@ class Teller:
         where_in_model = f" in module {call.site.module}" if call.site.module else ""
         ulp = f"{worst.max_ulp:.3g} ulp" if worst.max_ulp <= _MAX_ULP else f"> {_MAX_ULP:.0e} ulp".replace("+0", "")
         message = f"{name} is wrong{where_in_model}: {worst.reason} (max_abs_diff {worst.max_abs_diff:.6g}, {ulp})"
-        self._tool.found(job.live, "difference", message, phase=job.told_phase, module=call.site.module, size=worst.excess)
+        phase, module = job.told_phase, call.site.module
+        self._tool.found(job.live, "difference", message, phase=phase, module=module, size=worst.excess)
 
     def _save(self, job: Job, call: ComparedCall, wrong: Sequence[Row]) -> str:
         """The saved call, both sides, and a script that repeats it; what cannot be saved is left out."""

@@ -181,7 +181,7 @@ class OpAutoCompare(Tool):
 
     def _copy_arguments(self, compared: ComparedCall) -> bool:
         call = compared.live
-        staged = self._stage(call.inputs.number, call.tensors, (call.args, call.kwargs))
+        staged = self._stage(call, call.inputs.number, call.tensors, (call.args, call.kwargs))
         if staged.opaque:
             self._chooser.settle(compared.kind)
             self._teller.skip(call, f"arguments of type {', '.join(dict.fromkeys(staged.opaque))} cannot be copied")
@@ -189,12 +189,13 @@ class OpAutoCompare(Tool):
         compared.before = staged
         return True
 
-    def _stage(self, number: int, tensors: list[Tensor], value: Any) -> Operands:
+    def _stage(self, call: Call, number: int, tensors: list[Tensor], value: Any) -> Operands:
         """A snapshot that the user's dispatch modes do not see; the interceptor has switched off function modes."""
+        whole = not call.traits.by_engine
         if not count_dispatch_modes():
-            return self._layouts.stage(number, tensors, value)
+            return self._layouts.stage(number, tensors, value, whole=whole)
         with no_dispatch_modes():
-            return self._layouts.stage(number, tensors, value)
+            return self._layouts.stage(number, tensors, value, whole=whole)
 
     def after(self, call: Call) -> None:
         compared: ComparedCall | None = call.notes.get(self)
@@ -220,7 +221,7 @@ class OpAutoCompare(Tool):
         else:
             number = inputs << 32 | outputs if inputs and outputs else 0  # never that of arguments alone
             values = (call.args, call.kwargs, call.result)
-            job.snapshot = self._stage(number, [*call.tensors, *call.results], values)
+            job.snapshot = self._stage(call, number, [*call.tensors, *call.results], values)
             self._submit(job, compared)
         compared.live = weakref.proxy(call)  # which holds it
         if self._sampled:
@@ -245,7 +246,8 @@ class OpAutoCompare(Tool):
         job = Job(compared, BACKWARD, event=event, live=call, grads=grads, grad_kind=kind, unasked=call.unasked)
         if not self._settle_live(job) and self._has_arguments(compared):
             given = [g for g in (*grad_outputs, *grad_inputs) if g is not None]
-            job.snapshot = self._layouts.stage(_number_of(kind, given, self._gradient_kinds), given, grads)
+            number = _number_of(kind, given, self._gradient_kinds)
+            job.snapshot = self._layouts.stage(number, given, grads, whole=False)
             job.on_device = describe(tuple(grad_inputs)) if self.view.full else None
             job.grads = None
             if self._sampled:
@@ -361,9 +363,8 @@ class OpAutoCompare(Tool):
 
     def summary(self) -> list[str]:
         notes = [line for judge in self._ladder for line in judge.summary()]
-        told = self._teller.summary(
-            self._chooser.left_out, [*notes, self._chooser.describe(), INTERCEPTOR.sums.why_unheard()]
-        )
+        notes += [self._chooser.describe(), INTERCEPTOR.sums.why_unheard()]
+        told = self._teller.summary(self._chooser.left_out, notes)
         return [*told, f"comparisons in {self.csv_path}"]
 
     def progress(self) -> str:

@@ -23,7 +23,7 @@ import torch
 
 from ..call.description import Tensor
 from ..call.devices import quiet
-from ..call.site import name_of_parameter
+from ..call.site import parameter_names
 from ..call.traits import OpTraits, traits_of
 from ..native import compiling
 from ..view import console
@@ -92,7 +92,7 @@ class _Calls:
     def note(self, start: int, end: int, call: Call) -> None:
         if len(self.calls) >= _MAX_CALLS:
             for some in (self.starts, self.ends, self.calls):
-                del some[: _MAX_CALLS // 2]  # type: ignore[attr-defined]
+                del some[: _MAX_CALLS // 2]
         self.starts.append(start)
         self.ends.append(end)
         self.calls.append(weakref.ref(call))
@@ -117,6 +117,7 @@ class GradientSums:
         self._threads: dict[int, _Calls] = {}  # by Python's number of the thread
         self._by_number: dict[int, _Calls] = {}  # by PyTorch's
         self._terms: Counter[Any] = Counter()  # in sums of this pass, by who gets them
+        self._names: dict[tuple[int, tuple[int, ...]], str] | None = None  # of parameters
         self.wanted = False  # by a tool
         self.unheard = 0  # backward passes
 
@@ -148,6 +149,7 @@ class GradientSums:
             self.unheard += 1
             return
         self._terms.clear()
+        self._names = None
         self._listening = True
         patches.record(_CALLBACK, "tells in C++ what autograd adds up itself", self._end, "native")
 
@@ -193,12 +195,12 @@ class GradientSums:
         """What is added up, in words, and the call that made what it is the gradient of."""
         if heard.variable:
             leaf = self._library.op_tools_sums_tensor(heard.variable)
-            name = _name_of_leaf(leaf)
+            name = self._name_of_leaf(leaf)
             if heard.kernel == b"to":
                 return f"conversion of the sum of gradients of {name}", None
             if heard.accumulates:
                 return f"accumulation into .grad of {name}", None
-            return f"{self._count(leaf.data_ptr())} of {name}", None
+            return f"{self._count((name, heard.variable))} of {name}", None
         maker = self._call_at(heard.maker)
         if maker is not None:
             count = self._count((heard.maker.thread, heard.maker.sequence))
@@ -207,6 +209,15 @@ class GradientSums:
         if sender is None:
             return f"sum of gradients; the last one is from {heard.sender_name.decode()}", None
         return f"sum of gradients; the last one is from {sender.op}, {sender.location}", sender
+
+    def _name_of_leaf(self, leaf: Tensor) -> str:
+        if self._names is None:
+            self._names = parameter_names()  # once for each pass: models come and go, and addresses are used again
+        shape = tuple(leaf.shape)
+        try:
+            return self._names.get((leaf.data_ptr(), shape)) or f"a leaf of shape {shape}"
+        except RuntimeError:  # a subclass without memory of its own
+            return f"a leaf of shape {shape}"
 
     def _count(self, target: Any) -> str:
         self._terms[target] += 1
@@ -288,14 +299,6 @@ class GradientSums:
         for tool in self._watcher.tools:
             if tool.wants_sums:
                 tool.failed(Call(traits, traits.function, (), {}), error)
-
-
-def _name_of_leaf(leaf: Tensor) -> str:
-    try:
-        name = name_of_parameter(leaf.data_ptr())
-    except RuntimeError:  # a subclass without memory of its own
-        name = ""
-    return name or f"a leaf of shape {tuple(leaf.shape)}"
 
 
 def _load() -> Any:

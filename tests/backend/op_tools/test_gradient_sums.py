@@ -114,7 +114,8 @@ def micro_batches() -> None:
 
 def tied_weights() -> None:
     numbers = torch.arange(5, device="cuda")
-    Tied().to("cuda")(numbers).square().sum().backward()
+    model = Tied().to("cuda")
+    model(numbers).square().sum().backward()
 
 
 def layer_used_twice() -> None:
@@ -264,6 +265,17 @@ def test_sums_do_not_change_what_the_engine_does() -> None:
         model(x).sum().backward()
         assert model.weight.grad is first
     assert {row["op"] for row in comparison.records() if "autograd" in row["op"]} == {"autograd.accumulate_grad.add_"}
+
+
+def test_engine_still_adds_in_place() -> None:
+    """It does so only while nobody else holds the memory of a gradient; else faults of that kernel would hide."""
+
+    def program() -> None:
+        h = torch.randn(4, device="cuda", requires_grad=True) * 2
+        (h.sin() * h.cos() * h.exp()).sum().backward()
+
+    found = {row["op"] for row in compared(program).records()}
+    assert {op for op in found if "autograd" in op} == {"autograd.sum_of_gradients.add_"}
 
 
 def test_lists_of_operators_hold_for_sums() -> None:
