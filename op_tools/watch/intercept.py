@@ -350,6 +350,7 @@ class Interceptor(TorchFunctionMode):
         self._lock = threading.RLock()
         self._plans = _Inert()
         self.tools = []
+        self.sums.wanted = False
         self._patches = None
         self.take_off()
         patches.undo_all_in_child()

@@ -144,8 +144,7 @@ class GradientSums:
         if not self.wanted:
             return
         library = self._library or self._prepare()
-        include_cpu = self._watcher.include_cpu
-        if library is None or not library.op_tools_sums_begin(include_cpu):
+        if library is None or not library.op_tools_sums_begin(self._watcher.include_cpu):
             self.unheard += 1
             return
         self._terms.clear()
@@ -191,7 +190,7 @@ class GradientSums:
         known = self._by_number.get(place.thread)
         return None if known is None else known.find(place.sequence)
 
-    def _words(self, heard: _Sum) -> tuple[str, Call | None]:
+    def _words(self, heard: _Sum, counted: bool) -> tuple[str, Call | None]:
         """What is added up, in words, and the call that made what it is the gradient of."""
         if heard.variable:
             leaf = self._library.op_tools_sums_tensor(heard.variable)
@@ -200,10 +199,10 @@ class GradientSums:
                 return f"conversion of the sum of gradients of {name}", None
             if heard.accumulates:
                 return f"accumulation into .grad of {name}", None
-            return f"{self._count((name, heard.variable))} of {name}", None
+            return f"{self._count((name, heard.variable), counted)} of {name}", None
         maker = self._call_at(heard.maker)
         if maker is not None:
-            count = self._count((heard.maker.thread, heard.maker.sequence))
+            count = self._count((heard.maker.thread, heard.maker.sequence), counted)
             return f"{count} of the result of {maker.op}, {maker.location}", maker
         sender = self._call_at(heard.sender)
         if sender is None:
@@ -219,7 +218,9 @@ class GradientSums:
         except RuntimeError:  # a subclass without memory of its own
             return f"a leaf of shape {shape}"
 
-    def _count(self, target: Any) -> str:
+    def _count(self, target: Any, counted: bool) -> str:
+        if not counted:  # some sums are left out
+            return "sum of gradients"
         self._terms[target] += 1
         number = self._terms[target] + 1
         return f"sum of {number if number <= _MAX_COUNTED else f'more than {_MAX_COUNTED}'} gradients"
@@ -253,7 +254,7 @@ class GradientSums:
             tools = tuple([tool for tool in tools if tool.accepts(call)])
         if not tools:
             return 0
-        call.location, call.notes["maker"] = self._words(heard)
+        call.location, call.notes["maker"] = self._words(heard, counted=not plan.gated)
         call.id = next(ids)
         call.inputs = watcher.descriptions.of(args, {}, call.tensors, plan.pointers)
         for tool in tools:
