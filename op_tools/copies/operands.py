@@ -94,9 +94,7 @@ class Layouts:
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Layout] = {}
 
-    def stage(
-        self, number: int, tensors: list[Tensor], value: Any, event: bool = True, whole: bool = True
-    ) -> Operands:
+    def stage(self, number: int, tensors: list[Tensor], value: Any, event: bool = True, whole: bool = True) -> Operands:
         """Copy the storages under `value`; `number` is that of its description, `tensors` are all in it.
 
         `whole=False` is for gradients, and copies what they touch. Autograd adds to a gradient in place only while
