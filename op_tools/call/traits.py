@@ -39,6 +39,7 @@ class OpTraits:
     factory: bool = False
     conversion: bool = False  # to another dtype or device
     transfer: bool = False  # to another device, never to another dtype
+    by_engine: bool = False  # autograd calls it in a backward pass, no user code does
 
     # Answers of `call.facts` that depend on the name only; each is worked out once.
 

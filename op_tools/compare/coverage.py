@@ -76,6 +76,7 @@ class Coverage:
 
     def _key(self, call: Any, phase: str, chosen_as: Hashable = None) -> _Key:
         inputs, outputs = call.inputs, call.outputs
+        phase = BACKWARD if call.traits.by_engine else phase
         number = (inputs.number, outputs.number) if inputs.number else (inputs.args, inputs.kwargs)
         key = (call.op, number, phase)
         if key not in self._calls:
@@ -194,7 +195,8 @@ def _seconds(call: _Call, phase: str) -> float | None:
         flops = _flops(name, [t.shape for t in inputs], outputs)
     except (IndexError, ZeroDivisionError):  # arguments that were not foreseen
         flops = 0.0
-    return max(flops / _FLOPS, moved / _BYTES) * (_BACKWARD if phase == BACKWARD else 1.0)
+    differentiates = phase == BACKWARD and not call.traits.by_engine
+    return max(flops / _FLOPS, moved / _BYTES) * (_BACKWARD if differentiates else 1.0)
 
 
 def _returns_views(call: _Call, inputs: Sequence[TensorMeta], outputs: Sequence[TensorMeta]) -> bool:

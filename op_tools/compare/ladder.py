@@ -23,6 +23,8 @@ import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Final
 
+import torch
+
 from ..call.description import Described, Tensor
 from ..call.functions import function_of
 from ..copies.invocation import BACKWARD as BACKWARD
@@ -85,6 +87,11 @@ class Job:
     error: BaseException | None = None
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
 
+    @property
+    def told_phase(self) -> str:
+        """The phase that people read: what autograd adds up itself belongs to a backward (`job.told_phase`)."""
+        return BACKWARD if self.call.traits.by_engine else self.phase
+
 
 def arguments_kind(call: Invocation) -> Hashable:
     """Equal for calls with the same arguments, apart from values, under the same numerics (`arguments_kind(call)`)."""
@@ -100,8 +107,12 @@ def gradient_kind(
     sent: Sequence[Tensor | None], found: Sequence[Tensor | None], unasked: tuple[int, ...] = ()
 ) -> Hashable:
     """Equal for gradients that look alike: shapes, strides and dtypes (`gradient_kind([x], [None])`)."""
-    looks = [None if g is None else (g.shape, g.stride(), g.dtype, g.requires_grad) for g in (*sent, *found)]
+    looks = [None if g is None else (g.shape, _strides(g), g.dtype, g.requires_grad) for g in (*sent, *found)]
     return (len(sent), unasked, *looks)
+
+
+def _strides(tensor: Tensor) -> Hashable:
+    return tensor.stride() if tensor.layout is torch.strided else tensor.layout
 
 
 @dataclasses.dataclass

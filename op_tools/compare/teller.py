@@ -165,15 +165,15 @@ class Teller:
         self.verdicts[judgement.verdict] += 1
         for row in judgement.rows:
             if row.verdict == WEAK:
-                self.known[call.op, job.phase, row.reason] += 1
+                self.known[call.op, job.told_phase, row.reason] += 1
             elif IN_TF32 in row.error_info:
-                self.known[call.op, job.phase, IN_TF32] += 1
-        key = (call.op, call.numbers, job.phase)
+                self.known[call.op, job.told_phase, IN_TF32] += 1
+        key = (call.op, call.numbers, job.told_phase)
         if key in self.coverage.compared:
             self.coverage.compared[key] += 1
         else:
             self.coverage.add(live, job.phase, call.kind)
-        which, where = (call.id, call.record_site, job.phase), (call.site.module, call.site.step)
+        which, where = (call.id, call.record_site, job.told_phase), (call.site.module, call.site.step)
         self._tool.record_all(
             [(*which, label_of(*row[:3]), *row[rows.FIRST : rows.END], *where, row[rows.END]) for row in judgement.rows]
         )
@@ -195,11 +195,12 @@ class Teller:
         if len(self.blames) < _MAX_BLAMES:
             reason = f"{name}: {worst.reason}"
             where = (*call.site[:3], folder)
-            self.blames.append(Blame(job.event, call.id, call.op, job.phase, reason, worst.excess, *where))
+            self.blames.append(Blame(job.event, call.id, call.op, job.told_phase, reason, worst.excess, *where))
         where_in_model = f" in module {call.site.module}" if call.site.module else ""
         ulp = f"{worst.max_ulp:.3g} ulp" if worst.max_ulp <= _MAX_ULP else f"> {_MAX_ULP:.0e} ulp".replace("+0", "")
         message = f"{name} is wrong{where_in_model}: {worst.reason} (max_abs_diff {worst.max_abs_diff:.6g}, {ulp})"
-        self._tool.found(job.live, "difference", message, phase=job.phase, module=call.site.module, size=worst.excess)
+        phase, module = job.told_phase, call.site.module
+        self._tool.found(job.live, "difference", message, phase=phase, module=module, size=worst.excess)
 
     def _save(self, job: Job, call: ComparedCall, wrong: Sequence[Row]) -> str:
         """The saved call, both sides, and a script that repeats it; what cannot be saved is left out."""

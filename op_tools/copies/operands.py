@@ -94,23 +94,30 @@ class Layouts:
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], Layout] = {}
 
-    def stage(self, number: int, tensors: list[Tensor], value: Any, event: bool = True) -> Operands:
-        """Copy the storages under `value`; `number` is that of its description, `tensors` are all in it."""
+    def stage(self, number: int, tensors: list[Tensor], value: Any, event: bool = True, whole: bool = True) -> Operands:
+        """Copy the storages under `value`; `number` is that of its description, `tensors` are all in it.
+
+        `whole=False` is for gradients, and copies what they touch. Autograd adds to a gradient in place only while
+        nobody else holds its memory, and a Python object for its storage would count.
+        """
         if not number:
             return stage(value, event)
-        key: list[Any] = [number]
+        key: list[Any] = [number, whole]
         storages: dict[int, int] = {}
         for tensor in tensors:
-            if type(tensor) not in _PLAIN_TYPES or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+            if not is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
                 return stage(value, event)
-            storage = tensor.untyped_storage()
-            index = storages.setdefault(storage._cdata, len(storages))
-            key += (index, tensor.storage_offset(), storage.nbytes())
+            if whole:
+                storage = tensor.untyped_storage()
+                index = storages.setdefault(storage._cdata, len(storages))
+                key += (index, tensor.storage_offset(), storage.nbytes())
+            else:
+                key += (storages.setdefault(start_of_storage(tensor), len(storages)), tensor.storage_offset())
         layout = self._known.get(tuple(key))
         if layout is None:
             if len(self._known) >= _MAX_LAYOUTS:
                 self._known.clear()
-            layout = self._known[tuple(key)] = _lay_out(value, tensors, [])
+            layout = self._known[tuple(key)] = _lay_out(value, tensors, [], whole)
         copies = tuple([_copy_storage(tensors[at], start, end) for at, start, end in layout.parts])
         return Operands(layout.tree, copies, mark_after(copies) if event else None, layout.nbytes, (), layout)
 
@@ -129,21 +136,29 @@ def stage(value: Any, event: bool = True) -> Operands:
     return Operands(layout.tree, copies, mark_after(copies) if event else None, layout.nbytes, tuple(opaque))
 
 
-def _lay_out(value: Any, tensors: list[Tensor], opaque: list[str]) -> Layout:
+def start_of_storage(tensor: Tensor) -> int:
+    """The address of a tensor's storage, without a Python object for it (`start_of_storage(x[1:])`)."""
+    address = tensor.data_ptr()
+    if not address:  # it is empty
+        return tensor.untyped_storage().data_ptr()
+    return address - int(tensor.storage_offset()) * tensor.element_size()
+
+
+def _lay_out(value: Any, tensors: list[Tensor], opaque: list[str], whole: bool = True) -> Layout:
     keys: dict[int, int] = {}  # of a tensor: its storage
     spans: dict[int, tuple[int, int, int]] = {}  # of a storage: a tensor in it, first and last byte that are needed
     for number, tensor in enumerate(tensors):
         if is_plain(tensor):
             size = tensor.element_size()
             start, end = (place * size for place in span_of(tensor))
-            key = keys[id(tensor)] = tensor.untyped_storage()._cdata
+            key = keys[id(tensor)] = tensor.untyped_storage()._cdata if whole else start_of_storage(tensor)
             first, low, high = spans.get(key, (number, start, end))
             spans[key] = (first, min(low, start), max(high, end))
     placed: dict[int, tuple[int, int]] = {}
     parts: list[tuple[int, int, int]] = []
     for key, (first, start, end) in spans.items():
-        total = tensors[first].untyped_storage().nbytes()
-        if total <= _KEEP_WHOLE_BELOW or total <= _KEEP_WHOLE_FACTOR * (end - start):
+        total = tensors[first].untyped_storage().nbytes() if whole else 0
+        if whole and (total <= _KEEP_WHOLE_BELOW or total <= _KEEP_WHOLE_FACTOR * (end - start)):
             start, end = 0, total
         start -= start % 64  # stay aligned for every dtype
         placed[key] = (len(parts), start)

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from ..call.functions import name_of
 from ..compat import OpOverload, OpOverloadPacket, registering_file
 from ..copies.invocation import Invocation
 from . import archive
@@ -113,6 +114,8 @@ def _expression(op: str, function: Callable[..., Any]) -> tuple[str, str, list[s
         file = registering_file("::".join(name.split(".")[:2]))
         found = [n for n, m in list(sys.modules.items()) if file and getattr(m, "__file__", None) == file]
         return f"torch.ops.{name}", file, [n for n in found if n != "__main__"]
+    if op.startswith("autograd."):  # an addition that autograd made itself
+        op = name_of(function)
     if _resolves(torch, op.removeprefix("torch.")) and op.startswith("torch."):
         return op, "", []
     module = getattr(function, "__module__", None) or op.rpartition(".")[0]

@@ -102,6 +102,11 @@ class Library:
             self._known.wait(_LOAD_TIMEOUT)
         return self.loaded
 
+    @property
+    def building(self) -> bool:
+        """Whether it is being built or loaded (`library.building`)."""
+        return self._thread.is_alive()
+
     def wait(self) -> Any:
         """The loaded library once the build has ended, or None if it failed (`library.wait() is not None`)."""
         self.get()

@@ -34,7 +34,7 @@ from ..judge import golden
 from ..judge.verdict import WRONG, Judgement, Rules
 from ..native import measuring
 from ..view import console, rows
-from ..watch.intercept import Call
+from ..watch.intercept import INTERCEPTOR, Call
 from .base import Tool
 
 _WATCHING_COST: Final = 1e-5  # seconds that the interceptor needs for a call, whether or not it is compared
@@ -75,7 +75,7 @@ class OpAutoCompare(Tool):
     }
     nothing_found = ""  # the first line of the summary says it
     order = 20
-    wants_backward = True
+    wants_backward = wants_sums = True
     columns: ClassVar[dict[str, str]] = _COLUMNS
 
     def __init__(
@@ -154,7 +154,7 @@ class OpAutoCompare(Tool):
             call.op,
             getattr(call.function, "op_tools_function", call.function),
             call.traits,
-            Site(call.location, module_path(2), call.step),
+            Site(call.location, self._module_of(call) if call.traits.by_engine else module_path(2), call.step),
             Region(device, torch.is_grad_enabled(), low),
             (call.inputs.number, 0),
             live=call,
@@ -173,9 +173,15 @@ class OpAutoCompare(Tool):
         if self._sampled:
             self._chooser.spend(kind, time.perf_counter() - started)
 
+    def _module_of(self, call: Call) -> str:
+        """Of a sum of gradients: the module of the call whose result they are the gradients of."""
+        maker = call.notes["maker"]
+        compared: ComparedCall | None = None if maker is None else maker.notes.get(self)
+        return "" if compared is None else compared.site.module
+
     def _copy_arguments(self, compared: ComparedCall) -> bool:
         call = compared.live
-        staged = self._stage(call.inputs.number, call.tensors, (call.args, call.kwargs))
+        staged = self._stage(call, call.inputs.number, call.tensors, (call.args, call.kwargs))
         if staged.opaque:
             self._chooser.settle(compared.kind)
             self._teller.skip(call, f"arguments of type {', '.join(dict.fromkeys(staged.opaque))} cannot be copied")
@@ -183,12 +189,13 @@ class OpAutoCompare(Tool):
         compared.before = staged
         return True
 
-    def _stage(self, number: int, tensors: list[Tensor], value: Any) -> Operands:
+    def _stage(self, call: Call, number: int, tensors: list[Tensor], value: Any) -> Operands:
         """A snapshot that the user's dispatch modes do not see; the interceptor has switched off function modes."""
+        whole = not call.traits.by_engine
         if not count_dispatch_modes():
-            return self._layouts.stage(number, tensors, value)
+            return self._layouts.stage(number, tensors, value, whole=whole)
         with no_dispatch_modes():
-            return self._layouts.stage(number, tensors, value)
+            return self._layouts.stage(number, tensors, value, whole=whole)
 
     def after(self, call: Call) -> None:
         compared: ComparedCall | None = call.notes.get(self)
@@ -214,7 +221,7 @@ class OpAutoCompare(Tool):
         else:
             number = inputs << 32 | outputs if inputs and outputs else 0  # never that of arguments alone
             values = (call.args, call.kwargs, call.result)
-            job.snapshot = self._stage(number, [*call.tensors, *call.results], values)
+            job.snapshot = self._stage(call, number, [*call.tensors, *call.results], values)
             self._submit(job, compared)
         compared.live = weakref.proxy(call)  # which holds it
         if self._sampled:
@@ -229,14 +236,18 @@ class OpAutoCompare(Tool):
             self._teller.skip(call, unknown, BACKWARD)
             return
         started = time.perf_counter()
-        sent, found = [[g.data_ptr() for g in grads if g is not None] for grads in (grad_outputs, grad_inputs)]
+        sent, found = [
+            [g.data_ptr() for g in grads if g is not None and g.layout is torch.strided]
+            for grads in (grad_outputs, grad_inputs)
+        ]
         event = self._teller.lineage.made_from(sent, found, also=(compared.event,))
         grads = (grad_outputs, grad_inputs)
         kind = gradient_kind(*grads, call.unasked)
         job = Job(compared, BACKWARD, event=event, live=call, grads=grads, grad_kind=kind, unasked=call.unasked)
         if not self._settle_live(job) and self._has_arguments(compared):
             given = [g for g in (*grad_outputs, *grad_inputs) if g is not None]
-            job.snapshot = self._layouts.stage(_number_of(kind, given, self._gradient_kinds), given, grads)
+            number = _number_of(kind, given, self._gradient_kinds)
+            job.snapshot = self._layouts.stage(number, given, grads, whole=False)
             job.on_device = describe(tuple(grad_inputs)) if self.view.full else None
             job.grads = None
             if self._sampled:
@@ -352,7 +363,8 @@ class OpAutoCompare(Tool):
 
     def summary(self) -> list[str]:
         notes = [line for judge in self._ladder for line in judge.summary()]
-        told = self._teller.summary(self._chooser.left_out, [*notes, self._chooser.describe()])
+        notes += [self._chooser.describe(), INTERCEPTOR.sums.why_unheard()]
+        told = self._teller.summary(self._chooser.left_out, notes)
         return [*told, f"comparisons in {self.csv_path}"]
 
     def progress(self) -> str:

@@ -166,9 +166,14 @@ class View:
 
 def finding_line(finding: Finding, short: bool = False) -> str:
     """`[OpCapture] torch.add: disk full (train.py:3 f: ...)`; a short line ends with the file and line."""
-    where = finding.location.split(" ", 1)[0] if short else finding.location
+    where = _file_and_line(finding.location) if short else finding.location
     op = "" if short and finding.message.startswith(finding.op) else f"{finding.op}: "
     return f"[{finding.tool}] {op}{finding.message}" + (f" ({where})" if where else "")
+
+
+def _file_and_line(location: str) -> str:
+    first = location.split(" ", 1)[0]
+    return first if ":" in first else location  # words, where no line of the user's makes the call
 
 
 class FindingGroups:
@@ -208,7 +213,7 @@ class FindingGroups:
         lines = []
         for first, count, worst in [groups[n] for n in kept]:
             times = f"{count:,} times" if count > 1 else "once"
-            where = first.location.split(" ", 1)[0]
+            where = _file_and_line(first.location)
             if not first.size:  # its text says what it is
                 found = first.message + (f" ({where})" if where else "")
                 lines.append(f"{first.op}: {found}" + (f"; {times}" if count > 1 else ""))

@@ -28,7 +28,7 @@ from .hooks import Hooks
 if TYPE_CHECKING:
     from .intercept import Call
 
-_sequence_now: Final[Callable[[], int]] = sequence_number or (lambda: 0)
+sequence_now: Final[Callable[[], int]] = sequence_number or (lambda: 0)
 _MAX_NODES: Final = 2_000
 WITHOUT_KERNEL: Final = facts.NODES_WITHOUT_KERNEL
 _CAST: Final = "ToCopyBackward0"
@@ -91,7 +91,7 @@ def edges_of(tensors: list[Tensor]) -> Edges | None:
     if not targets and not bases:
         # closures may bring in tensors that need gradients; such calls have none among their arguments
         return None
-    return Edges(len(tensors), targets, bases, _sequence_now())
+    return Edges(len(tensors), targets, bases, sequence_now())
 
 
 def attach(call: Call, edges: Edges, outputs: list[Tensor], listeners: tuple[Hooks, ...]) -> None:

@@ -27,7 +27,7 @@ from ..compat import (
 )
 from ..native import front
 from ..view.console import note
-from . import backward, patches
+from . import backward, patches, sums
 from .hooks import Hooks
 
 _MAX_PLANS: Final = 20_000
@@ -122,10 +122,11 @@ class Interceptor(TorchFunctionMode):
         self.include_cpu = False
         self._plans: dict[Any, Any] | None = None  # by function; None where nothing is watched
         self._front: Any = None  # the hot path in machine code, once it is compiled
-        self._descriptions = Descriptions()
+        self.descriptions = Descriptions()
+        self.sums = sums.GradientSums(self)
         self._lock = threading.RLock()
         self._patches: patches.Installed | None = None
-        self._capturing: Callable[[], bool] | None = None
+        self.capturing: Callable[[], bool] | None = None
         self._graph_noted = False
 
     # -- the hot path ---------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ class Interceptor(TorchFunctionMode):
         observers, transforms = plan.observers, plan.transforms
         if not observers and not transforms:
             return func(*args, **kwargs)
-        if self._capturing is not None and self._capturing():
+        if self.capturing is not None and self.capturing():
             return self._in_a_graph(func, args, kwargs)
         call = Call(traits, func, args, kwargs)
         call.location = site.call_site()
@@ -181,7 +182,7 @@ class Interceptor(TorchFunctionMode):
         edges = None
         with no_torch_function():  # attribute reads of a tool must not reach function modes or tensor subclasses
             try:
-                call.inputs = self._descriptions.of(args, kwargs, call.tensors, plan.pointers)
+                call.inputs = self.descriptions.of(args, kwargs, call.tensors, plan.pointers)
                 if listeners and torch.is_grad_enabled():
                     edges = backward.edges_of(call.tensors)
             except Exception as error:
@@ -194,7 +195,7 @@ class Interceptor(TorchFunctionMode):
         call.result = result = _run(func, call, transforms, 0) if transforms else func(*args, **kwargs)
         with no_torch_function():
             try:
-                call.outputs = self._descriptions.of((result,), _NO_NAMES, call.results, plan.pointers)
+                call.outputs = self.descriptions.of((result,), _NO_NAMES, call.results, plan.pointers)
             except Exception as error:
                 tools[0].failed(call, error)
             for tool in reversed(tools):
@@ -205,6 +206,8 @@ class Interceptor(TorchFunctionMode):
             if edges is not None:
                 try:
                     backward.attach(call, edges, call.results, listeners)
+                    if self.sums.wanted:
+                        self.sums.note(edges.since, backward.sequence_now(), call)
                 except Exception as error:
                     listeners[0].failed(call, error)
         call.release()
@@ -304,10 +307,11 @@ class Interceptor(TorchFunctionMode):
         with self._lock:
             if not self.tools:
                 self.include_cpu = settings.flag("OP_TOOLS_INCLUDE_CPU")
-                self._capturing = torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else None
+                self.capturing = torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else None
                 self._graph_noted = False
                 self._patches = patches.Installed(self, _WatchedEngine)
             self.tools = sorted([*self.tools, tool], key=lambda t: t.order)
+            self.sums.tools_changed(self.tools)
             self._start_plans({})
             if not self.is_on():
                 self.put_on()
@@ -326,6 +330,7 @@ class Interceptor(TorchFunctionMode):
         """Take a tool out; the last one switches the interceptor off (`INTERCEPTOR.remove(tool)`)."""
         with self._lock:
             self.tools = [t for t in self.tools if t is not tool]
+            self.sums.tools_changed(self.tools)
             self._start_plans({} if self.tools else None)
             if not self.tools:
                 self.take_off()
@@ -356,6 +361,7 @@ class Interceptor(TorchFunctionMode):
         self._lock = threading.RLock()
         self._start_plans(None)
         self.tools = []
+        self.sums.wanted = False
         self._patches = None
         self.take_off()
         patches.undo_all_in_child()
@@ -430,6 +436,8 @@ class _WatchedEngine:
         must_put_on = getattr(_thread, "in_backward", False) and not interceptor.is_on()
         with self._lock:
             self._passes += 1
+            if self._passes == 1:
+                interceptor.sums.begin()
         if must_put_on:
             interceptor.put_on()
         try:
@@ -440,6 +448,8 @@ class _WatchedEngine:
             with self._lock:
                 self._passes -= 1
                 ended = self._passes == 0
+                if ended:
+                    interceptor.sums.end()
                 kept = self._graph_is_kept or (bool(args[2]) if len(args) > 2 else True)
                 self._graph_is_kept = kept and not ended
             if ended:

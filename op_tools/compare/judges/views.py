@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ...call.description import Tensor
-from ...copies.operands import Operands, is_plain
+from ...copies.operands import Operands, is_plain, start_of_storage
 from ...judge.verdict import RIGHT, Judgement
 from ..ladder import FORWARD, ComparedCall, Job, Judge, Places, Setup, arguments_kind
 
@@ -31,10 +31,10 @@ def places(given: Sequence[Tensor], results: Sequence[Tensor]) -> Places | None:
     if not given or not results:
         return None
     try:
-        storages = [t.untyped_storage().data_ptr() for t in given]
+        storages = list(map(start_of_storage, given))
         found = []
         for result in results:
-            index = storages.index(result.untyped_storage().data_ptr())
+            index = storages.index(start_of_storage(result))
             source = given[index]
             if not storages[index] or not (is_plain(result) and is_plain(source)):
                 return None

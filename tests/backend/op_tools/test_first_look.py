@@ -54,7 +54,9 @@ def test_a_healthy_training_is_settled_mostly_on_the_device(
         train(device, steps=4, low=low, save_memory=save_memory)
 
     def results(records: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
-        return [(r["phase"], r["name"]) for r in records if " input" not in r["name"]]
+        # the engine adds in place or not, as memory is held by others or not
+        names = [(r["phase"], r["name"].replace("gradients.add_", "gradients.add")) for r in records]
+        return [pair for pair in names if " input" not in pair[1]]
 
     assert results(rows) == results(on_cpu.records()), "every call is compared, forward and backward"
     settled, _ = looked_at(compared)
@@ -151,6 +153,7 @@ def test_without_room_calls_go_to_the_cpu(device: str, monkeypatch: pytest.Monke
     layer, x = torch.nn.Linear(16, 8).to(device), torch.randn(4, 16).to(device)
     with op_tools.OpAutoCompare(look="device") as compared:
         for _ in range(3):
+            layer.zero_grad()
             linear_step(x, layer)
             compared.wait()
     assert looked_at(compared) == (0, 0)

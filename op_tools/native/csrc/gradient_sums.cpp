@@ -1,0 +1,229 @@
+// Additions that the autograd engine makes itself: gradients of a tensor that several nodes use, and `.grad += new`.
+// A weight that autocast has cast for several calls gets the sum of their gradients through one conversion.
+// PyTorch tells its profilers of every operator; those that the engine runs are handed to Python, before and after.
+
+#define NDEBUG 1  // as PyTorch is built: otherwise at::RecordFunction has a member more
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+#include <dlfcn.h>
+
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_set>
+#include <vector>
+
+namespace {
+
+using torch::autograd::AccumulateGrad;
+using torch::autograd::Node;
+
+struct Place {  // a node, by the thread that made it and its number there
+  uint64_t thread;
+  int64_t sequence;
+};
+
+struct Sum {
+  const char* kernel;          // "add_"; "to" for a conversion
+  int64_t accumulates;         // into `.grad`; otherwise in the engine, between two nodes
+  const at::Tensor* total;     // what there was so far; of a copy, where it goes
+  const at::Tensor* added;     // null for a clone and a conversion
+  const at::Tensor* variable;  // the leaf that it is the gradient of, or null
+  Place sender;
+  Place maker;                 // the node that gets the sum; 0, -1 where it is not known
+  const char* sender_name;
+};
+
+using Before = int64_t (*)(const Sum*);  // returns a number for `After`, or 0
+using After = void (*)(int64_t, const at::Tensor*);
+
+Before before_sum = nullptr;
+After after_sum = nullptr;
+void* interceptor = nullptr;
+bool with_cpu = false;
+at::CallbackHandle of_nodes = 0, of_operators = 0;
+
+std::mutex lock;
+std::unordered_set<const void*> sums;  // addresses of what was added up since listening began
+
+thread_local std::vector<Node*> running;  // the nodes that this thread is in, innermost last
+thread_local bool busy = false;           // in an addition that was heard, or in Python because of it
+
+struct Heard : public at::ObserverContext {
+  explicit Heard(int64_t number, bool is_sum = false) : number(number), is_sum(is_sum) {}
+  int64_t number;
+  bool is_sum;
+};
+
+// Python code, of hooks for example, calls operators with the interceptor taken off, or with all modes disabled.
+bool called_by_python() {
+  using at::impl::PythonTorchFunctionTLS;
+  if (PythonTorchFunctionTLS::get_disabled_state() == at::impl::TorchFunctionDisabledState::ALL_DISABLED) return true;
+  for (int64_t i = PythonTorchFunctionTLS::stack_len(); i-- > 0;) {
+    const auto& mode = PythonTorchFunctionTLS::get_stack_at(i);
+    if (mode->ptr(&mode->pyinterpreter()) == interceptor) return false;
+  }
+  return true;
+}
+
+Place place_of(const Node& node) { return {node.thread_id(), static_cast<int64_t>(node.sequence_nr())}; }
+
+// The leaf that a node leads to, if it is one or converts a gradient for one.
+const AccumulateGrad* leaf_behind(const Node* node) {
+  if (node->name() == "ToCopyBackward0" && node->num_outputs() == 1) node = node->next_edge(0).function.get();
+  return dynamic_cast<const AccumulateGrad*>(node);
+}
+
+// Who gets what a node has sent: the only one that takes a gradient like this, or nobody.
+void find_target(Node& sender, const at::Tensor& sent, Sum& sum) {
+  const torch::autograd::Edge* found = nullptr;
+  for (const auto& edge : sender.next_edges()) {
+    if (!edge.is_valid() || edge.input_nr >= edge.function->num_inputs()) continue;
+    const auto& expected = edge.function->input_metadata(edge.input_nr);
+    if (!expected.is_same_shape(sent)) continue;
+    if (found != nullptr && !(*found == edge)) return;
+    found = &edge;
+  }
+  if (found == nullptr) return;
+  sum.maker = place_of(*found->function);
+  if (const auto* leaf = leaf_behind(found->function.get())) sum.variable = &leaf->variable;
+}
+
+// Whether a kernel of a node converts a sum of gradients for a leaf.
+bool converts_sum(const at::RecordFunction& function, const AccumulateGrad* leaf) {
+  const auto inputs = function.inputs();
+  if (leaf == nullptr || inputs.empty() || !inputs[0].isTensor()) return false;
+  const at::Tensor& total = inputs[0].toTensor();
+  if (!total.has_storage() || total.device() != leaf->variable.device()) return false;
+  const std::lock_guard<std::mutex> held(lock);
+  return sums.count(total.const_data_ptr()) > 0;
+}
+
+std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& function) {
+  if (busy) return nullptr;
+  const char* name = function.name();
+  if (std::strncmp(name, "aten::", 6) != 0) return nullptr;
+  name += 6;
+  const bool adds = std::strcmp(name, "add_") == 0 || std::strcmp(name, "add") == 0;
+  const bool converts = std::strcmp(name, "_to_copy") == 0;
+  if (!adds && !converts && std::strcmp(name, "copy_") != 0 && std::strcmp(name, "clone") != 0) return nullptr;
+  const auto node = torch::autograd::get_current_node();
+  if (node == nullptr) return nullptr;
+  const bool in_node = !running.empty() && running.back() == node.get();
+  if (!in_node && !adds) return nullptr;
+  const auto* leaf = !in_node ? nullptr : converts ? leaf_behind(node.get()) : dynamic_cast<AccumulateGrad*>(node.get());
+  if (in_node && (leaf == nullptr || (converts && !converts_sum(function, leaf)))) return nullptr;
+  if (called_by_python()) return nullptr;
+  try {
+    const auto inputs = function.inputs();
+    if (inputs.empty() || !inputs[0].isTensor()) return nullptr;
+    const bool one = converts || std::strcmp(name, "clone") == 0;
+    if (!one && (inputs.size() < 2 || !inputs[1].isTensor())) return nullptr;
+    const at::Tensor& total = inputs[0].toTensor();
+    const at::Tensor& added = inputs[one ? 0 : 1].toTensor();
+    if (!total.defined() || !added.defined() || total.is_meta() || (total.is_cpu() && added.is_cpu() && !with_cpu))
+      return nullptr;
+    const std::string sender = node->name();
+    Sum sum{converts ? "to" : name, in_node, &total, one ? nullptr : &added, nullptr, place_of(*node), {0, -1}, sender.c_str()};
+    if (in_node) {
+      sum.variable = &leaf->variable;
+    } else {
+      find_target(*node, added, sum);
+    }
+    busy = true;
+    const int64_t number = before_sum(&sum);
+    if (number != 0) return std::make_unique<Heard>(number, !in_node);  // what runs inside of it is a part of it
+  } catch (...) {  // the training goes on
+  }
+  busy = false;
+  return nullptr;
+}
+
+void after_operator(const at::RecordFunction& function, at::ObserverContext* context) {
+  auto* heard = static_cast<Heard*>(context);
+  if (heard == nullptr) return;
+  const auto& outputs = function.outputs();  // none where the kernel failed
+  const at::Tensor* result = !outputs.empty() && outputs[0].isTensor() ? &outputs[0].toTensor() : nullptr;
+  if (heard->is_sum && result != nullptr && result->has_storage()) {
+    const std::lock_guard<std::mutex> held(lock);
+    sums.insert(result->const_data_ptr());
+  }
+  after_sum(heard->number, result);
+  busy = false;
+}
+
+std::unique_ptr<at::ObserverContext> before_node(const at::RecordFunction&) {
+  running.push_back(torch::autograd::get_current_node().get());
+  return std::make_unique<Heard>(0);
+}
+
+void after_node(const at::RecordFunction&, at::ObserverContext* context) {
+  if (context != nullptr && !running.empty()) running.pop_back();
+}
+
+using Wrap = struct _object* (*)(const at::TensorBase&);
+
+// Its name says how it takes its argument, which in either case is the address of a tensor.
+Wrap find_wrap() {
+  void* library = dlopen("libtorch_python.so", RTLD_LAZY | RTLD_NOLOAD);
+  if (library == nullptr) return nullptr;
+  void* found = dlsym(library, "_Z16THPVariable_WrapRKN2at10TensorBaseE");
+  if (found == nullptr) found = dlsym(library, "_Z16THPVariable_WrapN2at10TensorBaseE");
+  return reinterpret_cast<Wrap>(found);
+}
+
+Wrap wrap = nullptr;
+
+}  // namespace
+
+extern "C" {
+
+// Returns 0 where tensors cannot be handed to Python.
+__attribute__((visibility("default"))) int op_tools_sums_prepare(void* mode, Before before, After after) {
+  wrap = find_wrap();
+  interceptor = mode;
+  before_sum = before;
+  after_sum = after;
+  return wrap != nullptr ? 1 : 0;
+}
+
+// Begins to listen; passes may run at the same time in several threads, but this is called once for all of them.
+__attribute__((visibility("default"))) int op_tools_sums_begin(int include_cpu) {
+  with_cpu = include_cpu != 0;
+  {
+    const std::lock_guard<std::mutex> held(lock);
+    sums.clear();
+  }
+  try {
+    of_nodes = at::addGlobalCallback(
+        at::RecordFunctionCallback(before_node, after_node).scopes({at::RecordScope::BACKWARD_FUNCTION}));
+    of_operators = at::addGlobalCallback(at::RecordFunctionCallback(before_operator, after_operator)
+                                             .needsInputs(true)
+                                             .needsOutputs(true)
+                                             .scopes({at::RecordScope::FUNCTION}));
+  } catch (...) {
+    return 0;
+  }
+  return 1;
+}
+
+__attribute__((visibility("default"))) void op_tools_sums_end() {
+  at::removeCallback(of_operators);
+  at::removeCallback(of_nodes);
+}
+
+__attribute__((visibility("default"))) uint64_t op_tools_sums_thread() { return at::RecordFunction::currentThreadId(); }
+
+// A Python tensor over the same memory, so that the engine's own gets no second owner; the caller holds the GIL.
+__attribute__((visibility("default"))) struct _object* op_tools_sums_tensor(const at::Tensor* tensor) {
+  if (tensor->key_set().has(c10::DispatchKey::Python)) return wrap(at::Tensor(*tensor));
+  return wrap(tensor->variable_data());
+}
+
+}  // extern "C"
