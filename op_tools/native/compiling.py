@@ -138,6 +138,7 @@ def against_torch(source: Path, before_build: Callable[[], None] | None = None) 
     """The shared library of a source file that uses PyTorch's C++ API (`against_torch(Path("backward_clock.cpp"))`)."""
     root = Path(torch.__file__).parent
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    flags = ("-std=c++20", "-O2", "-fvisibility=hidden", f"-isystem{root / 'include'}", abi)
+    as_built = "-DNDEBUG"  # as PyTorch is: otherwise at::RecordFunction has a member more
+    flags = ("-std=c++20", "-O2", "-fvisibility=hidden", f"-isystem{root / 'include'}", abi, as_built)
     linked = (f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-lc10", "-ltorch_cpu", *loaded_runtime())
     return compiled(source, flags, linked, str(torch.version.git_version), before_build)

@@ -2,8 +2,6 @@
 // A weight that autocast has cast for several calls gets the sum of their gradients through one conversion.
 // PyTorch tells its profilers of every operator; those that the engine runs are handed to Python, before and after.
 
-#define NDEBUG 1  // as PyTorch is built: otherwise at::RecordFunction has a member more
-
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/function.h>
