@@ -24,9 +24,11 @@ from ..compat import (
     no_torch_function,
     pop_function_mode,
     push_function_mode,
+    running_pass,
 )
 from ..view.console import note
 from . import backward, patches
+from .compiled import HIDDEN, Regions
 from .hooks import Hooks
 
 _MAX_PLANS: Final = 20_000
@@ -130,6 +132,7 @@ class Interceptor(TorchFunctionMode):
         self._descriptions = Descriptions()
         self._lock = threading.RLock()
         self._patches: patches.Installed | None = None
+        self.regions = Regions()
         self._capturing: Callable[[], bool] | None = None
         self._graph_noted = False
 
@@ -161,6 +164,8 @@ class Interceptor(TorchFunctionMode):
         if not self.include_cpu and not _is_on_device(args, kwargs, traits):
             return func(*args, **kwargs)
         if count_dispatch_modes() and in_fake_mode():  # nothing is computed
+            return func(*args, **kwargs)
+        if self.regions.starts and running_pass() != -1 and self.regions.made_running_node():
             return func(*args, **kwargs)
         for tool in plan.skipped:
             tool.skipped(traits.name)
@@ -221,8 +226,6 @@ class Interceptor(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _make_plan(self, func: Callable[..., Any]) -> Plan | None:
-        if self._patches is not None:
-            self._patches.look_for_dynamo()
         plans = self._plans
         if len(plans) > _MAX_PLANS:  # functions made in a loop must not pile up
             plans.clear()
@@ -307,10 +310,11 @@ class Interceptor(TorchFunctionMode):
                 self.include_cpu = settings.flag("OP_TOOLS_INCLUDE_CPU")
                 self._capturing = torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else None
                 self._graph_noted = False
+                self.regions = Regions()
                 self._patches = patches.Installed(self, _WatchedEngine)
             self.tools = sorted([*self.tools, tool], key=lambda t: t.order)
             self._plans = {}
-            if not self.is_on():
+            if not self.is_on() and not (self._patches is not None and self._patches.code.starts_inside()):
                 self.put_on()
 
     def remove(self, tool: Hooks) -> None:
@@ -331,14 +335,20 @@ class Interceptor(TorchFunctionMode):
 
     def passes_ended(self, graph_is_kept: bool) -> None:
         """Backward passes have ended, and none is under way (`INTERCEPTOR.passes_ended(False)`)."""
+        self._tell("after_backward_passes", torch.autograd.backward, graph_is_kept)
+
+    def compiled_code_ran(self) -> None:
+        """Compiled code has run; tools did not see it (`INTERCEPTOR.compiled_code_ran()`)."""
+        self._tell("after_compiled_code", torch.compile)
+
+    def _tell(self, hook: str, function: Callable[..., Any], *args: Any) -> None:
         for tool in self.tools:
-            if type(tool).after_backward_passes is Hooks.after_backward_passes:
+            if getattr(type(tool), hook) is getattr(Hooks, hook):
                 continue  # nobody listens
             try:
-                tool.after_backward_passes(graph_is_kept)
+                getattr(tool, hook)(*args)
             except Exception as error:
-                function = torch.autograd.backward
-                tool.failed(Call(OpTraits("backward", function), function, (), {}), error)
+                tool.failed(Call(OpTraits(function.__name__, function), function, (), {}), error)
 
     def forked(self) -> None:
         """In a forked child (a DataLoader worker) the tools of the parent are silent, and nothing is patched."""
@@ -347,6 +357,7 @@ class Interceptor(TorchFunctionMode):
         self.tools = []
         self._patches = None
         self.take_off()
+        HIDDEN.forked()
         patches.undo_all_in_child()
 
 
