@@ -202,6 +202,13 @@ def dynamo_eval_frame() -> Any:
     return module if hasattr(module, "_maybe_set_eval_frame") else None
 
 
+def hide_from_dynamo(function: Any) -> None:
+    """Have Dynamo run the frames of a function as they are; what it calls is another matter."""
+    skip = getattr(dynamo_eval_frame(), "skip_code", None)
+    if skip is not None:
+        skip(function.__code__)
+
+
 def compilations() -> int:
     """How many steps of compilations Dynamo has timed so far: the number changes with every compilation."""
     utils = sys.modules.get("torch._dynamo.utils")

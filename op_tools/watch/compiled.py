@@ -202,6 +202,14 @@ class _Region(NamedTuple):
     optimizers: tuple[Any, ...]  # that step inside
 
 
+class _Thread(threading.local):
+    region: _Region | None = None  # the compiled function that the thread is in
+
+
+# Patches ask it first: all that they do in compiled functions is to call the original. Dynamo sees their frames there.
+THREAD: Final = _Thread()
+
+
 class CompiledCode:
     """Switches the interceptor off around compiled code, and what Dynamo would see of op_tools with it."""
 
@@ -214,13 +222,13 @@ class CompiledCode:
 
         def switched(callback: Any) -> Any:
             wrapper = sys._getframe(1)
-            region: _Region | None = getattr(_thread, "region", None)
+            region = THREAD.region
             if region is None:
                 if callable(callback) and wrapper.f_code.co_name in DYNAMO_WRAPPERS:
-                    _thread.region = self._enter(wrapper)
+                    THREAD.region = self._enter(wrapper)
             elif region.frame is wrapper:
                 prior = set_eval_frame(callback)
-                _thread.region = None
+                THREAD.region = None
                 self._leave(region, FORWARD)
                 return prior
             return set_eval_frame(callback)
@@ -231,7 +239,7 @@ class CompiledCode:
         """The function that runs an autograd node which is written in Python."""
 
         def applied(node: Any, *args: Any) -> Any:
-            if not is_compiled_node(node):
+            if THREAD.region is not None or not is_compiled_node(node):
                 return apply(node, *args)
             region = self._enter(None)
             try:
@@ -248,8 +256,8 @@ class CompiledCode:
             if _is_wrapper(back.f_code) and callable(back.f_locals.get("callback")):
                 outermost = back
             frame = back
-        if outermost is not None and getattr(_thread, "region", None) is None:
-            _thread.region = self._enter(outermost, was_on=True)
+        if outermost is not None and THREAD.region is None:
+            THREAD.region = self._enter(outermost, was_on=True)
         return outermost is not None
 
     def _enter(self, frame: FrameType | None, was_on: bool = False) -> _Region:
@@ -265,9 +273,7 @@ class CompiledCode:
                 optimizers = tuple(_optimizers_of(frame.f_locals.get("fn")))
         if was_on and not self._noted:
             self._noted = True
-            note(
-                "code made by torch.compile is not watched, nor its backward (TORCH_COMPILE_DISABLE=1 runs it uncompiled)"
-            )
+            note(_NOTE)
         return _Region(frame, was_on, modes, interceptor.regions.enter() if was_on else None, optimizers)
 
     def _leave(self, region: _Region, phase: str) -> None:
@@ -284,12 +290,9 @@ class CompiledCode:
             self._stepped(optimizer)
 
 
-_thread: Final = threading.local()  # `region`: the compiled function that the thread is in
-
-
 def forget_region() -> None:
     """This thread is in no compiled function whose end will be noticed."""
-    _thread.region = None
+    THREAD.region = None
 
 
 def _is_wrapper(code: CodeType) -> bool:

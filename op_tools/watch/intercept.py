@@ -28,7 +28,7 @@ from ..compat import (
 )
 from ..view.console import note
 from . import backward, patches
-from .compiled import HIDDEN, Regions
+from .compiled import HIDDEN, THREAD, Regions
 from .hooks import Hooks
 
 _MAX_PLANS: Final = 20_000
@@ -426,6 +426,8 @@ class _WatchedEngine:
         return getattr(self._engine, name)
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        if THREAD.region is not None:
+            return self._engine.run_backward(*args, **kwargs)
         interceptor = self._interceptor
         must_put_on = getattr(_thread, "in_backward", False) and not interceptor.is_on()
         with self._lock:

@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -18,8 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ditorch_common.patching import Ledger, Patch, full_name
 
 from ..call.traits import COLLECTIVES, traits_of
-from ..compat import DYNAMO_MODULE, PythonNode, dynamo_eval_frame
+from ..compat import DYNAMO_MODULE, PythonNode, dynamo_eval_frame, hide_from_dynamo
 from . import compiled
+from .compiled import THREAD
 
 if TYPE_CHECKING:
     from .intercept import Interceptor
@@ -66,12 +68,13 @@ def undo_all_in_child() -> None:
 class Installed:
     """The patches that lead calls to the interceptor where its mode does not see them, from `__init__` to `undo`."""
 
-    def __init__(self, interceptor: Interceptor, watched_engine: Callable[[Any, Interceptor], Any]) -> None:
+    def __init__(self, interceptor: Interceptor, watched_engine: Any) -> None:
         self._interceptor = interceptor
         self._has_dynamo = False  # whether it is patched
         self._first_optimizer: weakref.ref[Any] | None = None
         self.code = compiled.CompiledCode(interceptor, self._stepped)
         self._names: list[str] = []
+        self._functions: list[Any] = [watched_engine.run_backward, watched_engine.__getattr__]  # that replace others
         self._watch_new_threads()
         self._count_steps()
         engine = watched_engine(torch.autograd.Variable._execution_engine, interceptor)
@@ -101,12 +104,14 @@ class Installed:
         record(what, why, undo, how, original)
         setattr(owner, name, value)
         self._names.append(what)
+        if isinstance(value, FunctionType):
+            self._functions.append(value)
 
     def _watch_new_threads(self) -> None:
         interceptor, original = self._interceptor, threading.Thread.start
 
         def start(thread: threading.Thread, *args: Any, **kwargs: Any) -> None:
-            if not getattr(thread, "op_tools_internal", False) and interceptor.is_on():
+            if THREAD.region is None and not getattr(thread, "op_tools_internal", False) and interceptor.is_on():
                 run = thread.run
 
                 def watched_run() -> None:
@@ -177,6 +182,8 @@ class Installed:
             for name in ("apply", "apply_boxed"):
                 if hasattr(PythonNode, name):
                     self._replace(PythonNode, name, self.code.apply(getattr(PythonNode, name)), why)
+            for function in self._functions:
+                hide_from_dynamo(function)
 
     # -- collectives ----------------------------------------------------------------------------------
 
@@ -193,7 +200,7 @@ class Installed:
         traits = traits_of(original, what)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if not interceptor.is_on():
+            if THREAD.region is not None or not interceptor.is_on():
                 return original(*args, **kwargs)
             return interceptor.watch_function(watched, traits, original, args, kwargs)
 
