@@ -209,6 +209,11 @@ def hide_from_dynamo(function: Any) -> None:
         skip(function.__code__)
 
 
+def compiles_backward() -> bool:
+    """Whether this thread's backward passes are compiled as a whole (`torch._dynamo.config.compiled_autograd`)."""
+    return bool(getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False))
+
+
 def compilations() -> int:
     """How many steps of compilations Dynamo has timed so far: the number changes with every compilation."""
     utils = sys.modules.get("torch._dynamo.utils")

@@ -198,7 +198,7 @@ class _Region(NamedTuple):
     frame: FrameType | None  # of Dynamo's wrapper; None in a backward pass
     was_on: bool  # whether the thread was watched
     modes: list[Any]  # dispatch modes of op_tools that were on
-    entered: Any
+    entered: Any  # what `Regions.leave` wants; None where the run does not count
     optimizers: tuple[Any, ...]  # that step inside
 
 
@@ -241,13 +241,21 @@ class CompiledCode:
         def applied(node: Any, *args: Any) -> Any:
             if THREAD.region is not None or not is_compiled_node(node):
                 return apply(node, *args)
-            region = self._enter(None)
-            try:
-                return apply(node, *args)
-            finally:
-                self._leave(region, BACKWARD)
+            return self.run(False, apply, node, *args)
 
         return applied
+
+    def run(self, counted: bool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that runs the backward of compiled code, or a whole pass that is compiled.
+
+        `counted` says that the thread is watched, although the interceptor is off just now.
+        """
+        THREAD.region = region = self._enter(None, counted=counted)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            THREAD.region = None
+            self._leave(region, BACKWARD)
 
     def starts_inside(self) -> bool:
         """A tool starts: whether this thread is in a compiled function, which is then left alone to its end."""
@@ -260,31 +268,32 @@ class CompiledCode:
             THREAD.region = self._enter(outermost, was_on=True)
         return outermost is not None
 
-    def _enter(self, frame: FrameType | None, was_on: bool = False) -> _Region:
+    def _enter(self, frame: FrameType | None, was_on: bool = False, counted: bool = False) -> _Region:
         interceptor = self._interceptor
         modes = pop_own_dispatch_modes()
         if interceptor.is_on():
             was_on = True
             interceptor.take_off()
+        counted = counted or was_on
         optimizers: tuple[Any, ...] = ()
         if frame is not None:
             HIDDEN.hide()
             with contextlib.suppress(Exception):  # of objects that answer questions in their own way
                 optimizers = tuple(_optimizers_of(frame.f_locals.get("fn")))
-        if was_on and not self._noted:
+        if counted and not self._noted:
             self._noted = True
             note(_NOTE)
-        return _Region(frame, was_on, modes, interceptor.regions.enter() if was_on else None, optimizers)
+        return _Region(frame, was_on, modes, interceptor.regions.enter() if counted else None, optimizers)
 
     def _leave(self, region: _Region, phase: str) -> None:
         interceptor = self._interceptor
         if region.frame is not None:
             HIDDEN.show()
-        if region.was_on:
+        if region.entered is not None:
             interceptor.regions.leave(region.entered, phase)
             interceptor.compiled_code_ran()
-            if interceptor.tools and not interceptor.is_on():
-                interceptor.put_on()
+        if region.was_on and interceptor.tools and not interceptor.is_on():
+            interceptor.put_on()
         push_dispatch_modes(region.modes)
         for optimizer in region.optimizers:
             self._stepped(optimizer)

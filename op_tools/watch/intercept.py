@@ -17,6 +17,7 @@ from ..call.site import call_site
 from ..call.traits import OpTraits, traits_of
 from ..compat import (
     DeviceContext,
+    compiles_backward,
     count_dispatch_modes,
     count_function_modes,
     function_mode_at,
@@ -429,6 +430,9 @@ class _WatchedEngine:
         if THREAD.region is not None:
             return self._engine.run_backward(*args, **kwargs)
         interceptor = self._interceptor
+        if compiles_backward() and interceptor._patches is not None:
+            watched = getattr(_thread, "in_backward", False)
+            return interceptor._patches.code.run(watched, self._engine.run_backward, *args, **kwargs)
         must_put_on = getattr(_thread, "in_backward", False) and not interceptor.is_on()
         with self._lock:
             self._passes += 1

@@ -23,6 +23,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import op_tools
@@ -47,17 +48,24 @@ class Doubled(torch.autograd.Function):
         return grad * 2 + (x - x)
 
 
+def _near_first(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    return score - (query - key).abs() * 0.1
+
+
 class Block(nn.Module):
     """A block of a small Llama."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, flexible: bool) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.flexible = heads, flexible
         self.norms = nn.ModuleList([nn.RMSNorm(width) for _ in range(2)])
         self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         self.gate, self.up, self.down = nn.Linear(width, 64), nn.Linear(width, 64), nn.Linear(64, width)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.flexible:
+            out: Tensor = flex_attention(q, k, v, score_mod=_near_first)
+            return out
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -75,7 +83,7 @@ class Llama(nn.Module):
         super().__init__()
         self.between = between
         self.embedding = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList([Block(width, heads) for _ in range(2)])
+        self.blocks = nn.ModuleList([Block(width, heads, "flex" in between) for _ in range(2)])
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, words, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -128,6 +136,7 @@ CASES = {
     "hook": Case("hook"),
     "checkpoint": Case("checkpoint"),
     "glue": Case("glue"),
+    "flex_attention": Case("flex break"),
     "optimizer": Case(part="optimizer"),
     "whole_step": Case("break", part="whole"),
 }

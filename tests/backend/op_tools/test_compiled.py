@@ -224,6 +224,22 @@ def test_a_tool_that_starts_inside_a_compiled_function_leaves_it_alone_to_its_en
     assert patches.listed() == []
 
 
+@pytest.mark.slow  # Dynamo traces the hooks on nodes
+def test_a_backward_pass_that_is_compiled_as_a_whole(device: str) -> None:
+    weight = nn.Parameter(torch.full((3, 3), 0.5, device=device))
+    enabled = torch._dynamo.compiled_autograd._enable
+    grads = []
+    for name in (None, "OpFallback", "OpAutoCompare"):
+        weight.grad = None
+        tool = None if name is None else getattr(op_tools, name)()
+        with tool or contextlib.nullcontext(), enabled(torch.compile(backend="eager")):
+            (weight @ weight).sin().sum().backward()
+        assert weight.grad is not None
+        grads.append(weight.grad.tolist())
+        assert tool is None or tool.compiled.startswith("1 backward run")
+    assert grads[0] == grads[1] == grads[2]
+
+
 # -- features -----------------------------------------------------------------------------------------
 
 
