@@ -29,6 +29,8 @@ _FACTOR_STEPS: Final = 10  # operations for each element and row when a matrix i
 
 _LEFT_OUT: Final = "left out, and no call of its kind was compared"
 
+_WHOLE: Final = "compiled code runs as a whole (TORCH_COMPILE_DISABLE=1 runs its operators one by one)"
+
 _Key = tuple[str, Hashable, str]  # operator, kind of arguments, phase
 
 
@@ -92,8 +94,11 @@ class Coverage:
             counts[op] += count
         return counts
 
-    def describe(self, wrong: int, left_out: Mapping[Hashable, int]) -> list[str]:
-        """The verdict with its coverage, then what was not compared; `left_out` are kinds the chooser passed over."""
+    def describe(self, wrong: int, left_out: Mapping[Hashable, int], compiled: str = "") -> list[str]:
+        """The verdict with its coverage, then what was not compared.
+
+        `left_out` are kinds the chooser passed over; `compiled` says how often compiled code ran, if it did.
+        """
         work = self._work()
         done = alike = Share()
         for key, count in self.compared.items():
@@ -122,12 +127,14 @@ class Coverage:
                 phases, share = missed.get((kind[0], _LEFT_OUT), (Counter(), Share()))
                 phases[FORWARD] += count
                 missed[kind[0], _LEFT_OUT] = phases, share.plus(count, work_each)
-        first = _verdict(sum(self.compared.values()), wrong, done, everything)
+        first = _verdict(sum(self.compared.values()), wrong, done, everything, bool(compiled))
         if alike.calls:
             calls, of_work = Share(done.calls + alike.calls, done.work + alike.work).of(everything)
             first += f"; with calls of the same kinds {calls} and {of_work}"
         ordered = sorted(missed.items(), key=lambda item: (-item[1][1].work, -item[1][1].calls))
         lines = [first]
+        if compiled:
+            lines.append(f"  torch.compile: {compiled}, not compared: {_WHOLE}")
         for (op, reason), (phases, share) in ordered[:_MAX_LINES]:
             counts = " and ".join(f"{phases[p]:,} {p}" for p in (FORWARD, BACKWARD) if phases[p])
             counts += " calls" if share.calls > 1 else " call"
@@ -147,18 +154,21 @@ class Coverage:
         return found
 
 
-def _verdict(comparisons: int, wrong: int, done: Share, everything: Share) -> str:
+def _verdict(comparisons: int, wrong: int, done: Share, everything: Share, compiled: bool) -> str:
     if not comparisons and not everything.calls:
+        if compiled:
+            return "NOTHING WAS COMPARED: no call outside compiled code was seen"
         return "NOTHING WAS COMPARED: no call on the device was seen (OP_TOOLS_INCLUDE_CPU=1 watches the CPU as well)"
     if not done.calls and everything.calls:
         return f"NOTHING THAT COMPUTES WAS COMPARED: none of {everything.calls:,} such calls; {comparisons:,} others"
     text = f"{comparisons:,} comparison{'s' * (comparisons != 1)}, {wrong:,} wrong; "
+    outside = " outside compiled code" if compiled else ""
     if not everything.calls:
-        return text + "no call computes anything"
+        return text + f"no call{outside} computes anything"
     if done.calls == everything.calls:
-        return text + "every call that computes was compared"
+        return text + f"every call{outside} that computes was compared"
     calls, work = done.of(everything)
-    return text + f"{calls} of the calls that compute compared, {work} of the estimated work"
+    return text + f"{calls} of the calls{outside} that compute compared, {work} of the estimated work"
 
 
 def percent(part: float, whole: float) -> str:

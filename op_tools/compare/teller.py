@@ -127,9 +127,9 @@ class Teller:
             while self._telling:
                 self._change.wait(1.0)
 
-    def summary(self, left_out: Mapping[Hashable, int], notes: Sequence[str]) -> list[str]:
+    def summary(self, left_out: Mapping[Hashable, int], notes: Sequence[str], compiled: str = "") -> list[str]:
         """What was compared and what was not, these notes where they say something, and who is to blame."""
-        lines = self.coverage.describe(self.verdicts[WRONG], left_out)
+        lines = self.coverage.describe(self.verdicts[WRONG], left_out, compiled)
         if self.not_allclose:
             why = right_because(self._standard)
             saves = "OP_AUTOCOMPARE_STANDARD=seed saves these as well"

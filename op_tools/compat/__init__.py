@@ -13,6 +13,7 @@ Other rooms may read these attributes of PyTorch's objects, which hold for the s
     node        _sequence_nr                        of the autograd graph
     class       _execution_engine                   of torch.autograd.Variable, replaced while tools watch backward
     module      _maybe_set_eval_frame               of `dynamo_eval_frame`, replaced while tools watch
+    class       apply  apply_boxed                  of `PythonNode`, replaced once Dynamo is there; some have no second
 """
 
 from __future__ import annotations
@@ -30,7 +31,13 @@ from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.storage import _dtype_to_storage_type_map
 from torch.utils._device import DeviceContext as DeviceContext
 from torch.utils._device import _device_constructors
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 # -- modes ------------------------------------------------------------------------------------------------
 
@@ -66,6 +73,9 @@ class DispatchMode(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False
 
+    def interrupted(self) -> None:
+        """The mode is taken off for a while: compiled code runs under it."""
+
     if TYPE_CHECKING:  # PyTorch's have no types
 
         def __init__(self) -> None: ...
@@ -73,6 +83,25 @@ class DispatchMode(TorchDispatchMode):
         def __init_subclass__(cls) -> None: ...
 
         def __enter__(self) -> DispatchMode: ...
+
+
+def pop_own_dispatch_modes() -> list[DispatchMode]:
+    """Take the modes of op_tools off the top of this thread's stack; `push_dispatch_modes` puts them back."""
+    popped: list[DispatchMode] = []
+    while count_dispatch_modes():
+        top = _get_current_dispatch_mode_stack()[-1]
+        if not isinstance(top, DispatchMode):
+            break
+        _pop_mode()
+        top.interrupted()
+        popped.append(top)
+    return popped
+
+
+def push_dispatch_modes(popped: list[DispatchMode]) -> None:
+    """Put modes back that `pop_own_dispatch_modes` took off."""
+    for mode in reversed(popped):
+        _push_mode(mode)
 
 
 # -- autograd ---------------------------------------------------------------------------------------------
@@ -88,6 +117,17 @@ def engine_will_run(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # a leaf whose gradient `autograd.grad` was asked for
         return True
+
+
+PythonNode: Final = torch.autograd.function.BackwardCFunction  # nodes of the graph that are written in Python
+running_pass: Final = torch._C._current_graph_task_id  # number of the backward pass that this thread works on, or -1
+# The node that this thread runs in that pass, or None. Those who ask for it do without where it is missing.
+current_node: Final[Callable[[], Any]] = getattr(torch._C, "_current_autograd_node", lambda: None)
+
+
+def is_compiled_node(node: Any) -> bool:
+    """Whether AOTAutograd made a node of the graph: all that its backward does is one compiled function."""
+    return getattr(getattr(node, "_forward_cls", None), "_aot_id", None) is not None
 
 
 def _unknown_hooks(ignore_is_tracing: bool) -> tuple[Any, ...]:
@@ -152,9 +192,30 @@ cuda_device: Final[Callable[[], int]] = getattr(torch._C, "_cuda_getDevice", _no
 cuda_stream: Final[Callable[[int], int]] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
 
 DYNAMO_WRAPPERS: Final = frozenset({"compile_wrapper", "_fn"})  # functions that Dynamo puts around compiled ones
+DYNAMO_MODULE: Final = "torch._dynamo.eval_frame"
+DYNAMO_FRAMES: Final = "_dynamo/eval_frame.py"  # the file of that module
 
 
 def dynamo_eval_frame() -> Any:
     """Dynamo's module that sets the frame callback; None if Dynamo is not imported yet, or has no such setter."""
-    module = sys.modules.get("torch._dynamo.eval_frame")
+    module = sys.modules.get(DYNAMO_MODULE)
     return module if hasattr(module, "_maybe_set_eval_frame") else None
+
+
+def hide_from_dynamo(function: Any) -> None:
+    """Have Dynamo run the frames of a function as they are; what it calls is another matter."""
+    skip = getattr(dynamo_eval_frame(), "skip_code", None)
+    if skip is not None:
+        skip(function.__code__)
+
+
+def compiles_backward() -> bool:
+    """Whether this thread's backward passes are compiled as a whole (`torch._dynamo.config.compiled_autograd`)."""
+    return bool(getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False))
+
+
+def compilations() -> int:
+    """How many steps of compilations Dynamo has timed so far: the number changes with every compilation."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    timed: dict[str, list[float]] = getattr(utils, "compilation_time_metrics", {})
+    return sum([len(times) for times in list(timed.values())])

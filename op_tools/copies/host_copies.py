@@ -115,6 +115,12 @@ class HostCopies:
             self._forget(known)
         self._written.pop(storage, None)
 
+    def drop_all(self) -> None:
+        """Any tensor may have been written to, and nobody counted it."""
+        self._kept.clear()
+        self._by_storage.clear()
+        self._written.clear()
+
     def written(self, tensor: Tensor, copy: Tensor, counts: bool) -> None:
         """A kernel wrote to a copy, which was written back; `counts` says that kernels like it count the write."""
         if tensor.layout == torch.strided and not tensor.is_inference():
@@ -197,10 +203,8 @@ class HostCopies:
     def end(self) -> None:
         """Let go of everything; backward passes of calls that ran may still come."""
         self.pinned = None
-        self._kept.clear()
-        self._by_storage.clear()
         self._addresses.clear()
-        self._written.clear()
+        self.drop_all()
 
 
 def version_of(tensor: Tensor) -> int:

@@ -364,8 +364,11 @@ class OpAutoCompare(Tool):
     def summary(self) -> list[str]:
         notes = [line for judge in self._ladder for line in judge.summary()]
         notes += [self._chooser.describe(), INTERCEPTOR.sums.why_unheard()]
-        told = self._teller.summary(self._chooser.left_out, notes)
+        told = self._teller.summary(self._chooser.left_out, notes, self.compiled)
         return [*told, f"comparisons in {self.csv_path}"]
+
+    def _compiled_fact(self) -> list[str]:
+        return []  # the coverage says it
 
     def progress(self) -> str:
         told, verdicts = self._teller.told, self._teller.verdicts

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from typing import Any, ClassVar, TypeVar
@@ -93,6 +94,7 @@ class Tool(Hooks):
         self._groups = console.FindingGroups()
         self._unwatched: Counter[str] = Counter()
         self._last_unwatched = 0  # the id of a call
+        self.compiled = ""  # runs of compiled code that the tool left alone, and their share; known at stop
         self.condition: Callable[..., Any] | None = None  # set by apply_feature
         self.only: Callable[[OpTraits], bool] | None = None  # set by apply_feature
 
@@ -139,7 +141,9 @@ class Tool(Hooks):
                     self._findings_now = []
                     self._groups = console.FindingGroups()
                     self._unwatched.clear()
+                    self.compiled = ""
                     INTERCEPTOR.add(self)
+                    self._began, self._compiled_before = time.perf_counter(), INTERCEPTOR.regions.tally()
                 except BaseException:
                     self.release()
                     raise
@@ -159,6 +163,7 @@ class Tool(Hooks):
                 return
             INTERCEPTOR.remove(self)
         try:
+            self._ask_for_compiled_code()
             self.finish()
             if self._store is not None:
                 self._store.flush()
@@ -170,6 +175,14 @@ class Tool(Hooks):
             self._say_summary()
 
     end = stop
+
+    def _ask_for_compiled_code(self) -> None:
+        ran = INTERCEPTOR.regions.tally(wait=True).since(self._compiled_before)
+        self.compiled = ran.describe(time.perf_counter() - self._began)
+        if self.compiled:
+            self._report(
+                Finding(self.name, "torch.compile", "skipped", f"compiled code is left alone: {self.compiled}")
+            )
 
     def step(self) -> None:
         """Count a training step by hand, where no optimizer does it (`tool.step()`)."""
@@ -285,6 +298,7 @@ class Tool(Hooks):
         if self.calls:
             facts.append("most frequent: " + ", ".join(f"{op} ({n:,})" for op, n in self.calls.most_common(5)))
         facts += [f"not watched, {reason}: {_counted(n, 'call')}" for reason, n in self._unwatched.items()]
+        facts += self._compiled_fact()
         facts += self.filter.unused()
         facts.append(_counted(self._groups.count, "finding") if self._groups.count else self.nothing_found)
         facts += self._groups.lines()
@@ -295,6 +309,9 @@ class Tool(Hooks):
             elif self._store.dropped:
                 facts.append(f"{self._store.dropped} records over OP_TOOLS_MAX_RECORDS were dropped")
         self.view.say(f"{self.name} summary", *(f"  {fact}" for fact in facts if fact))
+
+    def _compiled_fact(self) -> list[str]:
+        return [f"not watched, made by torch.compile: {self.compiled}"] if self.compiled else []
 
     # -- records --------------------------------------------------------------------------------------
 

@@ -82,6 +82,8 @@ class OpFallback(Tool):
                 with mode:
                     result = run(call.args, call.kwargs)
                 self._copies.settle()
+                if mode.was_interrupted:
+                    self.found(call, "refused", "compiled code inside of it ran on the device", once=True)
             except NoCpuKernel as error:
                 missing = str(error)
                 if len(self._missing) < _MAX_MISSING:
@@ -140,13 +142,16 @@ class OpFallback(Tool):
     def before_node(self, call: Call, node: int) -> Any:
         if call.notes.get(self) != "cpu":
             return None
-        mode = OnCpu(self._copies)
+        mode = OnCpu(self._copies, lambda why: self.found(call, "refused", f"{why}; it ran on the device", once=True))
         mode.__enter__()
         return mode
 
     def after_node(self, call: Call, started: Any) -> None:
         started.__exit__(None, None, None)
         self._copies.settle()
+
+    def after_compiled_code(self) -> None:
+        self._copies.drop_all()
 
     def finish(self) -> None:
         self.copied_bytes = self._copies.copied_bytes
@@ -209,7 +214,10 @@ def _run_whole(call: Call, host: HostCopies) -> Any:
     random = call.traits.random is not False
     stream = random_stream(device, call.kwargs.get("generator")) if random else contextlib.nullcontext()
     with stream, torch.autocast("cpu", dtype=low, enabled=low is not None):
-        result = call.function(*args, **kwargs)
+        try:
+            result = call.function(*args, **kwargs)
+        except NotImplementedError as error:
+            raise _CannotRunWhole("nor for all of it") from error
     originals = {id(t): t for t in tensors_in((call.args, call.kwargs))}
     written = {key: copy for key, copy in copies.items() if copy._version != before[key]}  # running statistics, say
     if any(copy.requires_grad for copy in written.values()):

@@ -18,6 +18,7 @@ from ..call.functions import name_of, watched_name
 from ..call.traits import traits_of
 from ..settings import SettingsError, near_misses
 from ..watch import patches
+from ..watch.compiled import HIDDEN
 from ..watch.intercept import INTERCEPTOR
 from . import all_tools
 from .base import Tool
@@ -190,6 +191,7 @@ class _Wrapped:
             raise SettingsError(f"{name} cannot be watched: it is not an attribute of any module")
         self._what = f"{name}, for apply_feature"  # the interceptor may patch the same function
         patches.record(self._what, "no mode sees this function", self._undo, original=function)
+        HIDDEN.add(self._what, functools.partial(self._put, function), functools.partial(self._put, watched))
 
     def release(self) -> None:
         with _guard:
@@ -197,11 +199,16 @@ class _Wrapped:
             if not self.users and _wrapped.get(self.name) is self:
                 patches.undo(self._what)
 
+    def _put(self, now: Callable[..., Any]) -> None:
+        """Make the function, or what watches it, the one that callers find."""
+        for owner, attribute in self._places:
+            if getattr(owner, attribute, None) in (self._function, self._watched):
+                setattr(owner, attribute, now)
+
     def _undo(self) -> None:
         _wrapped.pop(self.name, None)
-        for owner, attribute in self._places:
-            if getattr(owner, attribute, None) is self._watched:
-                setattr(owner, attribute, self._function)
+        HIDDEN.remove(self._what)
+        self._put(self._function)
 
 
 _wrapped: dict[str, _Wrapped] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -62,9 +62,11 @@ class NoCpuKernel(Exception):
 class OnCpu(DispatchMode):
     """Every kernel that is called under this mode runs on the CPU."""
 
-    def __init__(self, copies: HostCopies) -> None:
+    def __init__(self, copies: HostCopies, or_device: Callable[[str], None] | None = None) -> None:
         super().__init__()
         self._copies = copies
+        self._or_device = or_device  # told why, kernels that the CPU lacks run on the device; without it they fail
+        self.was_interrupted = False  # compiled code ran on the device
         self.converted: dict[torch.dtype, torch.dtype] = {}  # from what the CPU computed in to what it gave back
 
     def __torch_dispatch__(
@@ -82,7 +84,18 @@ class OnCpu(DispatchMode):
                     for tensor in tensors:
                         self._copies.drop_storage(tensor)
                 return func(*args, **kwargs)
-            return self._run(func, kernel, args, kwargs, tensors, device)
+            try:
+                return self._run(func, kernel, args, kwargs, tensors, device)
+            except NoCpuKernel as error:
+                if self._or_device is None:
+                    raise
+                self._or_device(str(error))
+                for tensor in tensors:
+                    self._copies.drop_storage(tensor)
+                return func(*args, **kwargs)
+
+    def interrupted(self) -> None:
+        self.was_interrupted = True
 
     def _run(
         self,

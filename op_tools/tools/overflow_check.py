@@ -175,6 +175,10 @@ class OpOverflowCheck(Tool):
         with self._guard:
             self._enter(_Entry(call, "backward", self._all(grad_outputs), self._all(grad_inputs)))
 
+    def after_compiled_code(self) -> None:
+        with self._guard:
+            self._known.clear()
+
     def _enter(self, entry: _Entry) -> None:
         self._entries.append(entry)
         at_once = self.only is not None  # a feature on one operator shows at once

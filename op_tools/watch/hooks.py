@@ -75,5 +75,8 @@ class Hooks:
     def after_backward_passes(self, graph_is_kept: bool) -> None:
         """Backward passes have ended and none is under way, whichever calls they were of."""
 
+    def after_compiled_code(self) -> None:
+        """Compiled code has run, unseen: it may have written to any tensor, and not counted that."""
+
     def failed(self, call: Call, error: BaseException, what: str = "the tool failed on this operator") -> None:
         """The tool raised an error; the training goes on."""

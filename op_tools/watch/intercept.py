@@ -17,6 +17,7 @@ from ..call.devices import names_device
 from ..call.traits import OpTraits, traits_of
 from ..compat import (
     DeviceContext,
+    compiles_backward,
     count_dispatch_modes,
     count_function_modes,
     function_mode_at,
@@ -24,10 +25,12 @@ from ..compat import (
     no_torch_function,
     pop_function_mode,
     push_function_mode,
+    running_pass,
 )
 from ..native import front
 from ..view.console import note
 from . import backward, patches, sums
+from .compiled import HIDDEN, THREAD, Regions
 from .hooks import Hooks
 
 _MAX_PLANS: Final = 20_000
@@ -127,6 +130,7 @@ class Interceptor(TorchFunctionMode):
         self._lock = threading.RLock()
         self._patches: patches.Installed | None = None
         self.capturing: Callable[[], bool] | None = None
+        self.regions = Regions()
         self._graph_noted = False
 
     # -- the hot path ---------------------------------------------------------------------------------
@@ -159,6 +163,8 @@ class Interceptor(TorchFunctionMode):
         if not self.include_cpu and not _is_on_device(args, kwargs, traits):
             return func(*args, **kwargs)
         if count_dispatch_modes() and in_fake_mode():  # nothing is computed
+            return func(*args, **kwargs)
+        if self.regions.starts and running_pass() != -1 and self.regions.made_running_node():
             return func(*args, **kwargs)
         for tool in plan.skipped:
             tool.skipped(traits.name)
@@ -221,8 +227,6 @@ class Interceptor(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _make_plan(self, func: Callable[..., Any]) -> Plan | None:
-        if self._patches is not None:
-            self._patches.look_for_dynamo()
         plans = self._plans
         if plans is None:
             return None
@@ -309,11 +313,12 @@ class Interceptor(TorchFunctionMode):
                 self.include_cpu = settings.flag("OP_TOOLS_INCLUDE_CPU")
                 self.capturing = torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else None
                 self._graph_noted = False
+                self.regions = Regions()
                 self._patches = patches.Installed(self, _WatchedEngine)
             self.tools = sorted([*self.tools, tool], key=lambda t: t.order)
             self.sums.tools_changed(self.tools)
             self._start_plans({})
-            if not self.is_on():
+            if not self.is_on() and not (self._patches is not None and self._patches.code.starts_inside()):
                 self.put_on()
 
     def _start_plans(self, plans: dict[Any, Any] | None) -> None:
@@ -347,14 +352,20 @@ class Interceptor(TorchFunctionMode):
 
     def passes_ended(self, graph_is_kept: bool) -> None:
         """Backward passes have ended, and none is under way (`INTERCEPTOR.passes_ended(False)`)."""
+        self._tell("after_backward_passes", torch.autograd.backward, graph_is_kept)
+
+    def compiled_code_ran(self) -> None:
+        """Compiled code has run; tools did not see it (`INTERCEPTOR.compiled_code_ran()`)."""
+        self._tell("after_compiled_code", torch.compile)
+
+    def _tell(self, hook: str, function: Callable[..., Any], *args: Any) -> None:
         for tool in self.tools:
-            if type(tool).after_backward_passes is Hooks.after_backward_passes:
+            if getattr(type(tool), hook) is getattr(Hooks, hook):
                 continue  # nobody listens
             try:
-                tool.after_backward_passes(graph_is_kept)
+                getattr(tool, hook)(*args)
             except Exception as error:
-                function = torch.autograd.backward
-                tool.failed(Call(OpTraits("backward", function), function, (), {}), error)
+                tool.failed(Call(OpTraits(function.__name__, function), function, (), {}), error)
 
     def forked(self) -> None:
         """In a forked child (a DataLoader worker) the tools of the parent are silent, and nothing is patched."""
@@ -364,6 +375,7 @@ class Interceptor(TorchFunctionMode):
         self.sums.wanted = False
         self._patches = None
         self.take_off()
+        HIDDEN.forked()
         patches.undo_all_in_child()
 
 
@@ -432,7 +444,12 @@ class _WatchedEngine:
         return getattr(self._engine, name)
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        if THREAD.region is not None:
+            return self._engine.run_backward(*args, **kwargs)
         interceptor = self._interceptor
+        if compiles_backward() and interceptor._patches is not None:
+            watched = getattr(_thread, "in_backward", False)
+            return interceptor._patches.code.run(watched, self._engine.run_backward, *args, **kwargs)
         must_put_on = getattr(_thread, "in_backward", False) and not interceptor.is_on()
         with self._lock:
             self._passes += 1

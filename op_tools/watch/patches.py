@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -18,14 +19,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ditorch_common.patching import Ledger, Patch, full_name
 
 from ..call.traits import COLLECTIVES, traits_of
-from ..compat import DYNAMO_WRAPPERS, dynamo_eval_frame
+from ..compat import DYNAMO_MODULE, PythonNode, dynamo_eval_frame, hide_from_dynamo
+from . import compiled
+from .compiled import THREAD
 
 if TYPE_CHECKING:
     from .intercept import Interceptor
 
 _ledger: Final = Ledger()
 _lock = threading.RLock()
-_compiled: Final = threading.local()  # `frame`: of the compiled function that this thread is in
 
 
 def listed() -> list[Patch]:
@@ -66,10 +68,13 @@ def undo_all_in_child() -> None:
 class Installed:
     """The patches that lead calls to the interceptor where its mode does not see them, from `__init__` to `undo`."""
 
-    def __init__(self, interceptor: Interceptor, watched_engine: Callable[[Any, Interceptor], Any]) -> None:
+    def __init__(self, interceptor: Interceptor, watched_engine: Any) -> None:
         self._interceptor = interceptor
-        self._dynamo: Any = None  # its module, once it is patched
+        self._has_dynamo = False  # whether it is patched
+        self._first_optimizer: weakref.ref[Any] | None = None
+        self.code = compiled.CompiledCode(interceptor, self._stepped)
         self._names: list[str] = []
+        self._functions: list[Any] = [watched_engine.run_backward, watched_engine.__getattr__]  # that replace others
         self._watch_new_threads()
         self._count_steps()
         engine = watched_engine(torch.autograd.Variable._execution_engine, interceptor)
@@ -83,6 +88,7 @@ class Installed:
 
     def undo(self) -> None:
         """Take these patches back, the last one first."""
+        compiled.forget_region()
         while self._names:
             undo(self._names.pop())
 
@@ -98,12 +104,14 @@ class Installed:
         record(what, why, undo, how, original)
         setattr(owner, name, value)
         self._names.append(what)
+        if isinstance(value, FunctionType):
+            self._functions.append(value)
 
     def _watch_new_threads(self) -> None:
         interceptor, original = self._interceptor, threading.Thread.start
 
         def start(thread: threading.Thread, *args: Any, **kwargs: Any) -> None:
-            if not getattr(thread, "op_tools_internal", False) and interceptor.is_on():
+            if THREAD.region is None and not getattr(thread, "op_tools_internal", False) and interceptor.is_on():
                 run = thread.run
 
                 def watched_run() -> None:
@@ -120,65 +128,62 @@ class Installed:
         self._replace(threading.Thread, "start", start, why)
 
     def _count_steps(self) -> None:
-        first: list[weakref.ref[Any]] = []
+        register: Callable[..., Any] = register_optimizer_step_post_hook
+        handle = register(lambda optimizer, args, kwargs: self._stepped(optimizer))
 
-        def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if not first or first[0]() is None:  # none yet, or that one is gone
-                first[:] = [weakref.ref(optimizer)]
-            if first[0]() is optimizer:  # with several optimizers, the first one counts
-                self._interceptor.count_step()
-            self.look_for_dynamo()
+        def hide() -> None:
+            handle.remove()
+
+        def show() -> None:
+            nonlocal handle
+            handle = register(lambda optimizer, args, kwargs: self._stepped(optimizer))
+
+        def undo() -> None:
+            compiled.HIDDEN.remove(what)
+            handle.remove()
 
         what = "torch.optim.Optimizer.step"
-        record(what, "counts training steps", register_optimizer_step_post_hook(stepped).remove, "registered")
+        record(what, "counts training steps", undo, "registered")
         self._names.append(what)
+        compiled.HIDDEN.add(what, hide, show)
 
-    # -- compiled functions ---------------------------------------------------------------------------
+    def _stepped(self, optimizer: Any) -> None:
+        first = self._first_optimizer
+        if first is None or first() is None:  # none yet, or that one is gone
+            first = self._first_optimizer = weakref.ref(optimizer)
+        if first() is optimizer:  # with several optimizers, the first one counts
+            self._interceptor.count_step()
+
+    # -- compiled code --------------------------------------------------------------------------------
 
     def _watch_compiler(self) -> None:
-        original = torch.compile
+        finder = compiled.WhenImported(DYNAMO_MODULE, self.look_for_dynamo)
 
-        def compile(*args: Any, **kwargs: Any) -> Any:
-            compiled = original(*args, **kwargs)
-            self.look_for_dynamo()
-            return compiled
+        def undo() -> None:
+            if finder in sys.meta_path:
+                sys.meta_path.remove(finder)
 
-        self._replace(torch, "compile", compile, "Dynamo is imported when it is used first")
+        record("sys.meta_path", "Dynamo is patched when it is imported", undo, "registered")
+        self._names.append("sys.meta_path")
+        sys.meta_path.insert(0, finder)
         self.look_for_dynamo()
 
     def look_for_dynamo(self) -> None:
-        """Patch Dynamo if it has been imported by now.
-
-        Dynamo would trace a function mode along with the function, break the graph at each operator, and compile again
-        for every tool. So the mode is taken off for as long as Dynamo handles the frames of a thread.
-        """
-        if self._dynamo is not None:
-            return
+        """Patch Dynamo and what runs its backward, if it has been imported by now; see `compiled`."""
         module = dynamo_eval_frame()
         with _lock:
             original = getattr(module, "_maybe_set_eval_frame", None)
-            if original is None or self._dynamo is not None:
+            if original is None or self._has_dynamo:
                 return
-            self._dynamo = module
+            self._has_dynamo = True
             why = "the mode is off inside compiled functions, which stay whole"
-            self._replace(module, "_maybe_set_eval_frame", self._switch(original), why)
-
-    def _switch(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        interceptor = self._interceptor
-
-        def set_eval_frame(callback: Any) -> Any:
-            wrapper = sys._getframe(1)  # of a compiled function: it calls this before and after
-            if getattr(_compiled, "frame", None) is wrapper:
-                prior = original(callback)
-                _compiled.frame = None
-                interceptor.put_on()
-                return prior
-            if callable(callback) and wrapper.f_code.co_name in DYNAMO_WRAPPERS and interceptor.is_on():
-                interceptor.take_off()
-                _compiled.frame = wrapper
-            return original(callback)
-
-        return set_eval_frame
+            self._replace(module, "_maybe_set_eval_frame", self.code.switch(original), why)
+            why = "the mode is off in the backward of compiled functions"
+            for name in ("apply", "apply_boxed"):
+                if hasattr(PythonNode, name):
+                    self._replace(PythonNode, name, self.code.apply(getattr(PythonNode, name)), why)
+            for function in self._functions:
+                hide_from_dynamo(function)
 
     # -- collectives ----------------------------------------------------------------------------------
 
@@ -195,7 +200,7 @@ class Installed:
         traits = traits_of(original, what)
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if not interceptor.is_on():
+            if THREAD.region is not None or not interceptor.is_on():
                 return original(*args, **kwargs)
             return interceptor.watch_function(watched, traits, original, args, kwargs)
 

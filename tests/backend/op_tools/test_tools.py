@@ -425,39 +425,6 @@ def test_half_values_that_only_their_square_overflows_are_fine(device: str) -> N
     assert check.records()[0]["max"] == 60000.0
 
 
-# -- compiled functions -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["OpObserve", "OpTimeMeasure", "OpOverflowCheck", "OpCapture", "OpFallback"])
-def test_compiled_functions_are_left_whole(device: str, name: str) -> None:
-    def train(compiled: bool) -> list[float]:
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 2)).to(device)
-        run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        losses = []
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = run(torch.ones(3, 4, device=device)).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    bare = train(False)
-    original = torch.compile
-    with getattr(op_tools, name)() as tool:
-        # off the CPU, what runs there under OpFallback may round otherwise
-        assert train(True) == (pytest.approx(bare, rel=1e-5) if name == "OpFallback" else bare)
-        ops = {row["op"] for row in tool.records()}
-    assert torch.compile is original
-    assert "torch.nn.functional.gelu" not in ops, "inside of the compiled function"
-    assert tool.findings() == []
-    if name == "OpObserve":
-        assert "torch.Tensor.square" in ops, "outside of it"
-    assert train(True) == bare
-
-
 # -- OpAutoCompare ------------------------------------------------------------------------------------
 
 
