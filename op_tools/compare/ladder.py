@@ -46,6 +46,7 @@ class ComparedCall(Invocation):
     kind: Hashable = None  # where calls are chosen: what decides about calls like it
     record_site: int = 0
     places: Places | None = None  # of the results in the memory of the arguments, where they may be views of these
+    in_backward: bool = False  # a part of the backward of another call: its forward is told as that
     drawn: Any = None  # what is known of its random numbers: `repeat.Drawn`, and states of generators during the call
     notes: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what judges remember until the backward
 

@@ -76,6 +76,7 @@ class OpAutoCompare(Tool):
     nothing_found = ""  # the first line of the summary says it
     order = 20
     wants_backward = True
+    looks_inside = True
     columns: ClassVar[dict[str, str]] = _COLUMNS
 
     def __init__(
@@ -148,17 +149,19 @@ class OpAutoCompare(Tool):
             self._teller.skip(call, "a collective: its result depends on other processes")
             return
         device = call.device.type
-        low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        around = call.inside  # below autograd and autocast
+        low = torch.get_autocast_dtype(device) if around is None and torch.is_autocast_enabled(device) else None
         compared = ComparedCall(
             call.id,
             call.op,
             getattr(call.function, "op_tools_function", call.function),
             call.traits,
-            Site(call.location, module_path(2), call.step),
-            Region(device, torch.is_grad_enabled(), low),
+            Site(call.location, module_path(2) if around is None else around.module, call.step),
+            Region(device, around is None and torch.is_grad_enabled(), low),
             (call.inputs.number, 0),
             live=call,
             kind=kind,
+            in_backward=around is not None and around.backward,
         )
         look = (call.op, call.inputs.number)
         for judge in self._expecting:
@@ -172,6 +175,12 @@ class OpAutoCompare(Tool):
             compared.drawn = self._repeater.before(call)
         if self._sampled:
             self._chooser.spend(kind, time.perf_counter() - started)
+
+    def looked_inside(self, call: Call, found: bool) -> None:
+        self._chooser.pass_on(call.notes.get((self, "kind")))
+        if not found:
+            kinds = dict.fromkeys(f"{type(t).__module__}.{type(t).__qualname__}" for t in call.tensors)
+            self._teller.skip(call, f"calls inside {', '.join(kinds)} are not seen")
 
     def _copy_arguments(self, compared: ComparedCall) -> bool:
         call = compared.live

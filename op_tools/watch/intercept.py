@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable
@@ -21,12 +22,13 @@ from ..compat import (
     count_function_modes,
     function_mode_at,
     in_fake_mode,
+    is_below_autograd,
     no_torch_function,
     pop_function_mode,
     push_function_mode,
 )
 from ..view.console import note
-from . import backward, patches
+from . import backward, inside, patches
 from .hooks import Hooks
 
 _MAX_PLANS: Final = 20_000
@@ -43,8 +45,8 @@ class Call:
     """One call while it happens: what tools get to see in `before` and `after`."""
 
     __slots__ = (
-        *("__weakref__", "args", "function", "id", "inputs", "kwargs", "location", "notes", "op", "outputs"),
-        *("mixed", "result", "results", "step", "tensors", "traits", "unasked"),
+        *("__weakref__", "args", "function", "id", "inputs", "inside", "kwargs", "location", "mixed", "notes", "op"),
+        *("outputs", "result", "results", "step", "tensors", "traits", "unasked"),
     )
 
     def __init__(
@@ -65,6 +67,7 @@ class Call:
         self.notes: dict[Any, Any] = {}  # what tools remember between before and after
         self.unasked: tuple[int, ...] = ()  # tensors whose gradient the last backward pass was not asked for
         self.mixed = False  # whether its nodes also got gradients of other calls in that pass
+        self.inside: inside.Inside | None = None  # the call on wrapper tensors that it is a part of
 
     def release(self) -> None:
         """Let go of the user's tensors; the description stays."""
@@ -149,8 +152,15 @@ class Interceptor(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         return self.watch(plan, func, args, kwargs or {})
 
-    def watch(self, plan: Plan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call that some tool may want to see."""
+    def watch(
+        self,
+        plan: Plan,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        part_of: inside.Inside | None = None,
+    ) -> Any:
+        """Run a call that some tool may want to see, by itself or as a part of one on wrapper tensors."""
         traits = plan.traits
         if traits.transparent:
             outer, _thread.in_backward = getattr(_thread, "in_backward", False), True
@@ -160,8 +170,16 @@ class Interceptor(TorchFunctionMode):
                 _thread.in_backward = outer
         if not self.include_cpu and not _is_on_device(args, kwargs, traits):
             return func(*args, **kwargs)
-        if count_dispatch_modes() and in_fake_mode():  # nothing is computed
-            return func(*args, **kwargs)
+        if count_dispatch_modes() and part_of is None:
+            around = inside.active()
+            if in_fake_mode() or (around is not None and is_below_autograd()):  # nothing is computed, or it sees the call
+                return func(*args, **kwargs)
+            if around is not None:  # checkpointing runs the forward again while a node runs
+                around.__exit__()
+                try:
+                    return self.watch(plan, func, args, kwargs)
+                finally:
+                    around.__enter__()
         for tool in plan.skipped:
             tool.skipped(traits.name)
         observers, transforms = plan.observers, plan.transforms
@@ -170,7 +188,7 @@ class Interceptor(TorchFunctionMode):
         if self._capturing is not None and self._capturing():
             return self._in_a_graph(func, args, kwargs)
         call = Call(traits, func, args, kwargs)
-        call.location = call_site(3)
+        call.location, call.inside = (call_site(3), None) if part_of is None else (part_of.location, part_of)
         call.step = self.step
         tools, listeners = plan.tools, plan.listeners
         if plan.gated:
@@ -181,14 +199,20 @@ class Interceptor(TorchFunctionMode):
                 return func(*args, **kwargs)
             listeners = tuple([t for t in tools if t.wants_backward])
         call.id = next(ids)
-        edges = None
+        edges, entered = None, None
         with no_torch_function():  # attribute reads of a tool must not reach function modes or tensor subclasses
             try:
                 call.inputs = self._descriptions.of(args, kwargs, call.tensors, plan.pointers)
-                if listeners and torch.is_grad_enabled():
+                if not inside.PLAIN_TYPES.issuperset(map(type, call.tensors)) and part_of is None:
+                    entered = self._enter(call, observers)
+                    if entered is not None:
+                        func = functools.partial(entered.run, func)
+                        observers, tools = [tuple([t for t in ts if not t.looks_inside]) for ts in (observers, tools)]
+                        listeners = (inside.Nodes(entered), *[t for t in tools if t.wants_backward])
+                if listeners and part_of is None and torch.is_grad_enabled():
                     edges = backward.edges_of(call.tensors)
             except Exception as error:
-                tools[0].failed(call, error)
+                plan.tools[0].failed(call, error)
             for tool in observers:
                 try:
                     tool.before(call)
@@ -199,7 +223,12 @@ class Interceptor(TorchFunctionMode):
             try:
                 call.outputs = self._descriptions.of((result,), _NO_NAMES, call.results, plan.pointers)
             except Exception as error:
-                tools[0].failed(call, error)
+                plan.tools[0].failed(call, error)
+            for tool in entered.tools if entered is not None else ():
+                try:
+                    tool.looked_inside(call, entered.seen)
+                except Exception as error:
+                    tool.failed(call, error)
             for tool in reversed(tools):
                 try:
                     tool.after(call)
@@ -212,6 +241,23 @@ class Interceptor(TorchFunctionMode):
                     listeners[0].failed(call, error)
         call.release()
         return result
+
+    def _enter(self, call: Call, observers: tuple[Hooks, ...]) -> inside.Inside | None:
+        """The mode that shows the tools what happens inside a call on wrapper tensors; None for other calls."""
+        tools = tuple([t for t in observers if t.looks_inside])
+        if not tools or not any(inside.is_wrapper(type(t)) for t in call.tensors):
+            return None
+        return inside.Inside(self, call, tools)
+
+    def plan_inside(self, func: Callable[..., Any], tools: tuple[Hooks, ...]) -> Plan | None:
+        """Which of the tools that look inside a call work on a function there; None when none does."""
+        plans, key = self._plans, (func, tools)
+        plan: Plan | None = plans.get(key, _UNPLANNED)
+        if plan is _UNPLANNED:
+            traits = traits_of(func)
+            wanted = [t for t in tools if not traits.bookkeeping and t.wants_inside(traits)]
+            plan = plans[key] = Plan(traits, wanted, []) if wanted else None
+        return plan
 
     def _in_a_graph(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a CUDA graph records must not wait for the device, and what a tool did would be replayed with it."""
