@@ -91,6 +91,8 @@ _new_meta = tuple.__new__
 
 def _tensor_meta(tensor: Tensor, ptrs: list[int]) -> TensorMeta:
     try:
+        if tensor.is_nested:
+            raise TypeError("some of its sizes are symbols")
         layout = (tensor.shape, tensor.stride(), tensor.numel())
         meta = _new_meta(TensorMeta, (*layout, tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout))
         ptrs.append(tensor.data_ptr())

@@ -19,6 +19,7 @@ _GETTER_ENDINGS: Final = (".__get__", ".__set__", ".__delete__")
 # Functions that run other operators for the user: the calls inside them are watched, too.
 _TRANSPARENT_NAMES: Final = frozenset({"torch.Tensor.backward", "torch.autograd.grad", "torch.autograd.backward"})
 _COLLECTIVE: Final = ("torch.distributed.", "c10d.", "_c10d_functional.", "_c10d_functional_autograd.")
+_WAITS: Final = ("_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd")  # hands its argument back
 COLLECTIVES: Final = [last_name(name) for name, facts in FUNCTIONS.by_name.items() if facts.collective]
 
 
@@ -89,7 +90,7 @@ def traits_of(function: Callable[..., Any], name: str | None = None) -> OpTraits
     last, facts = last_name(name), function_facts(name)
     if name in _TRANSPARENT_NAMES:
         return OpTraits(name, function, bookkeeping=True, transparent=True)
-    if (known and facts.bookkeeping) or name.endswith(_GETTER_ENDINGS) or name.startswith("profiler."):
+    if (known and facts.bookkeeping) or name.endswith(_GETTER_ENDINGS) or name.startswith(("profiler.", *_WAITS)):
         return OpTraits(name, function, bookkeeping=True)
     if name.startswith(_COLLECTIVE):
         return OpTraits(name, function, collective=True, mutates=True)

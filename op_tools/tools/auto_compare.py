@@ -34,6 +34,7 @@ from ..judge import golden
 from ..judge.verdict import WRONG, Judgement, Rules
 from ..native import measuring
 from ..view import console, rows
+from ..watch.inside import is_wrapper
 from ..watch.intercept import Call
 from .base import Tool
 
@@ -127,6 +128,9 @@ class OpAutoCompare(Tool):
         """Whether each call must be asked about, besides its operator."""
         return super().gated or self._chooser.chooses
 
+    def wants_inside(self, traits: OpTraits) -> bool:
+        return not self.filter.excludes(traits.name)
+
     def accepts(self, call: Call) -> bool:
         """Whether this very call is compared: the base's conditions, then the budget."""
         if not super().accepts(call):
@@ -148,8 +152,11 @@ class OpAutoCompare(Tool):
             self._chooser.settle(kind)
             self._teller.skip(call, "a collective: its result depends on other processes")
             return
-        device = call.device.type
         around = call.inside  # below autograd and autocast
+        if around is not None and call.traits.view:  # of memory that a collective may be writing to
+            self._chooser.settle(kind)
+            return
+        device = call.device.type
         low = torch.get_autocast_dtype(device) if around is None and torch.is_autocast_enabled(device) else None
         compared = ComparedCall(
             call.id,
@@ -178,9 +185,10 @@ class OpAutoCompare(Tool):
 
     def looked_inside(self, call: Call, found: bool) -> None:
         self._chooser.pass_on(call.notes.get((self, "kind")))
-        if not found:
-            kinds = dict.fromkeys(f"{type(t).__module__}.{type(t).__qualname__}" for t in call.tensors)
-            self._teller.skip(call, f"calls inside {', '.join(kinds)} are not seen")
+        given = [id(t) for t in call.tensors]
+        if not found and not call.traits.view and any(id(t) not in given for t in call.results):
+            kinds = dict.fromkeys(type(t).__name__ for t in call.tensors if is_wrapper(type(t)))
+            self._teller.skip(call, f"what {', '.join(kinds)} calls inside is not seen")
 
     def _copy_arguments(self, compared: ComparedCall) -> bool:
         call = compared.live
@@ -202,6 +210,8 @@ class OpAutoCompare(Tool):
     def after(self, call: Call) -> None:
         compared: ComparedCall | None = call.notes.get(self)
         if compared is None:
+            if call.inside is not None and call.traits.view:
+                self._teller.lineage.made_from(call.inputs.data_ptrs, call.outputs.data_ptrs)
             return
         started = time.perf_counter()
         self.count(call)

@@ -197,7 +197,8 @@ class Tool(Hooks):
         return self.filter.matches(traits.name) if self.only is None else self.only(traits)
 
     def wants_inside(self, traits: OpTraits) -> bool:
-        return not self.filter.excludes(traits.name)
+        # what a collective returns is not there yet, and a view may be of that
+        return not (traits.collective or traits.view or self.filter.excludes(traits.name))
 
     def accepts(self, call: Call) -> bool:
         if self._ranks is not None and settings.rank() not in self._ranks:
