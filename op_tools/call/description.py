@@ -248,6 +248,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(member)
 
 
+def held_by(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that a wrapper tensor holds, itself where it is none (`held_by(torch.ones(2))`)."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return [tensor]
+    members = [getattr(tensor, name) for name in flatten()[0]]
+    return [part for member in members if isinstance(member, Tensor) for part in held_by(member)]
+
+
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """A copy of `value` with every tensor replaced by `change(tensor)`; containers keep their types.
 

@@ -172,7 +172,9 @@ class Interceptor(TorchFunctionMode):
             return func(*args, **kwargs)
         if count_dispatch_modes() and part_of is None:
             around = inside.active()
-            if in_fake_mode() or (around is not None and is_below_autograd()):  # nothing is computed, or it sees the call
+            if in_fake_mode() or (
+                around is not None and is_below_autograd()
+            ):  # nothing is computed, or it sees the call
                 return func(*args, **kwargs)
             if around is not None:  # checkpointing runs the forward again while a node runs
                 around.__exit__()
