@@ -21,6 +21,7 @@ import torch
 from .. import settings
 from ..call.description import Tensor, describe
 from ..call.site import module_path
+from ..call.traits import OpTraits
 from ..compare import cores
 from ..compare.choose import MODES, Chooser, kind_of, parse_budget
 from ..compare.ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, gradient_kind, make_ladder

@@ -8,8 +8,9 @@ below autograd and autocast: it has no backward of its own.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -36,11 +37,19 @@ PLAIN_TYPES: Final = frozenset({Tensor, torch.nn.Parameter, getattr(torch.nn, "B
 @functools.lru_cache(maxsize=1_000)
 def is_wrapper(kind: type) -> bool:
     """Whether tensors of this class have operators of their own (`is_wrapper(DTensor)`)."""
-    return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__  # type: ignore[attr-defined]
+    return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
+
+
+def enter(interceptor: Interceptor, call: Call, observers: tuple[Hooks, ...]) -> Inside | None:
+    """The mode that shows tools what happens inside a call on wrapper tensors; None for other calls."""
+    tools = tuple([t for t in observers if t.looks_inside])
+    if not tools or not any(is_wrapper(type(t)) for t in call.tensors):
+        return None
+    return Inside(interceptor, call, tools)
 
 
 class Inside(DispatchMode):
-    """Hands the calls on plain tensors inside one call on wrapper tensors to the tools; also what is known of that call.
+    """Hands the calls on plain tensors inside one call on wrapper tensors to the tools, and knows that call.
 
     >>> with Inside(interceptor, call, tools):  # doctest: +SKIP
     ...     torch.mm(dtensor, dtensor)
@@ -49,7 +58,7 @@ class Inside(DispatchMode):
     def __init__(self, interceptor: Interceptor, call: Call, tools: tuple[Hooks, ...]) -> None:
         super().__init__()
         self._interceptor, self.tools = interceptor, tools
-        self.op, self.step, self.module = call.op, call.step, module_path(3)
+        self.module = module_path(4)
         self.location = f"{call.location} [inside {call.op}]".lstrip()
         self.backward = False  # of that call
         self.seen = False  # a call on plain tensors, whether or not a tool wanted it
@@ -87,10 +96,35 @@ class Inside(DispatchMode):
             if mode is not self:
                 push_dispatch_mode(mode)
 
-    def run(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the call with this mode on (`inside.run(torch.mm, a, b)`)."""
-        with self:
-            return func(*args, **kwargs)
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Leave this thread's modes for a while."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def around(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """The function with this mode on (`inside.around(torch.mm)(a, b)`)."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return func(*args, **kwargs)
+
+        return run
+
+    def others(self, tools: Iterable[Hooks]) -> tuple[Hooks, ...]:
+        """Those of these tools that do not look inside: they see the call itself."""
+        return tuple([tool for tool in tools if tool not in self.tools])
+
+    def tell(self, call: Call) -> None:
+        """Tell the tools that the call on wrapper tensors is over."""
+        for tool in self.tools:
+            try:
+                tool.looked_inside(call, self.seen)
+            except Exception as error:
+                tool.failed(call, error)
 
 
 class Nodes(Hooks):

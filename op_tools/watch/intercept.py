@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 from collections.abc import Callable
@@ -172,16 +171,11 @@ class Interceptor(TorchFunctionMode):
             return func(*args, **kwargs)
         if count_dispatch_modes() and part_of is None:
             around = inside.active()
-            if in_fake_mode() or (
-                around is not None and is_below_autograd()
-            ):  # nothing is computed, or it sees the call
+            if in_fake_mode() or (around is not None and is_below_autograd()):  # nothing is computed; it sees the call
                 return func(*args, **kwargs)
             if around is not None:  # checkpointing runs the forward again while a node runs
-                around.__exit__()
-                try:
+                with around.off():
                     return self.watch(plan, func, args, kwargs)
-                finally:
-                    around.__enter__()
         for tool in plan.skipped:
             tool.skipped(traits.name)
         observers, transforms = plan.observers, plan.transforms
@@ -206,11 +200,10 @@ class Interceptor(TorchFunctionMode):
             try:
                 call.inputs = self._descriptions.of(args, kwargs, call.tensors, plan.pointers)
                 if not inside.PLAIN_TYPES.issuperset(map(type, call.tensors)) and part_of is None:
-                    entered = self._enter(call, observers)
+                    entered = inside.enter(self, call, observers)
                     if entered is not None:
-                        func = functools.partial(entered.run, func)
-                        observers, tools = [tuple([t for t in ts if not t.looks_inside]) for ts in (observers, tools)]
-                        listeners = (inside.Nodes(entered), *[t for t in tools if t.wants_backward])
+                        func, (observers, tools) = entered.around(func), map(entered.others, (observers, tools))
+                        listeners = (inside.Nodes(entered), *entered.others(listeners))
                 if listeners and part_of is None and torch.is_grad_enabled():
                     edges = backward.edges_of(call.tensors)
             except Exception as error:
@@ -226,11 +219,8 @@ class Interceptor(TorchFunctionMode):
                 call.outputs = self._descriptions.of((result,), _NO_NAMES, call.results, plan.pointers)
             except Exception as error:
                 plan.tools[0].failed(call, error)
-            for tool in entered.tools if entered is not None else ():
-                try:
-                    tool.looked_inside(call, entered.seen)
-                except Exception as error:
-                    tool.failed(call, error)
+            if entered is not None:
+                entered.tell(call)
             for tool in reversed(tools):
                 try:
                     tool.after(call)
@@ -244,21 +234,13 @@ class Interceptor(TorchFunctionMode):
         call.release()
         return result
 
-    def _enter(self, call: Call, observers: tuple[Hooks, ...]) -> inside.Inside | None:
-        """The mode that shows the tools what happens inside a call on wrapper tensors; None for other calls."""
-        tools = tuple([t for t in observers if t.looks_inside])
-        if not tools or not any(inside.is_wrapper(type(t)) for t in call.tensors):
-            return None
-        return inside.Inside(self, call, tools)
-
     def plan_inside(self, func: Callable[..., Any], tools: tuple[Hooks, ...]) -> Plan | None:
         """Which of the tools that look inside a call work on a function there; None when none does."""
-        plans, key = self._plans, (func, tools)
-        plan: Plan | None = plans.get(key, _UNPLANNED)
+        plan: Plan | None = self._plans.get((func, tools), _UNPLANNED)
         if plan is _UNPLANNED:
             traits = traits_of(func)
             wanted = [t for t in tools if not traits.bookkeeping and t.wants_inside(traits)]
-            plan = plans[key] = Plan(traits, wanted, []) if wanted else None
+            plan = self._plans[func, tools] = Plan(traits, wanted, []) if wanted else None
         return plan
 
     def _in_a_graph(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

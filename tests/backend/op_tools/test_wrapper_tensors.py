@@ -1,4 +1,4 @@
-"""Tensors with a `__torch_dispatch__` of their own: what they call inside is compared, and told where the user called."""
+"""Tensors with a `__torch_dispatch__` of their own: what they call inside is compared, and told where users called."""
 
 from __future__ import annotations
 
