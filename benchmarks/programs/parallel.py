@@ -41,6 +41,84 @@ def fully_sharded(job: Job) -> Step:
 
 
 @program
+def fully_sharded_fused(job: Job) -> Step:
+    """Parameters in a lower precision while they are used, blocks that are computed again, one kernel per update."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.utils.checkpoint import checkpoint
+
+    world()
+    net = job.to(nn.Sequential(Block(16), Block(16)))
+    for block in net:
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=job.low, reduce_dtype=torch.float32))
+    fully_shard(net)
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    x = job.randn(2, 8, 16)
+
+    def step() -> None:
+        h: Any = x
+        for block in net:
+            h = checkpoint(block, h, use_reentrant=False)
+        h.float().square().mean().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@program
+def sequence_parallel(job: Job) -> Step:
+    """Norms on parts of the sequence, linear layers on parts of the features, a loss on parts of the classes."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+        SequenceParallel,
+        loss_parallel,
+        parallelize_module,
+    )
+
+    world()
+    net = job.to(nn.Sequential(nn.LayerNorm(16), mlp(16, 32, 16), nn.Linear(16, 12)))
+    styles = {
+        "0": SequenceParallel(),
+        "1": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "1.0": ColwiseParallel(),
+        "1.2": RowwiseParallel(output_layouts=Shard(1)),
+        "2": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+    }
+    parallelize_module(net, init_device_mesh("cuda", (1,)), styles)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    x, labels = job.randn(2, 8, 16), job.put(torch.randint(0, 12, (16,)))
+
+    def step() -> None:
+        with loss_parallel():
+            with job.autocast():
+                logits = net(x)
+            nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@program
+def jagged(job: Job) -> Step:
+    """Sequences of several lengths in one tensor, without padding."""
+    lengths = (2, 5, 3)
+    net = job.to(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)))
+    parts = [job.randn(length, 8) for length in lengths]
+
+    def loss() -> torch.Tensor:
+        x = torch.nested.nested_tensor(parts, layout=torch.jagged)
+        return net(x).values().square().mean()
+
+    return trained(job, net, loss)
+
+
+@program
 def tensor_parallel(job: Job) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
