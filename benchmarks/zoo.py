@@ -6,6 +6,7 @@ called wrong and what was not compared.
     python -m benchmarks.zoo                          # everything, on the active device
     python -m benchmarks.zoo simclr dcgan --low bfloat16
     python -m benchmarks.zoo --list
+    torchrun --nproc_per_node=2 -m benchmarks.zoo fully_sharded tensor_parallel sequence_parallel
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Programs that use torch.distributed, in a world of one, and torch.compile."""
+"""Programs that use torch.distributed, in a world of one or under torchrun, and torch.compile."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from .language import Block
 from .methods import mlp
 
 
-def world() -> None:
-    """A world of this process alone."""
+def world() -> int:
+    """How many processes there are: this one alone, or those that torchrun has started."""
     if not dist.is_initialized():
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        if dist.is_torchelastic_launched():
+            dist.init_process_group("nccl")
+            torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+        else:
+            dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.get_world_size()
 
 
 @program
@@ -80,7 +85,7 @@ def sequence_parallel(job: Job) -> Step:
         parallelize_module,
     )
 
-    world()
+    size = world()
     net = job.to(nn.Sequential(nn.LayerNorm(16), mlp(16, 32, 16), nn.Linear(16, 12)))
     styles = {
         "0": SequenceParallel(),
@@ -89,9 +94,9 @@ def sequence_parallel(job: Job) -> Step:
         "1.2": RowwiseParallel(output_layouts=Shard(1)),
         "2": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
     }
-    parallelize_module(net, init_device_mesh("cuda", (1,)), styles)
+    parallelize_module(net, init_device_mesh("cuda", (size,)), styles)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    x, labels = job.randn(2, 8, 16), job.put(torch.randint(0, 12, (16,)))
+    x, labels = job.randn(2, 8 // size, 16), job.put(torch.randint(0, 12, (16,)))
 
     def step() -> None:
         with loss_parallel():
@@ -123,9 +128,9 @@ def tensor_parallel(job: Job) -> Step:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    world()
+    size = world()
     net = job.to(mlp(8, 32, 4))
-    mesh = init_device_mesh("cuda", (1,))
+    mesh = init_device_mesh("cuda", (size,))
     parallelize_module(net, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     x = job.randn(16, 8)
     return trained(job, net, lambda: net(x).square().mean())
