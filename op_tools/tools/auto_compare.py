@@ -136,7 +136,7 @@ class OpAutoCompare(Tool):
         """Whether this very call is compared: the base's conditions, then the budget."""
         if not super().accepts(call):
             return False
-        if not self._chooser.chooses:
+        if not self._chooser.chooses or (call.inside is not None and call.traits.view):  # which is not compared
             return True
         started = time.perf_counter()
         kind = call.notes[(self, "kind")] = kind_of(call.op, call.args, call.kwargs)
@@ -155,7 +155,6 @@ class OpAutoCompare(Tool):
             return
         around = call.inside  # below autograd and autocast
         if around is not None and call.traits.view:  # of memory that a collective may be writing to
-            self._chooser.settle(kind)
             return
         device = call.device.type
         low = torch.get_autocast_dtype(device) if around is None and torch.is_autocast_enabled(device) else None

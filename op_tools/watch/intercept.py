@@ -199,11 +199,13 @@ class Interceptor(TorchFunctionMode):
         with no_torch_function():  # attribute reads of a tool must not reach function modes or tensor subclasses
             try:
                 call.inputs = self._descriptions.of(args, kwargs, call.tensors, plan.pointers)
-                if not inside.PLAIN_TYPES.issuperset(map(type, call.tensors)) and part_of is None:
-                    entered = inside.enter(self, call, observers)
-                    if entered is not None:
-                        func, (observers, tools) = entered.around(func), map(entered.others, (observers, tools))
-                        listeners = (inside.Nodes(entered), *entered.others(listeners))
+                for tensor in call.tensors:
+                    if type(tensor) not in inside.PLAIN_TYPES and part_of is None:
+                        entered = inside.enter(self, call, observers)
+                        break
+                if entered is not None:
+                    func, (observers, tools) = entered.around(func), map(entered.others, (observers, tools))
+                    listeners = (inside.Nodes(entered), *entered.others(listeners))
                 if listeners and part_of is None and torch.is_grad_enabled():
                     edges = backward.edges_of(call.tensors)
             except Exception as error:

@@ -98,3 +98,14 @@ def test_facts_of_the_name_are_kept_on_the_traits() -> None:
     assert not traits_of(torch.add).differs_on_cpu
     assert traits_of(torch.linalg.svd).facts.free_vectors
     assert traits_of(torch.nn.functional.linear).facts.autocast_low
+
+
+def test_an_overload_has_the_traits_of_its_schema() -> None:
+    aten = torch.ops.aten
+    assert traits_of(aten.add_.Tensor).mutates
+    assert traits_of(aten.mm.out).mutates
+    assert traits_of(aten.t.default).view
+    assert traits_of(aten.bernoulli.default).random
+    assert traits_of(aten.mm.default).random is False
+    assert traits_of(aten._fused_adamw_.default).is_optimizer
+    assert traits_of(aten.empty_like.default).facts.uninitialised
