@@ -6,6 +6,7 @@ called wrong and what was not compared.
     python -m benchmarks.zoo                          # everything, on the active device
     python -m benchmarks.zoo simclr dcgan --low bfloat16
     python -m benchmarks.zoo --list
+    torchrun --nproc_per_node=2 -m benchmarks.zoo fully_sharded tensor_parallel sequence_parallel
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Outcome(NamedTuple):
     first: str
     skipped: Counter[str]  # what was not compared, with the reason
     failed: Counter[str]  # failures of the tool itself
+    coverage: str = ""  # the first line of the summary
     error: str = ""  # of the program
 
 
@@ -66,7 +68,7 @@ def watch(name: str, job: Job, steps: int) -> Outcome:
         error = f"{type(problem).__name__}: {problem}".splitlines()[0]
         if os.environ.get("ZOO_TRACE"):
             traceback.print_exc()
-        return Outcome(Counter(), Counter(), "", Counter(), Counter(), error)
+        return Outcome(Counter(), Counter(), "", Counter(), Counter(), error=error)
     verdicts = Counter(row["verdict"] for row in comparison.records())
     wrong = Counter((b.op, b.phase, b.module) for b in comparison.blames)
     first = comparison.blames[0].reason if comparison.blames else ""
@@ -77,7 +79,7 @@ def watch(name: str, job: Job, steps: int) -> Outcome:
             skipped[f"{finding.op}: {finding.message}"] += 1
         elif finding.kind == "tool-failure":
             failed[f"{finding.op}: {finding.message}"] += 1
-    return Outcome(verdicts, wrong, first, skipped, failed)
+    return Outcome(verdicts, wrong, first, skipped, failed, comparison.summary()[0])
 
 
 def main() -> int:
@@ -129,6 +131,8 @@ def report(name: str, low: str, found: Outcome, seconds: float) -> None:
     """Print the lines of one program."""
     counts = ", ".join(f"{n} {verdict}" for verdict, n in found.verdicts.most_common())
     print(f"{name:24s} {low:9s} {seconds:6.1f} s  {found.error or counts}", flush=True)
+    if found.coverage and "every call" not in found.coverage:
+        print(f"    {found.coverage.partition('; ')[2] or found.coverage}")
     for (op, phase, module), count in found.wrong.most_common(8):
         print(f"    WRONG {op} {phase} in {module or '-'}: {count}")
     if found.first:

@@ -65,6 +65,7 @@ NAMESPACED_FACTORIES = (
     ("nested", "as_nested_tensor"),
 )
 METHODS_WITH_KEYWORD = ["new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "new_tensor"]
+METHODS_WITH_KEYWORD += ["_make_wrapper_subclass"]  # static; called through the class
 WHY_PRINTED = "a tensor on a device without float64 can be printed"
 WHY_FACTORY = 'device="cuda" means the accelerator'
 

@@ -91,6 +91,8 @@ _new_meta = tuple.__new__
 
 def _tensor_meta(tensor: Tensor, ptrs: list[int]) -> TensorMeta:
     try:
+        if tensor.is_nested:
+            raise TypeError("some of its sizes are symbols")
         layout = (tensor.shape, tensor.stride(), tensor.numel())
         meta = _new_meta(TensorMeta, (*layout, tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout))
         ptrs.append(tensor.data_ptr())
@@ -256,6 +258,15 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if parts is not None:
         for member in parts[1]:
             yield from tensors_in(member)
+
+
+def held_by(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that a wrapper tensor holds, itself where it is none (`held_by(torch.ones(2))`)."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return [tensor]
+    members = [getattr(tensor, name) for name in flatten()[0]]
+    return [part for member in members if isinstance(member, Tensor) for part in held_by(member)]
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:

@@ -41,13 +41,18 @@ class OpFilter:
 
     def matches(self, name: str) -> bool:
         """Whether the tool applies to the operator of this name (`f.matches("torch.Tensor.add")`)."""
+        included = self._fitting(self.include, name)
+        return not self.excludes(name) and bool(included or not self.include)
+
+    def excludes(self, name: str) -> bool:
+        """Whether the operator of this name is left out (`f.excludes("torch.Tensor.add")`)."""
+        return bool(self._fitting(self.exclude, name))
+
+    def _fitting(self, patterns: dict[str, tuple[str, re.Pattern[str]]], name: str) -> set[str]:
         self._seen.add(name)
-        included, excluded = (
-            {text for text, (meant, pattern) in patterns.items() if name in (text, meant) or pattern.fullmatch(name)}
-            for _, patterns in self._sources
-        )
-        self._used |= included | excluded
-        return bool(included or not self.include) and not excluded
+        found = {text for text, (meant, p) in patterns.items() if name in (text, meant) or p.fullmatch(name)}
+        self._used |= found
+        return found
 
     def unused(self) -> list[str]:
         """One line for each pattern that matched nothing, with the nearest names that were seen."""

@@ -14,6 +14,7 @@ import torch
 import typing_extensions
 
 from ..compat import MODULE_CALL
+from .description import held_by
 
 _HERE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH: Final = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -113,8 +114,9 @@ def parameter_names() -> dict[tuple[int, tuple[int, ...]], str]:
     for root in [reference() for reference in _names.keyrefs()]:
         with contextlib.suppress(Exception):  # the run goes on meanwhile; some parameters have no memory
             for name, parameter in root.named_parameters() if root is not None else ():
-                key = (parameter.data_ptr(), tuple(parameter.shape))
-                found[key] = max(name, found.get(key, ""), key=len)  # the longer name is from further out
+                for part in held_by(parameter):
+                    key = (part.data_ptr(), tuple(part.shape))
+                    found[key] = max(name, found.get(key, ""), key=len)  # the longer name is from further out
     return found
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from ..compat import OpOverload
 from . import facts as questions
 from .functions import factories, overloads_of
 from .functions import name_of as name_of
@@ -17,6 +18,8 @@ from .operators.registry import FUNCTIONS, FunctionFacts, function_facts, last_n
 _GETTER_ENDINGS: Final = (".__get__", ".__set__", ".__delete__")
 # Functions that run other operators for the user: the calls inside them are watched, too.
 _TRANSPARENT_NAMES: Final = frozenset({"torch.Tensor.backward", "torch.autograd.grad", "torch.autograd.backward"})
+_COLLECTIVE: Final = ("torch.distributed.", "c10d.", "_c10d_functional.", "_c10d_functional_autograd.")
+_WAITS: Final = ("_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd")  # hands its argument back
 COLLECTIVES: Final = [last_name(name) for name, facts in FUNCTIONS.by_name.items() if facts.collective]
 
 
@@ -65,7 +68,9 @@ class OpTraits:
 
 
 def _overloads(function: Callable[..., Any], name: str) -> list[Any]:
-    """The ATen overloads that a function's name leads to."""
+    """The ATen overloads that a function's name leads to, or the one that it is."""
+    if isinstance(function, OpOverload):
+        return [function]
     candidates = [getattr(function, "__name__", ""), last_name(name)]
     for candidate in list(candidates):
         if function_facts(candidate).reflected:  # __rand__ is not rand
@@ -75,6 +80,10 @@ def _overloads(function: Callable[..., Any], name: str) -> list[Any]:
     return next(filter(None, map(overloads_of, candidates)), [])
 
 
+def _writes(function: Callable[..., Any]) -> bool:
+    return isinstance(function, OpOverload) and bool(function._schema.is_mutable)
+
+
 def traits_of(function: Callable[..., Any], name: str | None = None) -> OpTraits:
     """The traits of a function (`traits_of(torch.add).name == "torch.add"`)."""
     known = name is None
@@ -82,11 +91,11 @@ def traits_of(function: Callable[..., Any], name: str | None = None) -> OpTraits
     last, facts = last_name(name), function_facts(name)
     if name in _TRANSPARENT_NAMES:
         return OpTraits(name, function, bookkeeping=True, transparent=True)
-    if (known and facts.bookkeeping) or name.endswith(_GETTER_ENDINGS) or name.startswith("profiler."):
+    if (known and facts.bookkeeping) or name.endswith(_GETTER_ENDINGS) or name.startswith(("profiler.", *_WAITS)):
         return OpTraits(name, function, bookkeeping=True)
-    if name.startswith("torch.distributed."):
+    if name.startswith(_COLLECTIVE):
         return OpTraits(name, function, collective=True, mutates=True)
-    overloads = _overloads(function, name) if name.startswith("torch.") else []
+    overloads = _overloads(function, name) if name.startswith(("torch.", "aten.")) else []
     if name == "torch.device" or (name.startswith("torch._C.") and not overloads):
         return OpTraits(name, function, bookkeeping=True)
     functional = [o for o in overloads if not o._schema.is_mutable]
@@ -95,7 +104,7 @@ def traits_of(function: Callable[..., Any], name: str | None = None) -> OpTraits
         name,
         function,
         view=bool(functional) and all(questions.is_view(o) for o in functional),
-        mutates=bool(overloads) and last.endswith("_") and not last.endswith("__"),
+        mutates=(bool(overloads) and last.endswith("_") and not last.endswith("__")) or _writes(function),
         random=draws or (False if overloads else None),
         factory=name in factories(),
         conversion=bool(facts.converts) and name.startswith("torch.Tensor."),

@@ -71,6 +71,7 @@ class Chooser:
         self._under_way: dict[Hashable, list[float]] = {}  # what is still to be paid for calls that were taken
         self._reserved = 0.0
         self._least = 0
+        self._passed_on: set[Hashable] = set()
         self.left_out: Counter[Hashable] = Counter()
 
     @property
@@ -81,7 +82,7 @@ class Chooser:
     def take(self, kind: Hashable) -> bool:
         """Whether a call of this kind is compared now."""
         with self._lock:
-            if not self.chooses:
+            if not self.chooses or kind in self._passed_on:
                 return True
             taken = self._done[kind] == 0 if self.factor is None else self._affordable(kind, self.factor)
             if taken:
@@ -117,6 +118,14 @@ class Chooser:
                 self._reserved -= waiting.pop(0)
                 if not waiting:
                     del self._under_way[kind]
+
+    def pass_on(self, kind: Hashable) -> None:
+        """Calls of this kind cost nothing themselves: calls inside them are compared, and each is asked about."""
+        self.settle(kind)
+        with self._lock:
+            if self.chooses and kind not in self._passed_on and len(self._passed_on) < _MAX_KINDS:
+                self._passed_on.add(kind)
+                self._taken -= self._done.pop(kind, 0)
 
     def begin(self, kind: Hashable) -> None:
         """More is to be done for a call that was taken: its backward."""

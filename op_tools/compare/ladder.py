@@ -48,6 +48,7 @@ class ComparedCall(Invocation):
     kind: Hashable = None  # where calls are chosen: what decides about calls like it
     record_site: int = 0
     places: Places | None = None  # of the results in the memory of the arguments, where they may be views of these
+    in_backward: bool = False  # a part of the backward of another call: its forward is told as that
     drawn: Any = None  # what is known of its random numbers: `repeat.Drawn`, and states of generators during the call
     notes: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what judges remember until the backward
 
@@ -89,8 +90,8 @@ class Job:
 
     @property
     def told_phase(self) -> str:
-        """The phase that people read: what autograd adds up itself belongs to a backward (`job.told_phase`)."""
-        return BACKWARD if self.call.traits.by_engine else self.phase
+        """The phase that people read; what autograd and wrapper tensors call by themselves may belong to a backward."""
+        return BACKWARD if self.call.traits.by_engine or self.call.in_backward else self.phase
 
 
 def arguments_kind(call: Invocation) -> Hashable:

@@ -109,7 +109,7 @@ class Repeater:
 def _may_be_repeated(call: ComparedCall) -> bool:
     """Whether it is a function of PyTorch's: one of the user's may do anything besides."""
     try:
-        return call.op.startswith("torch.") and function_of(call.op) == call.function
+        return call.op.startswith(("torch.", "aten.")) and function_of(call.op) == call.function
     except Exception:
         return False
 

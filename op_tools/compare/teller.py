@@ -168,7 +168,7 @@ class Teller:
                 self.known[call.op, job.told_phase, row.reason] += 1
             elif IN_TF32 in row.error_info:
                 self.known[call.op, job.told_phase, IN_TF32] += 1
-        key = (call.op, call.numbers, job.told_phase)
+        key = (call.op, call.numbers, job.phase)
         if key in self.coverage.compared:
             self.coverage.compared[key] += 1
         else:

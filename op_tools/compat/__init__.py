@@ -48,6 +48,9 @@ count_function_modes: Final = torch._C._len_torch_function_stack
 function_mode_at: Final = torch._C._get_function_stack_at
 count_dispatch_modes: Final = torch._C._len_torch_dispatch_stack
 no_dispatch_modes: Final = _disable_current_modes
+push_dispatch_mode: Final = torch._C._push_on_torch_dispatch_stack
+pop_dispatch_mode: Final = torch._C._pop_torch_dispatch_stack
+dispatch_mode_at: Final = torch._C._get_dispatch_stack_at
 set_grad_enabled: Final = torch._C._set_grad_enabled  # torch.set_grad_enabled makes an object
 device_constructors: Final = _device_constructors
 
@@ -55,6 +58,11 @@ device_constructors: Final = _device_constructors
 def in_fake_mode() -> bool:
     """Whether tensors of this thread have no values: DTensor and compilers ask for shapes that way."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def is_below_autograd() -> bool:
+    """Whether this thread is inside a kernel or a `__torch_dispatch__`, where nothing is recorded for a backward."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
 
 
 def in_func_transform() -> bool:

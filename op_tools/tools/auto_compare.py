@@ -21,6 +21,7 @@ import torch
 from .. import settings
 from ..call.description import Tensor, describe
 from ..call.site import module_path
+from ..call.traits import OpTraits
 from ..compare import cores
 from ..compare.choose import MODES, Chooser, kind_of, parse_budget
 from ..compare.ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, gradient_kind, make_ladder
@@ -34,6 +35,7 @@ from ..judge import golden
 from ..judge.verdict import WRONG, Judgement, Rules
 from ..native import measuring
 from ..view import console, rows
+from ..watch.inside import is_wrapper
 from ..watch.intercept import INTERCEPTOR, Call
 from .base import Tool
 
@@ -75,7 +77,7 @@ class OpAutoCompare(Tool):
     }
     nothing_found = ""  # the first line of the summary says it
     order = 20
-    wants_backward = wants_sums = True
+    wants_backward = wants_sums = looks_inside = True
     columns: ClassVar[dict[str, str]] = _COLUMNS
 
     def __init__(
@@ -126,11 +128,14 @@ class OpAutoCompare(Tool):
         """Whether each call must be asked about, besides its operator."""
         return super().gated or self._chooser.chooses
 
+    def wants_inside(self, traits: OpTraits) -> bool:
+        return not self.filter.excludes(traits.name)
+
     def accepts(self, call: Call) -> bool:
         """Whether this very call is compared: the base's conditions, then the budget."""
         if not super().accepts(call):
             return False
-        if not self._chooser.chooses:
+        if not self._chooser.chooses or (call.inside is not None and call.traits.view):  # which is not compared
             return True
         started = time.perf_counter()
         kind = call.notes[(self, "kind")] = kind_of(call.op, call.args, call.kwargs)
@@ -147,18 +152,22 @@ class OpAutoCompare(Tool):
             self._chooser.settle(kind)
             self._teller.skip(call, "a collective: its result depends on other processes")
             return
+        around = call.inside  # below autograd and autocast
+        if around is not None and call.traits.view:  # of memory that a collective may be writing to
+            return
         device = call.device.type
-        low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        low = torch.get_autocast_dtype(device) if around is None and torch.is_autocast_enabled(device) else None
         compared = ComparedCall(
             call.id,
             call.op,
             getattr(call.function, "op_tools_function", call.function),
             call.traits,
-            Site(call.location, self._module_of(call) if call.traits.by_engine else module_path(2), call.step),
-            Region(device, torch.is_grad_enabled(), low),
+            Site(call.location, self._module_of(call), call.step),
+            Region(device, around is None and torch.is_grad_enabled(), low),
             (call.inputs.number, 0),
             live=call,
             kind=kind,
+            in_backward=around is not None and around.backward,
         )
         look = (call.op, call.inputs.number)
         for judge in self._expecting:
@@ -174,10 +183,21 @@ class OpAutoCompare(Tool):
             self._chooser.spend(kind, time.perf_counter() - started)
 
     def _module_of(self, call: Call) -> str:
-        """Of a sum of gradients: the module of the call whose result they are the gradients of."""
+        """The module that made a call; of a sum of gradients, that of the call whose result they are gradients of."""
+        if call.inside is not None:
+            return call.inside.module
+        if not call.traits.by_engine:
+            return module_path(3)
         maker = call.notes["maker"]
         compared: ComparedCall | None = None if maker is None else maker.notes.get(self)
         return "" if compared is None else compared.site.module
+
+    def looked_inside(self, call: Call, found: bool) -> None:
+        self._chooser.pass_on(call.notes.get((self, "kind")))
+        given = [id(t) for t in call.tensors]
+        if not found and not call.traits.view and any(id(t) not in given for t in call.results):
+            kinds = dict.fromkeys(type(t).__name__ for t in call.tensors if is_wrapper(type(t)))
+            self._teller.skip(call, f"what {', '.join(kinds)} calls inside is not seen")
 
     def _copy_arguments(self, compared: ComparedCall) -> bool:
         call = compared.live
@@ -200,6 +220,8 @@ class OpAutoCompare(Tool):
     def after(self, call: Call) -> None:
         compared: ComparedCall | None = call.notes.get(self)
         if compared is None:
+            if call.inside is not None and call.traits.view:
+                self._teller.lineage.made_from(call.inputs.data_ptrs, call.outputs.data_ptrs)
             return
         started = time.perf_counter()
         self.count(call)

@@ -209,6 +209,10 @@ class Tool(Hooks):
     def wants(self, traits: OpTraits) -> bool:
         return self.filter.matches(traits.name) if self.only is None else self.only(traits)
 
+    def wants_inside(self, traits: OpTraits) -> bool:
+        # what a collective returns is not there yet, and a view may be of that
+        return not (traits.collective or traits.view or self.filter.excludes(traits.name))
+
     def accepts(self, call: Call) -> bool:
         if self._ranks is not None and settings.rank() not in self._ranks:
             return False
@@ -216,7 +220,7 @@ class Tool(Hooks):
             return False
         if self._max_calls is not None and self.calls[call.op] >= self._max_calls:
             return False
-        if self.condition is None:
+        if self.condition is None or call.inside is not None:  # it was asked about the call around it
             return True
         try:
             if self.condition(*call.args, **call.kwargs):

@@ -47,6 +47,7 @@ class OpCapture(Tool):
     feature = "op_capture"
     order = 40
     wants_backward = True
+    looks_inside = True
     columns: ClassVar[dict[str, str]] = {
         "call_id": "INTEGER",
         "site": "INTEGER",

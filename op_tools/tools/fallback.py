@@ -20,6 +20,7 @@ from ..call.devices import accelerator_type, autocast_dtype
 from ..copies.host_copies import HostCopies
 from ..copies.pinned_results import LIBRARY, PinnedResults
 from ..watch import patches
+from ..watch.inside import is_wrapper
 from ..watch.intercept import Call
 from .base import Tool
 from .on_cpu import HALVES, NoCpuKernel, OnCpu, cpu_arguments, random_stream
@@ -195,6 +196,8 @@ class _Moved(torch.autograd.Function):
 
 def _run_whole(call: Call, host: HostCopies) -> Any:
     """Run the operator on CPU copies of its arguments, differentiably."""
+    if any(is_wrapper(type(t)) for t in tensors_in((call.args, call.kwargs))):
+        raise _CannotRunWhole("its arguments are wrapper tensors")
     if call.traits.mutates or call.traits.view or "out" in call.kwargs:
         raise _CannotRunWhole("it writes to its arguments")
     device = call.device

@@ -12,9 +12,10 @@ import torch
 from ..call import facts
 from ..call.description import Tensor, map_tensors, tensors_in
 from ..call.devices import get_rng_state, module_of, set_rng_state
-from ..compat import DispatchMode, no_torch_function
+from ..compat import DispatchMode, in_fake_mode, no_torch_function
 from ..copies.host_copies import READS_AT_ONCE, HostCopies, wait_for_copies
 from ..copies.pinned_results import PinnedResults
+from ..watch.inside import is_wrapper
 
 HALVES: Final = (torch.float16, torch.bfloat16)
 
@@ -73,6 +74,9 @@ class OnCpu(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(map(is_wrapper, types)):
+            # its own `__torch_dispatch__` is next, with this mode on; with fake tensors nothing is computed
+            return func(*args, **kwargs) if in_fake_mode() else NotImplemented
         kernel = _kernel(func)
         with no_torch_function():  # in a backward pass the interceptor is on
             if kernel.stays:

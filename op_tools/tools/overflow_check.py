@@ -70,6 +70,7 @@ class OpOverflowCheck(Tool):
     feature = "overflow_check"
     order = 35
     wants_backward = True
+    looks_inside = True
     wants_pointers = False
     columns: ClassVar[dict[str, str]] = {
         "numbers": "BLOB",  # of measured tensors; all integers have 64 bits
@@ -246,7 +247,8 @@ class OpOverflowCheck(Tool):
         else:
             self._made += 1
             kinds = sorted({kind for m in entry.leaving[1::2] for kind in m.bad})
-            text = f"made {' and '.join(kinds)} in its {roles[1]} from finite {roles[0]} ({entry.phase})"
+            phase = "backward" if call.inside is not None and call.inside.backward else entry.phase
+            text = f"made {' and '.join(kinds)} in its {roles[1]} from finite {roles[0]} ({phase})"
             if self._made == 1:
                 text = f"first of the run: {text}"
             if self._made <= _MAX_REPORTED:

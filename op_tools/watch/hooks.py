@@ -24,6 +24,7 @@ class Hooks:
     wants_gradients: bool = True  # `after_backward` looks at the gradients; where no tool does, its lists are empty
     wants_sums: ClassVar[bool] = False  # also gets the additions that autograd makes itself, as calls
     wants_pointers: ClassVar[bool] = True  # looks at the addresses of tensors; with a full console all do
+    looks_inside: ClassVar[bool] = False  # of a call on wrapper tensors, sees the calls on plain tensors inside it
     view: View
 
     @property
@@ -45,6 +46,10 @@ class Hooks:
         """Whether the tool works on an operator at all; asked once per function."""
         return True
 
+    def wants_inside(self, traits: OpTraits) -> bool:
+        """Whether the tool works on an operator inside a call on wrapper tensors that it works on."""
+        return True
+
     def accepts(self, call: Call) -> bool:
         """Whether the tool works on this very call; asked only of gated tools."""
         return True
@@ -62,6 +67,9 @@ class Hooks:
 
     def after(self, call: Call) -> None:
         """The operator has run; `call.result` is what it returned."""
+
+    def looked_inside(self, call: Call, found: bool) -> None:
+        """A call on wrapper tensors has run; whether calls on plain tensors were seen inside it."""
 
     def before_node(self, call: Call, node: int) -> Any:
         """A backward node of the call is about to run; `after_node` gets what this returns."""

@@ -22,6 +22,7 @@ from ..compat import (
     count_function_modes,
     function_mode_at,
     in_fake_mode,
+    is_below_autograd,
     no_torch_function,
     pop_function_mode,
     push_function_mode,
@@ -29,7 +30,7 @@ from ..compat import (
 )
 from ..native import front
 from ..view.console import note
-from . import backward, patches, sums
+from . import backward, inside, patches, sums
 from .compiled import HIDDEN, THREAD, Regions
 from .hooks import Hooks
 
@@ -47,8 +48,8 @@ class Call:
     """One call while it happens: what tools get to see in `before` and `after`."""
 
     __slots__ = (
-        *("__weakref__", "args", "function", "id", "inputs", "kwargs", "location", "notes", "op", "outputs"),
-        *("mixed", "result", "results", "step", "tensors", "traits", "unasked"),
+        *("__weakref__", "args", "function", "id", "inputs", "inside", "kwargs", "location", "mixed", "notes", "op"),
+        *("outputs", "result", "results", "step", "tensors", "traits", "unasked"),
     )
 
     def __init__(
@@ -69,6 +70,7 @@ class Call:
         self.notes: dict[Any, Any] = {}  # what tools remember between before and after
         self.unasked: tuple[int, ...] = ()  # tensors whose gradient the last backward pass was not asked for
         self.mixed = False  # whether its nodes also got gradients of other calls in that pass
+        self.inside: inside.Inside | None = None  # the call on wrapper tensors that it is a part of
 
     def release(self) -> None:
         """Let go of the user's tensors; the description stays."""
@@ -151,8 +153,15 @@ class Interceptor(TorchFunctionMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         return self.watch(plan, func, args, kwargs or {})
 
-    def watch(self, plan: Plan, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call that some tool may want to see."""
+    def watch(
+        self,
+        plan: Plan,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        part_of: inside.Inside | None = None,
+    ) -> Any:
+        """Run a call that some tool may want to see, by itself or as a part of one on wrapper tensors."""
         traits = plan.traits
         if traits.transparent:
             outer, _thread.in_backward = getattr(_thread, "in_backward", False), True
@@ -162,8 +171,13 @@ class Interceptor(TorchFunctionMode):
                 _thread.in_backward = outer
         if not self.include_cpu and not _is_on_device(args, kwargs, traits):
             return func(*args, **kwargs)
-        if count_dispatch_modes() and in_fake_mode():  # nothing is computed
-            return func(*args, **kwargs)
+        if count_dispatch_modes() and part_of is None:
+            around = inside.active()
+            if in_fake_mode() or (around is not None and is_below_autograd()):  # nothing is computed; it sees the call
+                return func(*args, **kwargs)
+            if around is not None:  # checkpointing runs the forward again while a node runs
+                with around.off():
+                    return self.watch(plan, func, args, kwargs)
         if self.regions.starts and running_pass() != -1 and self.regions.made_running_node():
             return func(*args, **kwargs)
         for tool in plan.skipped:
@@ -174,7 +188,7 @@ class Interceptor(TorchFunctionMode):
         if self.capturing is not None and self.capturing():
             return self._in_a_graph(func, args, kwargs)
         call = Call(traits, func, args, kwargs)
-        call.location = site.call_site()
+        call.location, call.inside = (site.call_site(), None) if part_of is None else (part_of.location, part_of)
         call.step = self.step
         tools, listeners = plan.tools, plan.listeners
         if plan.gated:
@@ -185,14 +199,21 @@ class Interceptor(TorchFunctionMode):
                 return func(*args, **kwargs)
             listeners = tuple([t for t in tools if t.wants_backward])
         call.id = next(ids)
-        edges = None
+        edges, entered = None, None
         with no_torch_function():  # attribute reads of a tool must not reach function modes or tensor subclasses
             try:
                 call.inputs = self.descriptions.of(args, kwargs, call.tensors, plan.pointers)
-                if listeners and torch.is_grad_enabled():
+                for tensor in call.tensors:
+                    if type(tensor) not in inside.PLAIN_TYPES and part_of is None:
+                        entered = inside.enter(self, call, observers)
+                        break
+                if entered is not None:
+                    func, (observers, tools) = entered.around(func), map(entered.others, (observers, tools))
+                    listeners = (inside.Nodes(entered), *entered.others(listeners))
+                if listeners and part_of is None and torch.is_grad_enabled():
                     edges = backward.edges_of(call.tensors)
             except Exception as error:
-                tools[0].failed(call, error)
+                plan.tools[0].failed(call, error)
             for tool in observers:
                 try:
                     tool.before(call)
@@ -203,7 +224,9 @@ class Interceptor(TorchFunctionMode):
             try:
                 call.outputs = self.descriptions.of((result,), _NO_NAMES, call.results, plan.pointers)
             except Exception as error:
-                tools[0].failed(call, error)
+                plan.tools[0].failed(call, error)
+            if entered is not None:
+                entered.tell(call)
             for tool in reversed(tools):
                 try:
                     tool.after(call)
@@ -218,6 +241,15 @@ class Interceptor(TorchFunctionMode):
                     listeners[0].failed(call, error)
         call.release()
         return result
+
+    def plan_inside(self, func: Callable[..., Any], tools: tuple[Hooks, ...]) -> Plan | None:
+        """Which of the tools that look inside a call work on a function there; None when none does."""
+        plan: Plan | None = self._plans.get((func, tools), _UNPLANNED)
+        if plan is _UNPLANNED:
+            traits = traits_of(func)
+            wanted = [t for t in tools if not traits.bookkeeping and t.wants_inside(traits)]
+            plan = self._plans[func, tools] = Plan(traits, wanted, []) if wanted else None
+        return plan
 
     def _in_a_graph(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a CUDA graph records must not wait for the device, and what a tool did would be replayed with it."""

@@ -141,7 +141,7 @@ def _less_frequent(source: Any, device: Tensor, golden: Tensor) -> Tensor | None
 
 # --- results that depend on the algorithm -----------------------------------------------------------------------
 
-FUNCTIONS.register("lstsq", FunctionFacts(may_be_empty=(1, 2, 3)))  # residuals, rank and singular values
+FUNCTIONS.register("lstsq linalg_lstsq", FunctionFacts(may_be_empty=(1, 2, 3)))  # residuals, rank and singular values
 
 
 def may_be_empty(name: str, number: int) -> bool:
@@ -151,8 +151,8 @@ def may_be_empty(name: str, number: int) -> bool:
 
 # --- vectors of unit length: their sign (or phase) is free ----------------------------------------------------
 
-FUNCTIONS.register("eigh eig", FunctionFacts(free_vectors=((1, -2),)))
-FUNCTIONS.register("svd", FunctionFacts(free_vectors=((0, -2), (2, -1))))
+FUNCTIONS.register("eigh eig linalg_eigh _linalg_eigh linalg_eig", FunctionFacts(free_vectors=((1, -2),)))
+FUNCTIONS.register("svd linalg_svd _linalg_svd", FunctionFacts(free_vectors=((0, -2), (2, -1))))
 
 
 def align_signs(name: str, number: int, device: Any, golden: Any) -> Any:

@@ -81,6 +81,7 @@ def _default_eps(args: Any, kwargs: Any, info: torch.finfo) -> Any:
 
 
 FUNCTIONS.register("rms_norm", FunctionFacts(defaults=_default_eps))
+FUNCTIONS.register("_fused_rms_norm", FunctionFacts(defaults=_default_eps), maybe="not in early releases")
 
 # --- running sums ------------------------------------------------------------------------------------------
 

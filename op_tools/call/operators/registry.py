@@ -161,8 +161,12 @@ def base_name_of(schema_name: str) -> str:
 
 @functools.cache
 def last_name(name: str) -> str:
-    """The last part of a dotted name (`last_name("torch.Tensor.add") == "add"`)."""
-    return name.rsplit(".", 1)[-1]
+    """The last part of a dotted name, without that of an overload.
+
+    >>> last_name("torch.Tensor.add"), last_name("aten.add_.Tensor")
+    ('add', 'add_')
+    """
+    return name.split(".")[1] if name.startswith("aten.") else name.rsplit(".", 1)[-1]
 
 
 def _aten_names() -> list[tuple[str, str, str]]:

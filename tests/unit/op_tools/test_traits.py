@@ -104,3 +104,14 @@ def test_facts_of_the_name_are_kept_on_the_traits() -> None:
 def test_names_are_those_of_pytorch() -> None:
     known = torch.overrides._get_overridable_functions()[1]
     assert functions._names() == known
+
+
+def test_an_overload_has_the_traits_of_its_schema() -> None:
+    aten = torch.ops.aten
+    assert traits_of(aten.add_.Tensor).mutates
+    assert traits_of(aten.mm.out).mutates
+    assert traits_of(aten.t.default).view
+    assert traits_of(aten.bernoulli.default).random
+    assert traits_of(aten.mm.default).random is False
+    assert traits_of(aten._fused_adamw_.default).is_optimizer
+    assert traits_of(aten.empty_like.default).facts.uninitialised
