@@ -83,8 +83,9 @@ def traits_of(function: Callable[..., Any], name: str | None = None) -> OpTraits
         return OpTraits(name, function, bookkeeping=True, transparent=True)
     if (known and facts.bookkeeping) or name.endswith(_GETTER_ENDINGS) or name.startswith("profiler."):
         return OpTraits(name, function, bookkeeping=True)
-    if name.startswith("torch.distributed."):
-        return OpTraits(name, function, collective=True, mutates=True)
+    if name.startswith(("torch.distributed.", "_c10d_functional", "c10d.")):
+        waits = last == "wait_tensor"
+        return OpTraits(name, function, collective=not waits, bookkeeping=waits, mutates=name.startswith("torch."))
     overloads = _overloads(function, name) if name.startswith("torch.") else []
     if name == "torch.device" or (name.startswith("torch._C.") and not overloads):
         return OpTraits(name, function, bookkeeping=True)

@@ -1,0 +1,419 @@
+"""Collectives as they begin and end, whoever calls them: user code, FSDP, compiled code, the Reducer of DDP in C++.
+
+All of them go through the operators of `c10d`. While a listener is there, these have a kernel at `BackendSelect`, a
+dispatch key that every call passes below autograd and dispatch modes: it notes the call and passes it on unchanged.
+A collective has ended where its caller waits for it: in `Work.wait`, in a callback of its future, in `wait_tensor`, at
+the end of a C++ function that waits itself, and for the buckets of DDP at the end of the backward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+import torch
+
+from ..call.description import Tensor
+from ..call.devices import quiet
+from ..compat import AFTER_BACKEND_SELECT, c10d_classes
+from . import patches
+
+NO_BUCKET: Final = -1
+_MAX_PENDING: Final = 4096  # works that nobody waits for must not pile up
+_DDP: Final = "torch/nn/parallel/distributed.py"
+_WAITING: Final = ("_broadcast_coalesced", "_verify_params_across_processes", "Reducer._rebuild_buckets")  # of DDP, in C++
+
+
+class Result(NamedTuple):
+    """A tensor that a collective fills, and which of the tensors that each rank sent belong in it."""
+
+    tensor: Tensor
+    sources: Mapping[int, int]  # rank -> which one of those that it sent
+
+
+class Traffic(NamedTuple):
+    """What this rank sends and what it gets; `pieces`: how many tensors each rank sends, about."""
+
+    sent: Sequence[Tensor]
+    results: Sequence[Result]
+    pieces: int = 1
+
+
+@dataclasses.dataclass(eq=False)
+class Launch:
+    """A collective that has begun."""
+
+    name: str  # of the operator of c10d
+    group: Any
+    rank: int  # in the group
+    size: int
+    traffic: Traffic
+    reduction: int | None  # as c10d counts them; None where nothing is reduced
+    bucket: int | None  # of DDP, NO_BUCKET for its map of unused parameters; None where DDP does not call
+    work: Any = None
+    notes: Any = None  # of the listener
+
+
+class Listener(Protocol):
+    """Who is told of collectives; what it raises is told to `failed`, and the collective goes on."""
+
+    def wants(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether it wants to be told of a collective on these tensors."""
+
+    def began(self, launch: Launch) -> None:
+        """What is sent is still there; nothing has been received."""
+
+    def ended(self, launch: Launch, is_intact: Callable[[], bool]) -> None:
+        """The results are there, for work on the current stream; afterwards `is_intact` says if they still were."""
+
+    def lost(self, launch: Launch, reason: str) -> None:
+        """The end of a collective will not be known."""
+
+    def failed(self, name: str, error: Exception) -> None:
+        """The tool itself failed."""
+
+
+def _shares(tensor: Tensor, size: int) -> list[Tensor]:
+    """Equal parts in the order of memory, one for each rank; views, since results appear there later."""
+    return list(tensor.view(-1).chunk(size)) if tensor.numel() and tensor.numel() % size == 0 else []
+
+
+def _split(tensor: Tensor, sizes: Sequence[int], size: int) -> list[Tensor]:
+    if sizes:
+        return list(tensor.split(list(sizes)))
+    return _shares(tensor, size)
+
+
+def _from_each(tensors: Sequence[Tensor], which: int = 0) -> list[Result]:
+    return [Result(tensor, {rank: which}) for rank, tensor in enumerate(tensors)]
+
+
+def _traffic(name: str, given: Mapping[str, Any], rank: int, size: int) -> Traffic | None:
+    """What an operator of c10d sends and gets; None where that is not known."""
+    everyone = range(size)
+    if name in ("allreduce_", "allreduce_coalesced_", "reduce_"):
+        tensors = given["tensors"]
+        if name == "reduce_" and given["root_rank"] != rank:
+            return Traffic(tensors, [], len(tensors))
+        return Traffic(tensors, [Result(t, dict.fromkeys(everyone, i)) for i, t in enumerate(tensors)], len(tensors))
+    if name == "broadcast_":
+        (tensor,), root = given["tensors"], given["root_rank"]
+        return Traffic([tensor] if root == rank else [], [Result(tensor, {root: 0})])
+    if name == "allgather_":
+        (tensor,), (gathered,) = given["input_tensors"], given["output_tensors"]
+        return Traffic([tensor], _from_each(gathered))
+    if name == "_allgather_base_":
+        return Traffic([given["input_tensor"]], _from_each(_shares(given["output_tensor"], size)))
+    if name == "allgather_coalesced_":
+        lists, inputs = given["output_lists"], given["input_list"]
+        results = [r for i, gathered in enumerate(lists) for r in _from_each(gathered, i)]
+        return Traffic(inputs, results, len(inputs))
+    if name == "allgather_into_tensor_coalesced_":
+        inputs = given["inputs"]
+        results = [r for i, t in enumerate(given["outputs"]) for r in _from_each(_shares(t, size), i)]
+        return Traffic(inputs, results, len(inputs))
+    if name == "reduce_scatter_":
+        (output,), (inputs,) = given["output_tensors"], given["input_tensors"]
+        return Traffic(inputs, [Result(output, dict.fromkeys(everyone, rank))], size)
+    if name == "_reduce_scatter_base_":
+        parts = _shares(given["input_tensor"], size)
+        return Traffic(parts, [Result(given["output_tensor"], dict.fromkeys(everyone, rank))], size)
+    if name == "reduce_scatter_tensor_coalesced_":
+        parts = [part for t in given["inputs"] for part in _shares(t, size)]
+        results = [Result(t, dict.fromkeys(everyone, i * size + rank)) for i, t in enumerate(given["outputs"])]
+        return Traffic(parts, results, len(parts))
+    if name == "alltoall_":
+        return Traffic(given["input_tensors"], _from_each(given["output_tensors"], rank), size)
+    if name == "alltoall_base_":
+        sent = _split(given["input"], given["input_split_sizes"], size)
+        received = _split(given["output"], given["output_split_sizes"], size)
+        return Traffic(sent, _from_each(received, rank), size)
+    if name == "gather_":
+        (tensor,) = given["input_tensors"]
+        return Traffic([tensor], _from_each(given["output_tensors"][0]) if given["root_rank"] == rank else [])
+    if name == "scatter_":
+        (output,), root = given["output_tensors"], given["root_rank"]
+        return Traffic(given["input_tensors"][0] if root == rank else [], [Result(output, {root: rank})], size)
+    return None
+
+
+OPERATORS: Final = {  # of c10d, and the function of torch.distributed that calls it
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "all_reduce_coalesced",
+    "reduce_": "reduce",
+    "broadcast_": "broadcast",
+    "allgather_": "all_gather",
+    "_allgather_base_": "all_gather_into_tensor",
+    "allgather_coalesced_": "all_gather_coalesced",
+    "allgather_into_tensor_coalesced_": "all_gather_into_tensor",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all_single",
+    "gather_": "gather",
+    "scatter_": "scatter",
+}
+
+
+class Collectives:
+    """Tells a listener of all collectives of this process, from `start` to `stop`."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._lock = threading.RLock()
+        self._by_work: dict[Any, Launch] = {}
+        self._by_address: dict[int, Launch] = {}  # of results
+        self._in_backward: list[Launch] = []
+        self._buckets = 0
+        self._thread = threading.local()  # `open`: launches of the C++ function that is running
+        self._names: list[str] = []
+
+    # -- beginning and end ----------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Register the kernels and patch what callers wait with; `stop` takes all of it back."""
+        classes = c10d_classes()
+        if classes is None:
+            return
+        self._group_class, self._work_class = classes
+        work = self._work_class
+        library, functional = (torch.library.Library(name, "IMPL") for name in ("c10d", "_c10d_functional"))
+        for name in OPERATORS:
+            overload = getattr(getattr(torch.ops.c10d, name, None), "default", None)
+            if overload is not None:
+                library.impl(name, self._kernel(name, overload), "BackendSelect", with_keyset=True)
+        functional.impl("wait_tensor", self._wait_tensor, "BackendSelect", with_keyset=True)
+
+        def unregister() -> None:
+            library._destroy()
+            functional._destroy()
+
+        self._record("operators of c10d", "collectives of every caller are seen", unregister)
+        for name, wrapped in (("wait", self._wait), ("synchronize", self._wait), ("get_future", self._get_future)):
+            if hasattr(work, name):
+                self._replace(work, name, wrapped(getattr(work, name)))
+        for path in _WAITING:
+            home, _, name = path.rpartition(".")
+            owner = getattr(torch.distributed, home, None) if home else torch.distributed
+            if hasattr(owner, name):
+                self._replace(owner, name, self._waits_inside(getattr(owner, name)))
+
+    def _record(self, what: str, why: str, undo: Callable[[], None]) -> None:
+        patches.record(what, why, undo, "registered")
+        self._names.append(what)
+
+    def _replace(self, owner: Any, name: str, value: Any) -> None:
+        original = getattr(owner, name)
+        setattr(owner, name, value)
+
+        def undo() -> None:
+            if getattr(owner, name) is value:
+                setattr(owner, name, original)
+
+        self._record(f"{owner.__name__}.{name}", "collectives have ended where they are waited for", undo)
+
+    def stop(self) -> None:
+        """Take everything back; collectives that nobody has waited for are lost."""
+        while self._names:
+            patches.undo(self._names.pop())
+        with self._lock:
+            left = list(self._by_work.values())
+            for launch in left:
+                self._forget(launch)
+        for launch in left:
+            self._listener.lost(launch, "nobody waited for it while the tool was on")
+
+    # -- where a collective begins --------------------------------------------------------------------
+
+    def _kernel(self, name: str, overload: Any) -> Callable[..., Any]:
+        names = [argument.name for argument in overload._schema.arguments]
+
+        def kernel(keys: Any, *args: Any) -> Any:
+            launch = None
+            try:
+                launch = self._begin(name, dict(zip(names, args)), _caller())
+            except Exception as error:
+                self._listener.failed(name, error)
+            result = overload.redispatch(keys & AFTER_BACKEND_SELECT, *args)
+            if launch is not None:
+                try:
+                    self._pend(launch, result[-1] if isinstance(result, tuple) else result)
+                except Exception as error:
+                    self._listener.failed(name, error)
+            return result
+
+        return kernel
+
+    def _begin(self, name: str, given: Mapping[str, Any], caller: Any) -> Launch | None:
+        group = self._group_class.unbox(given["process_group"])
+        rank, size = group.rank(), group.size()
+        with quiet():
+            traffic = _traffic(name, given, rank, size)
+            if traffic is None or not self._listener.wants([*traffic.sent, *[r.tensor for r in traffic.results]]):
+                return None
+            bucket = None
+            if name == "allreduce_" and not getattr(self._thread, "open", None) and _is_ddp(caller):
+                bucket = NO_BUCKET
+                if given["tensors"][0].is_floating_point():
+                    bucket, self._buckets = self._buckets, self._buckets + 1
+            reduction = _reduction(given["reduce_op"]) if "reduce_op" in given else None
+            launch = Launch(name, group, rank, size, traffic, reduction, bucket)
+            self._listener.began(launch)
+        return launch
+
+    def _pend(self, launch: Launch, work: Any) -> None:
+        launch.work = self._work_class.unbox(work)
+        with self._lock:
+            if len(self._by_work) >= _MAX_PENDING:
+                oldest = next(iter(self._by_work.values()))
+                self._forget(oldest)
+                self._listener.lost(oldest, "nobody waited for it for a long time")
+            self._by_work[launch.work] = launch
+            for result in launch.traffic.results:
+                self._by_address[result.tensor.data_ptr()] = launch
+            self._by_address.pop(0, None)  # of empty ones
+            if launch.bucket is not None:
+                self._in_backward.append(launch)
+        opened = getattr(self._thread, "open", None)
+        if opened:
+            opened[-1].append(launch)
+
+    # -- where it ends --------------------------------------------------------------------------------
+
+    def _forget(self, launch: Launch) -> bool:
+        """Whether the launch was still pending."""
+        with self._lock:
+            if self._by_work.pop(launch.work, None) is None:
+                return False
+            for result in launch.traffic.results:
+                address = result.tensor.data_ptr()
+                if self._by_address.get(address) is launch:
+                    del self._by_address[address]
+        return True
+
+    def _end(self, launch: Launch | None, is_intact: Callable[[], bool] = lambda: True) -> None:
+        if launch is None or not self._forget(launch):
+            return
+        try:
+            with quiet():
+                self._listener.ended(launch, is_intact)
+        except Exception as error:
+            self._listener.failed(launch.name, error)
+
+    def _wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            done = original(work, *args, **kwargs)
+            if self._by_work:
+                self._end(self._by_work.get(work))
+            return done
+
+        return wait
+
+    def _get_future(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Callbacks run in the order in which they are added: ours reads the results before the caller's changes them.
+
+        On a GPU it runs now, on a stream that waits for the collective; the current stream waits for ours.
+        """
+
+        @functools.wraps(original)
+        def get_future(work: Any) -> Any:
+            future = original(work)
+            launch = self._by_work.get(work)
+            if launch is not None:
+                versions = _versions(launch)
+
+                def ended(done: Any) -> None:
+                    try:
+                        done.value()
+                    except Exception:  # the caller is told of it
+                        self._drop(launch, "it failed")
+                    else:
+                        self._end(launch, lambda: _versions(launch) == versions)
+
+                try:
+                    future.then(ended)
+                    _wait_for(launch)
+                except Exception as error:
+                    self._listener.failed(launch.name, error)
+            return future
+
+        return get_future
+
+    def _drop(self, launch: Launch, reason: str) -> None:
+        if self._forget(launch):
+            self._listener.lost(launch, reason)
+
+    def _wait_tensor(self, keys: Any, tensor: Tensor) -> Any:
+        result = torch.ops._c10d_functional.wait_tensor.default.redispatch(keys & AFTER_BACKEND_SELECT, tensor)
+        if self._by_address:
+            self._end(self._by_address.get(tensor.data_ptr()))
+        return result
+
+    def _waits_inside(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def waiting(*args: Any, **kwargs: Any) -> Any:
+            with self._opened():
+                return original(*args, **kwargs)
+
+        return waiting
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[None]:
+        opened: list[list[Launch]] = self._thread.__dict__.setdefault("open", [])
+        opened.append([])
+        try:
+            yield
+        except BaseException:
+            for launch in opened.pop():
+                self._drop(launch, "it failed")
+            raise
+        for launch in opened.pop():
+            self._end(launch)
+
+    def backward_ended(self) -> None:
+        """No backward pass is under way: DDP has waited for all its buckets."""
+        if self._in_backward:
+            with self._lock:
+                ended, self._in_backward, self._buckets = self._in_backward, [], 0
+            for launch in ended:
+                self._end(launch)
+
+
+def _caller() -> Any:
+    """The nearest frame of Python below a kernel; None in a thread that has none."""
+    try:
+        return sys._getframe(2)
+    except ValueError:
+        return None
+
+
+def _is_ddp(caller: Any) -> bool:
+    """Whether DDP's Reducer calls: from a thread of the engine, or for parameters that a forward left unused."""
+    if caller is None or caller.f_code.co_name in ("run_backward", "_engine_run_backward"):
+        return True
+    return bool(caller.f_code.co_filename.replace("\\", "/").endswith(_DDP))
+
+
+def _reduction(operation: Any) -> int | None:
+    try:
+        return int(operation.op())
+    except Exception:  # not in early releases
+        return -1
+
+
+def _versions(launch: Launch) -> list[int]:
+    return [0 if r.tensor.is_inference() else r.tensor._version for r in launch.traffic.results]
+
+
+def _wait_for(launch: Launch) -> None:
+    """Let the current stream wait for what `ended` enqueued on a stream of its own."""
+    event = getattr(launch.notes, "event", None)
+    if event is not None and hasattr(event, "wait"):
+        event.wait()
