@@ -33,8 +33,9 @@ class Question(NamedTuple):
     """What some ranks published under a key, and who wants to know it: `answer(found, missing)`."""
 
     key: str
-    ranks: Sequence[int]
-    readers: int  # ranks that ask for it: the last one deletes what was published
+    ranks: Sequence[int]  # those asked
+    senders: Sequence[int]  # those that publish, with this one
+    readers: int  # how many ranks ask: the last one deletes what was published
     answer: Callable[[dict[int, bytes], Sequence[int]], None]
 
 
@@ -150,7 +151,7 @@ class Exchange:
     def _has_read(self, store: Any, question: Question) -> None:
         counter = f"{question.key}/read"
         if store.add(counter, 1) >= question.readers:
-            for rank in question.ranks:
+            for rank in question.senders:
                 store.delete_key(f"{question.key}/{rank}")
             store.delete_key(counter)
 

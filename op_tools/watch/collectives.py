@@ -26,7 +26,9 @@ from . import patches
 NO_BUCKET: Final = -1
 _MAX_PENDING: Final = 4096  # works that nobody waits for must not pile up
 _DDP: Final = "torch/nn/parallel/distributed.py"
-_WAITING: Final = ("_broadcast_coalesced", "_verify_params_across_processes", "Reducer._rebuild_buckets")  # of DDP, in C++
+_READING: Final = 5.0  # seconds: a callback of a collective that has ended needs no more than the GIL
+# functions of DDP in C++ that wait themselves
+_WAITING: Final = ("_broadcast_coalesced", "_verify_params_across_processes", "Reducer._rebuild_buckets")
 
 
 class Result(NamedTuple):
@@ -170,6 +172,7 @@ class Collectives:
         self._by_work: dict[Any, Launch] = {}
         self._by_address: dict[int, Launch] = {}  # of results
         self._in_backward: list[Launch] = []
+        self._reading: dict[Any, threading.Event] = {}  # futures whose results are about to be copied
         self._buckets = 0
         self._thread = threading.local()  # `open`: launches of the C++ function that is running
         self._names: list[str] = []
@@ -198,6 +201,10 @@ class Collectives:
         for name, wrapped in (("wait", self._wait), ("synchronize", self._wait), ("get_future", self._get_future)):
             if hasattr(work, name):
                 self._replace(work, name, wrapped(getattr(work, name)))
+        future = torch._C.Future
+        self._add_callback = future.then
+        for name, wrapped in (("wait", self._wait_future), ("then", self._then), ("add_done_callback", self._then)):
+            self._replace(future, name, wrapped(getattr(future, name)))
         for path in _WAITING:
             home, _, name = path.rpartition(".")
             owner = getattr(torch.distributed, home, None) if home else torch.distributed
@@ -317,7 +324,7 @@ class Collectives:
         return wait
 
     def _get_future(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Callbacks run in the order in which they are added: ours reads the results before the caller's changes them.
+        """What is done with a future has to wait until the results are copied, which a callback of ours does.
 
         On a GPU it runs now, on a stream that waits for the collective; the current stream waits for ours.
         """
@@ -327,24 +334,56 @@ class Collectives:
             future = original(work)
             launch = self._by_work.get(work)
             if launch is not None:
-                versions = _versions(launch)
-
-                def ended(done: Any) -> None:
-                    try:
-                        done.value()
-                    except Exception:  # the caller is told of it
-                        self._drop(launch, "it failed")
-                    else:
-                        self._end(launch, lambda: _versions(launch) == versions)
-
                 try:
-                    future.then(ended)
-                    _wait_for(launch)
+                    self._read_first(future, launch)
                 except Exception as error:
                     self._listener.failed(launch.name, error)
             return future
 
         return get_future
+
+    def _read_first(self, future: Any, launch: Launch) -> None:
+        versions, is_read = _versions(launch), threading.Event()
+
+        def ended(done: Any) -> None:
+            try:
+                done.value()
+            except Exception:  # the caller is told of it
+                self._drop(launch, "it failed")
+            else:
+                self._end(launch, lambda: _versions(launch) == versions)
+            finally:
+                self._reading.pop(future, None)
+                is_read.set()
+
+        self._reading[future] = is_read
+        self._add_callback(future, ended)
+        event = getattr(launch.notes, "event", None)
+        if event is not None and hasattr(event, "wait"):  # of copies on another stream
+            event.wait()
+
+    def _then(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """A callback that is added after the end of a collective runs at once: not before ours has."""
+
+        @functools.wraps(original)
+        def then(future: Any, callback: Any) -> Any:
+            is_read = self._reading.get(future)
+            if is_read is None:
+                return original(future, callback)
+            return original(future, lambda done: (is_read.wait(_READING), callback(done))[1])
+
+        return then
+
+    def _wait_future(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def wait(future: Any) -> Any:
+            is_read = self._reading.get(future)
+            found = original(future)
+            if is_read is not None:
+                is_read.wait(_READING)
+            return found
+
+        return wait
 
     def _drop(self, launch: Launch, reason: str) -> None:
         if self._forget(launch):
@@ -379,6 +418,8 @@ class Collectives:
 
     def backward_ended(self) -> None:
         """No backward pass is under way: DDP has waited for all its buckets."""
+        for is_read in list(self._reading.values()):
+            is_read.wait(_READING)
         if self._in_backward:
             with self._lock:
                 ended, self._in_backward, self._buckets = self._in_backward, [], 0
@@ -410,10 +451,3 @@ def _reduction(operation: Any) -> int | None:
 
 def _versions(launch: Launch) -> list[int]:
     return [0 if r.tensor.is_inference() else r.tensor._version for r in launch.traffic.results]
-
-
-def _wait_for(launch: Launch) -> None:
-    """Let the current stream wait for what `ended` enqueued on a stream of its own."""
-    event = getattr(launch.notes, "event", None)
-    if event is not None and hasattr(event, "wait"):
-        event.wait()

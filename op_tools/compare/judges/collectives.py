@@ -10,9 +10,9 @@ import concurrent.futures
 import dataclasses
 import functools
 import hashlib
+import itertools
 import os
 import threading
-from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Final, Protocol
 
@@ -37,6 +37,7 @@ from ..teller import Teller
 _SEEDS: Final = 8  # samples of elements that take turns
 _MANY_RANKS: Final = 16  # from here on, messages get shorter
 _OWN_FACTS_SECONDS: Final = 60.0
+_RUNS: Final = itertools.count()
 
 
 class Tool(Protocol):
@@ -62,6 +63,16 @@ class _Group:
     ranks: Sequence[int]
     exchange: Exchange | None
     count: int = 0
+    sequence: tuple[int, int] = (-1, 0)  # of the last collective, and how many had the same one before
+
+    def next(self, sequence: int | None, run: int) -> tuple[int, str]:
+        """The number of a collective since the start of the tool, and a key for it that comes once."""
+        number, self.count = self.count, self.count + 1
+        if sequence is None:  # not all backends count
+            return number, f"{self.key}/run{run}/{number}"
+        before = self.sequence[1] + 1 if sequence == self.sequence[0] else 0  # in one coalesced operation
+        self.sequence = (sequence, before)
+        return number, f"{self.key}/{sequence}.{before}"
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,6 +83,7 @@ class _Pending:
     group: _Group
     call: Call
     compared: ComparedCall
+    key: str
     number: int
     header: dict[str, Any]
     reduction: str
@@ -103,12 +115,11 @@ class Collectives(Judge):
         """Begin to watch; `close` ends it."""
         self._tool, self._teller, self._chooser = tool, teller, chooser
         self._seconds = settings.number("OP_AUTOCOMPARE_RANK_SECONDS")
-        self._pid = os.getpid()
+        self._run, self._pid = next(_RUNS), os.getpid()
         self._lock = threading.Lock()
         self._thread = threading.local()  # `call`: of torch.distributed, that this thread is in
         self._groups: dict[int, _Group] = {}
         self._exchanges: dict[int, tuple[Any, Exchange]] = {}
-        self._silent: Counter[int] = Counter()
         self._watch = watch.Collectives(self)
         self._watch.start()
 
@@ -119,10 +130,11 @@ class Collectives(Judge):
     def left(self, call: Call) -> None:
         """It has returned."""
         self._thread.call = None
-        if self not in call.notes and not call.op.endswith("barrier"):
-            sends = call.op.rsplit(".", 1)[-1] in ("send", "recv", "isend", "irecv")
-            reason = "a message between two ranks" if sends else "no collective of this rank was seen in it"
-            self._teller.skip(call, reason)
+        name = call.op.rsplit(".", 1)[-1]
+        if self in call.notes or name == "barrier" or not call.op.startswith("torch.distributed.") or _coalesces():
+            return
+        sends = name in ("send", "recv", "isend", "irecv")
+        self._teller.skip(call, "a message between two ranks" if sends else "it sends nothing that is seen")
 
     def backward_ended(self) -> None:
         """No backward pass is under way."""
@@ -149,12 +161,13 @@ class Collectives(Judge):
 
     def began(self, launch: watch.Launch) -> None:
         """Copy what is sent, and have facts about it published."""
-        group = self._group(launch.group)
-        with self._lock:
-            number, group.count = group.count, group.count + 1
-        call = self._call(launch)
         traffic = launch.traffic
         tensors = [*traffic.sent, *[r.tensor for r in traffic.results]]
+        group = self._group(launch.group)
+        sequence = _sequence(launch, tensors)
+        with self._lock:
+            number, key = group.next(sequence, self._run)
+        call = self._call(launch)
         if call is None or not self._chooser.take_by_number(_kind(call.op, tensors)):
             return
         self._tool.count(call)
@@ -163,9 +176,7 @@ class Collectives(Judge):
             self._teller.skip(call, f"tensors of type {', '.join(dict.fromkeys(staged.opaque))} cannot be copied")
             return
         reduction = _reduction(launch, call)
-        header = {"op": launch.name, "reduction": reduction, "sequence": _sequence(launch, tensors)}
-        if header["sequence"] is None:
-            header["step"] = call.step
+        header = {"op": launch.name, "reduction": reduction, "number since the start of the tool": number}
         limit = group.exchange.message_bytes if group.exchange is not None else 1 << 16
         limit = limit * _MANY_RANKS // max(launch.size, _MANY_RANKS) // max(1, traffic.pieces)
         compared = ComparedCall(
@@ -183,7 +194,7 @@ class Collectives(Judge):
             [t.data_ptr() for t in traffic.sent], [r.tensor.data_ptr() for r in traffic.results]
         )
         factor = _factor(call) if reduction == "premul_sum" else 1.0
-        pending = launch.notes = _Pending(launch, group, call, compared, number, header, reduction, factor, limit)
+        pending = launch.notes = _Pending(launch, group, call, compared, key, number, header, reduction, factor, limit)
         self._tool.in_background(staged.nbytes, functools.partial(self._publish, pending, staged))
 
     def ended(self, launch: watch.Launch, is_intact: Callable[[], bool]) -> None:
@@ -272,18 +283,19 @@ class Collectives(Judge):
         pending.own.set_result(facts)
         group, launch = pending.group, pending.launch
         if group.exchange is not None and facts:
-            group.exchange.publish(f"{group.key}/{pending.number}", launch.rank, encode(pending.header, facts))
+            group.exchange.publish(pending.key, launch.rank, encode(pending.header, facts))
 
     def _ask(self, pending: _Pending, staged: Operands, fetcher: Fetcher) -> None:
         launch, group = pending.launch, pending.group
         pending.found = pending.facts(fetcher.unpack(staged)[0])
-        ranks = sorted({r for result in launch.traffic.results for r in result.sources} - {launch.rank})
+        senders = sorted({rank for result in launch.traffic.results for rank in result.sources})
+        ranks = [rank for rank in senders if rank != launch.rank]
         answer = functools.partial(self._answer, pending)
         if group.exchange is None:
             answer({}, ranks)
         else:
             readers = 1 if launch.name in ("reduce_", "gather_") else launch.size
-            group.exchange.ask(Question(f"{group.key}/{pending.number}", ranks, readers, answer))
+            group.exchange.ask(Question(pending.key, ranks, senders, readers, answer))
 
     def _answer(self, pending: _Pending, messages: dict[int, bytes], missing: Sequence[int]) -> None:
         """Judge a collective by what other ranks have published."""
@@ -342,6 +354,12 @@ def _traits(name: str) -> OpTraits:
 
 def _kind(op: str, tensors: Sequence[Tensor]) -> Hashable:
     return (op, *[(t.shape, t.dtype) for t in tensors])
+
+
+def _coalesces() -> bool:
+    """Whether collectives are being gathered, to be sent together."""
+    world = getattr(torch.distributed.distributed_c10d, "_world", None)
+    return bool(getattr(world, "pg_coalesce_state", None))
 
 
 def _sequence(launch: watch.Launch, tensors: Sequence[Tensor]) -> int | None:
