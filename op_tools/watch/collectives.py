@@ -14,7 +14,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -22,6 +22,7 @@ from ..call.description import Tensor
 from ..call.devices import quiet
 from ..compat import AFTER_BACKEND_SELECT, c10d_classes
 from . import patches
+from .traffic import OPERATORS, Traffic, traffic_of
 
 NO_BUCKET: Final = -1
 _MAX_PENDING: Final = 4096  # works that nobody waits for must not pile up
@@ -29,21 +30,6 @@ _DDP: Final = "torch/nn/parallel/distributed.py"
 _READING: Final = 5.0  # seconds: a callback of a collective that has ended needs no more than the GIL
 # functions of DDP in C++ that wait themselves
 _WAITING: Final = ("_broadcast_coalesced", "_verify_params_across_processes", "Reducer._rebuild_buckets")
-
-
-class Result(NamedTuple):
-    """A tensor that a collective fills, and which of the tensors that each rank sent belong in it."""
-
-    tensor: Tensor
-    sources: Mapping[int, int]  # rank -> which one of those that it sent
-
-
-class Traffic(NamedTuple):
-    """What this rank sends and what it gets; `pieces`: how many tensors each rank sends, about."""
-
-    sent: Sequence[Tensor]
-    results: Sequence[Result]
-    pieces: int = 1
 
 
 @dataclasses.dataclass(eq=False)
@@ -80,96 +66,13 @@ class Listener(Protocol):
         """The tool itself failed."""
 
 
-def _shares(tensor: Tensor, size: int) -> list[Tensor]:
-    """Equal parts in the order of memory, one for each rank; views, since results appear there later."""
-    return list(tensor.view(-1).chunk(size)) if tensor.numel() and tensor.numel() % size == 0 else []
-
-
-def _split(tensor: Tensor, sizes: Sequence[int], size: int) -> list[Tensor]:
-    if sizes:
-        return list(tensor.split(list(sizes)))
-    return _shares(tensor, size)
-
-
-def _from_each(tensors: Sequence[Tensor], which: int = 0) -> list[Result]:
-    return [Result(tensor, {rank: which}) for rank, tensor in enumerate(tensors)]
-
-
-def _traffic(name: str, given: Mapping[str, Any], rank: int, size: int) -> Traffic | None:
-    """What an operator of c10d sends and gets; None where that is not known."""
-    everyone = range(size)
-    if name in ("allreduce_", "allreduce_coalesced_", "reduce_"):
-        tensors = given["tensors"]
-        if name == "reduce_" and given["root_rank"] != rank:
-            return Traffic(tensors, [], len(tensors))
-        return Traffic(tensors, [Result(t, dict.fromkeys(everyone, i)) for i, t in enumerate(tensors)], len(tensors))
-    if name == "broadcast_":
-        (tensor,), root = given["tensors"], given["root_rank"]
-        return Traffic([tensor] if root == rank else [], [Result(tensor, {root: 0})])
-    if name == "allgather_":
-        (tensor,), (gathered,) = given["input_tensors"], given["output_tensors"]
-        return Traffic([tensor], _from_each(gathered))
-    if name == "_allgather_base_":
-        return Traffic([given["input_tensor"]], _from_each(_shares(given["output_tensor"], size)))
-    if name == "allgather_coalesced_":
-        lists, inputs = given["output_lists"], given["input_list"]
-        results = [r for i, gathered in enumerate(lists) for r in _from_each(gathered, i)]
-        return Traffic(inputs, results, len(inputs))
-    if name == "allgather_into_tensor_coalesced_":
-        inputs = given["inputs"]
-        results = [r for i, t in enumerate(given["outputs"]) for r in _from_each(_shares(t, size), i)]
-        return Traffic(inputs, results, len(inputs))
-    if name == "reduce_scatter_":
-        (output,), (inputs,) = given["output_tensors"], given["input_tensors"]
-        return Traffic(inputs, [Result(output, dict.fromkeys(everyone, rank))], size)
-    if name == "_reduce_scatter_base_":
-        parts = _shares(given["input_tensor"], size)
-        return Traffic(parts, [Result(given["output_tensor"], dict.fromkeys(everyone, rank))], size)
-    if name == "reduce_scatter_tensor_coalesced_":
-        parts = [part for t in given["inputs"] for part in _shares(t, size)]
-        results = [Result(t, dict.fromkeys(everyone, i * size + rank)) for i, t in enumerate(given["outputs"])]
-        return Traffic(parts, results, len(parts))
-    if name == "alltoall_":
-        return Traffic(given["input_tensors"], _from_each(given["output_tensors"], rank), size)
-    if name == "alltoall_base_":
-        sent = _split(given["input"], given["input_split_sizes"], size)
-        received = _split(given["output"], given["output_split_sizes"], size)
-        return Traffic(sent, _from_each(received, rank), size)
-    if name == "gather_":
-        (tensor,) = given["input_tensors"]
-        return Traffic([tensor], _from_each(given["output_tensors"][0]) if given["root_rank"] == rank else [])
-    if name == "scatter_":
-        (output,), root = given["output_tensors"], given["root_rank"]
-        return Traffic(given["input_tensors"][0] if root == rank else [], [Result(output, {root: rank})], size)
-    return None
-
-
-OPERATORS: Final = {  # of c10d, and the function of torch.distributed that calls it
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "all_reduce_coalesced",
-    "reduce_": "reduce",
-    "broadcast_": "broadcast",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather_into_tensor",
-    "allgather_coalesced_": "all_gather_coalesced",
-    "allgather_into_tensor_coalesced_": "all_gather_into_tensor",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter_tensor",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all_single",
-    "gather_": "gather",
-    "scatter_": "scatter",
-}
-
-
 class Collectives:
     """Tells a listener of all collectives of this process, from `start` to `stop`."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
         self._lock = threading.RLock()
-        self._by_work: dict[Any, Launch] = {}
+        self._by_work: dict[Any, list[Launch]] = {}  # several that are coalesced have one
         self._by_address: dict[int, Launch] = {}  # of results
         self._in_backward: list[Launch] = []
         self._reading: dict[Any, threading.Event] = {}  # futures whose results are about to be copied
@@ -201,6 +104,10 @@ class Collectives:
         for name, wrapped in (("wait", self._wait), ("synchronize", self._wait), ("get_future", self._get_future)):
             if hasattr(work, name):
                 self._replace(work, name, wrapped(getattr(work, name)))
+        group = self._group_class
+        for name, wrapped in (("_start_coalescing", self._start_coalescing), ("_end_coalescing", self._end_coalescing)):
+            if hasattr(group, name):
+                self._replace(group, name, wrapped(getattr(group, name)))
         future = torch._C.Future
         self._add_callback = future.then
         for name, wrapped in (("wait", self._wait_future), ("then", self._then), ("add_done_callback", self._then)):
@@ -230,11 +137,9 @@ class Collectives:
         while self._names:
             patches.undo(self._names.pop())
         with self._lock:
-            left = list(self._by_work.values())
-            for launch in left:
-                self._forget(launch)
+            left = [launch for launches in self._by_work.values() for launch in launches]
         for launch in left:
-            self._listener.lost(launch, "nobody waited for it while the tool was on")
+            self._drop(launch, "nobody waited for it while the tool was on")
 
     # -- where a collective begins --------------------------------------------------------------------
 
@@ -250,7 +155,9 @@ class Collectives:
             result = overload.redispatch(keys & AFTER_BACKEND_SELECT, *args)
             if launch is not None:
                 try:
-                    self._pend(launch, result[-1] if isinstance(result, tuple) else result)
+                    work = result[-1] if isinstance(result, tuple) else result
+                    if launch.traffic.results:
+                        self._pend(launch, work)
                 except Exception as error:
                     self._listener.failed(name, error)
             return result
@@ -261,7 +168,7 @@ class Collectives:
         group = self._group_class.unbox(given["process_group"])
         rank, size = group.rank(), group.size()
         with quiet():
-            traffic = _traffic(name, given, rank, size)
+            traffic = traffic_of(name, given, rank, size)
             if traffic is None or not self._listener.wants([*traffic.sent, *[r.tensor for r in traffic.results]]):
                 return None
             bucket = None
@@ -278,26 +185,57 @@ class Collectives:
         launch.work = self._work_class.unbox(work)
         with self._lock:
             if len(self._by_work) >= _MAX_PENDING:
-                oldest = next(iter(self._by_work.values()))
-                self._forget(oldest)
-                self._listener.lost(oldest, "nobody waited for it for a long time")
-            self._by_work[launch.work] = launch
+                for oldest in list(next(iter(self._by_work.values()))):
+                    self._drop(oldest, "nobody waited for it for a long time")
+            self._by_work.setdefault(launch.work, []).append(launch)
             for result in launch.traffic.results:
                 self._by_address[result.tensor.data_ptr()] = launch
             self._by_address.pop(0, None)  # of empty ones
             if launch.bucket is not None:
                 self._in_backward.append(launch)
-        opened = getattr(self._thread, "open", None)
-        if opened:
-            opened[-1].append(launch)
+        for opened in (getattr(self._thread, "open", None) or [None])[-1:]:
+            if opened is not None:
+                opened.append(launch)
+        coalesced = getattr(self._thread, "coalesced", None)
+        if coalesced is not None:
+            coalesced.append(launch)
+
+    def _start_coalescing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def start_coalescing(*args: Any, **kwargs: Any) -> Any:
+            self._thread.coalesced = []
+            return original(*args, **kwargs)
+
+        return start_coalescing
+
+    def _end_coalescing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """What was launched meanwhile begins now, and has ended when the work returned here has."""
+
+        @functools.wraps(original)
+        def end_coalescing(*args: Any, **kwargs: Any) -> Any:
+            launches, self._thread.coalesced = getattr(self._thread, "coalesced", None) or [], None
+            work = original(*args, **kwargs)
+            with self._lock:
+                for launch in launches if work is not None else ():
+                    if self._forget(launch):
+                        launch.work = work
+                        self._by_work.setdefault(work, []).append(launch)
+            return work
+
+        return end_coalescing
 
     # -- where it ends --------------------------------------------------------------------------------
 
     def _forget(self, launch: Launch) -> bool:
         """Whether the launch was still pending."""
         with self._lock:
-            if self._by_work.pop(launch.work, None) is None:
+            together = self._by_work.get(launch.work, ())
+            if launch not in together:
                 return False
+            if len(together) == 1:
+                del self._by_work[launch.work]
+            else:
+                together.remove(launch)  # type: ignore[union-attr]
             for result in launch.traffic.results:
                 address = result.tensor.data_ptr()
                 if self._by_address.get(address) is launch:
@@ -317,8 +255,8 @@ class Collectives:
         @functools.wraps(original)
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
             done = original(work, *args, **kwargs)
-            if self._by_work:
-                self._end(self._by_work.get(work))
+            for launch in list(self._by_work.get(work, ())):
+                self._end(launch)
             return done
 
         return wait
@@ -332,35 +270,38 @@ class Collectives:
         @functools.wraps(original)
         def get_future(work: Any) -> Any:
             future = original(work)
-            launch = self._by_work.get(work)
-            if launch is not None:
+            launches = list(self._by_work.get(work, ()))
+            if launches:
                 try:
-                    self._read_first(future, launch)
+                    self._read_first(future, launches)
                 except Exception as error:
-                    self._listener.failed(launch.name, error)
+                    self._listener.failed(launches[0].name, error)
             return future
 
         return get_future
 
-    def _read_first(self, future: Any, launch: Launch) -> None:
-        versions, is_read = _versions(launch), threading.Event()
+    def _read_first(self, future: Any, launches: Sequence[Launch]) -> None:
+        versions, is_read = [_versions(launch) for launch in launches], threading.Event()
 
         def ended(done: Any) -> None:
             try:
                 done.value()
             except Exception:  # the caller is told of it
-                self._drop(launch, "it failed")
+                for launch in launches:
+                    self._drop(launch, "it failed")
             else:
-                self._end(launch, lambda: _versions(launch) == versions)
+                for launch, version in zip(launches, versions):
+                    self._end(launch, functools.partial(_is_still, launch, version))
             finally:
                 self._reading.pop(future, None)
                 is_read.set()
 
         self._reading[future] = is_read
         self._add_callback(future, ended)
-        event = getattr(launch.notes, "event", None)
-        if event is not None and hasattr(event, "wait"):  # of copies on another stream
-            event.wait()
+        for launch in launches:
+            event = getattr(launch.notes, "event", None)
+            if event is not None and hasattr(event, "wait"):  # of copies on another stream
+                event.wait()
 
     def _then(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """A callback that is added after the end of a collective runs at once: not before ours has."""
@@ -451,3 +392,7 @@ def _reduction(operation: Any) -> int | None:
 
 def _versions(launch: Launch) -> list[int]:
     return [0 if r.tensor.is_inference() else r.tensor._version for r in launch.traffic.results]
+
+
+def _is_still(launch: Launch, versions: list[int]) -> bool:
+    return _versions(launch) == versions

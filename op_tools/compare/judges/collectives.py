@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Final, Protocol
 
@@ -29,6 +30,7 @@ from ...judge.collectives import MOVE, REDUCTIONS, Facts, NotComparable, Part, d
 from ...judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement
 from ...watch import collectives as watch
 from ...watch.intercept import INTERCEPTOR, Call, ids
+from ...watch.traffic import OPERATORS, python_call, traffic_of
 from ..choose import Chooser
 from ..exchange import Exchange, Question
 from ..ladder import ComparedCall, Job, Judge, Setup
@@ -38,6 +40,7 @@ _SEEDS: Final = 8  # samples of elements that take turns
 _MANY_RANKS: Final = 16  # from here on, messages get shorter
 _OWN_FACTS_SECONDS: Final = 60.0
 _RUNS: Final = itertools.count()
+_OWN: Final = frozenset({"torch", "typing_extensions", "ditorch"})  # homes of PyTorch's own functions and wrappers
 
 
 class Tool(Protocol):
@@ -63,10 +66,14 @@ class _Group:
     ranks: Sequence[int]
     exchange: Exchange | None
     count: int = 0
+    messages: Counter[tuple[int, int, int]] = dataclasses.field(default_factory=Counter)
     sequence: tuple[int, int] = (-1, 0)  # of the last collective, and how many had the same one before
 
-    def next(self, sequence: int | None, run: int) -> tuple[int, str]:
+    def next(self, sequence: int | None, run: int, channel: tuple[int, int, int] | None) -> tuple[int, str]:
         """The number of a collective since the start of the tool, and a key for it that comes once."""
+        if channel is not None:
+            number, self.messages[channel] = self.messages[channel], self.messages[channel] + 1
+            return number, f"{self.key}/run{run}/{'-'.join(map(str, channel))}/{number}"
         number, self.count = self.count, self.count + 1
         if sequence is None:  # not all backends count
             return number, f"{self.key}/run{run}/{number}"
@@ -126,15 +133,22 @@ class Collectives(Judge):
     def entered(self, call: Call) -> None:
         """A function of torch.distributed is called; what it launches belongs to this call."""
         self._thread.call = call
+        launch = _as_launch(call)
+        if launch is not None:
+            self.began(launch)
+            self._thread.whole = launch
 
     def left(self, call: Call) -> None:
         """It has returned."""
         self._thread.call = None
+        launch, self._thread.whole = getattr(self._thread, "whole", None), None
+        if launch is not None:
+            self.ended(launch, lambda: True)
         name = call.op.rsplit(".", 1)[-1]
         if self in call.notes or name == "barrier" or not call.op.startswith("torch.distributed.") or _coalesces():
             return
-        sends = name in ("send", "recv", "isend", "irecv")
-        self._teller.skip(call, "a message between two ranks" if sends else "it sends nothing that is seen")
+        anyone = name in ("recv", "irecv")
+        self._teller.skip(call, "a message from any rank" if anyone else "it sends nothing that is seen")
 
     def backward_ended(self) -> None:
         """No backward pass is under way."""
@@ -155,6 +169,8 @@ class Collectives(Judge):
         """Whether a collective on these tensors is to be seen."""
         if os.getpid() != self._pid or not tensors or not INTERCEPTOR.tools:
             return False
+        if getattr(self._thread, "whole", None) is not None:  # the function that calls it is judged
+            return False
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return False  # what a CUDA graph records would be replayed with it
         return INTERCEPTOR.include_cpu or any(not t.is_cpu for t in tensors)
@@ -166,7 +182,7 @@ class Collectives(Judge):
         group = self._group(launch.group)
         sequence = _sequence(launch, tensors)
         with self._lock:
-            number, key = group.next(sequence, self._run)
+            number, key = group.next(sequence, self._run, traffic.channel)
         call = self._call(launch)
         if call is None or not self._chooser.take_by_number(_kind(call.op, tensors)):
             return
@@ -176,7 +192,10 @@ class Collectives(Judge):
             self._teller.skip(call, f"tensors of type {', '.join(dict.fromkeys(staged.opaque))} cannot be copied")
             return
         reduction = _reduction(launch, call)
-        header = {"op": launch.name, "reduction": reduction, "number since the start of the tool": number}
+        header: dict[str, Any] = (
+            {"op": "", "step": call.step} if traffic.channel else {"op": launch.name, "reduction": reduction}
+        )
+        header["number since the start of the tool"] = number
         limit = group.exchange.message_bytes if group.exchange is not None else 1 << 16
         limit = limit * _MANY_RANKS // max(launch.size, _MANY_RANKS) // max(1, traffic.pieces)
         compared = ComparedCall(
@@ -216,8 +235,8 @@ class Collectives(Judge):
 
     def failed(self, name: str, error: Exception) -> None:
         """The tool failed on a collective."""
-        function = getattr(torch.distributed, watch.OPERATORS.get(name, name), torch.distributed.all_reduce)
-        op = f"torch.distributed.{watch.OPERATORS.get(name, name)}"
+        function = getattr(torch.distributed, OPERATORS.get(name, name), torch.distributed.all_reduce)
+        op = f"torch.distributed.{OPERATORS.get(name, name)}"
         self._tool.failed(Call(traits_of(function, op), function, (), {}), error)
 
     def _call(self, launch: watch.Launch) -> Call | None:
@@ -226,7 +245,7 @@ class Collectives(Judge):
         if call is not None:
             call.notes[self] = True
             return call
-        traits = _traits(watch.OPERATORS[launch.name])
+        traits = _traits(OPERATORS[launch.name])
         if self._tool.condition is not None or not self._tool.wants(traits):
             return None
         sent, results = list(launch.traffic.sent), [r.tensor for r in launch.traffic.results]
@@ -294,7 +313,7 @@ class Collectives(Judge):
         if group.exchange is None:
             answer({}, ranks)
         else:
-            readers = 1 if launch.name in ("reduce_", "gather_") else launch.size
+            readers = 1 if launch.name in ("reduce_", "gather_", "recv_") else launch.size
             group.exchange.ask(Question(pending.key, ranks, senders, readers, answer))
 
     def _answer(self, pending: _Pending, messages: dict[int, bytes], missing: Sequence[int]) -> None:
@@ -345,6 +364,26 @@ class Collectives(Judge):
         return (
             f"on rank {group.ranks[launch.rank]}, in {name} of {launch.size}, {found.numel:,} elements of {found.dtype}"
         )
+
+
+def _as_launch(call: Call) -> watch.Launch | None:
+    """A call of a function that somebody put in place of PyTorch's, or of a group that is written in Python.
+
+    What it does to its arguments is judged. PyTorch's own functions are judged by what they send.
+    """
+    function = getattr(call.function, "op_tools_function", call.function)
+    home = getattr(function, "__globals__", {}).get("__name__", "torch")
+    found = python_call(call.op.rsplit(".", 1)[-1], call.args, call.kwargs)
+    if found is None or found.async_op or not call.op.startswith("torch.distributed."):
+        return None
+    if home.partition(".")[0] in _OWN and type(found.group) is torch.distributed.ProcessGroup:
+        return None
+    rank, size = found.group.rank(), found.group.size()
+    traffic = traffic_of(found.operator, found.given, rank, size) if rank >= 0 else None
+    if traffic is None:
+        return None
+    reduction = -1 if "reduce" in found.operator else None
+    return watch.Launch(found.operator, found.group, rank, size, traffic, reduction, None)
 
 
 @functools.cache

@@ -64,7 +64,8 @@ def test_all_that_is_patched_is_listed_and_comes_back(device: str) -> None:
         assert {"threading.Thread.start", "torch.compile", "torch.distributed.all_reduce"} <= changed
         assert f"{__name__}.doubled" in changed
         assert changed <= {what.removesuffix(", for apply_feature") for what in listed}
-        assert len(listed) == len(changed) + 1, "each once, and a hook on optimizer steps"
+        same = {"torch.distributed.isend", "torch.distributed.irecv"}  # the function itself does something else
+        assert len(listed - same) == len(changed) + 1, "each once, and a hook on optimizer steps"
         assert all(patch.why and patch.undo for patch in patches.listed())
         assert tool.active
         patches.undo_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -120,6 +121,23 @@ def _idle_broadcast(tensors: list[torch.Tensor], group: Any, *_: Any) -> Any:
     return tensors, work.boxed()
 
 
+_SENT: list[Any] = []
+
+
+def _changed_message(tensors: list[torch.Tensor], group: Any, dst: int, tag: int) -> Any:
+    changed = [tensors[0].clone()]
+    changed[0][3] = 7.0
+    _SENT.append(changed)
+    return backend_of(group).send(changed, dst, tag).boxed()  # gloo's works can be waited for once
+
+
+def _message(device: torch.device) -> None:
+    if dist.get_rank() == 0:
+        dist.send(values(device), dst=1)
+    else:
+        dist.recv(values(device), src=0)
+
+
 def values(device: torch.device, count: int = 1000, **more: Any) -> torch.Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(dist.get_rank()), **more).to(device)
 
@@ -156,6 +174,7 @@ FAULTS: dict[str, tuple[str, Kernel, Callable[[torch.device], Any], str]] = {
         lambda d: dist.reduce_scatter_tensor(torch.empty(500, device=d), values(d)),
         "the sum over 2 ranks is",
     ),
+    "message": ("send", _changed_message, _message, "element 3 is 7, and rank 0 sent"),
     "idle": ("broadcast_", _idle_broadcast, lambda d: dist.broadcast(values(d), 0), "and rank 0 sent"),
     "bucket": (
         "allreduce_",
@@ -164,7 +183,7 @@ FAULTS: dict[str, tuple[str, Kernel, Callable[[torch.device], Any], str]] = {
         "rank 1 had sent nothing",
     ),
 }
-ON_RANKS = {"one element": [0], "idle": [1]}  # the others: on both
+ON_RANKS = {"one element": [0], "idle": [1], "message": [1]}  # the others: on both
 
 
 def planted_faults_are_found_where_they_are(rank: int, device: torch.device) -> None:
@@ -176,7 +195,7 @@ def planted_faults_are_found_where_they_are(rank: int, device: torch.device) -> 
             run(device)
         found[name] = tool, twin
     for name, (tool, twin) in found.items():  # only now: a rank that fails must not leave the other alone
-        is_silent(twin, 1)
+        is_silent(twin, rank if name == "message" else 1)
         wrong = [blame for blame in tool.blames if "distributed" in blame.op]
         if rank not in ON_RANKS.get(name, [0, 1]):
             assert not wrong, (name, wrong)
@@ -186,6 +205,31 @@ def planted_faults_are_found_where_they_are(rank: int, device: torch.device) -> 
         assert f"on rank {rank}, in the default group of 2" in wrong[0].reason, wrong[0].reason
         here = "DDP bucket 0" if name == "bucket" else os.path.basename(__file__)
         assert here in wrong[0].location, (name, wrong[0].location)
+
+
+def functions_in_the_place_of_pytorchs_are_judged_by_what_they_do(rank: int, device: torch.device) -> None:
+    def rounds(func: Kernel) -> Kernel:
+        @functools.wraps(func)
+        def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            wide = tensor.clone()
+            func(wide, *args, **kwargs)
+            tensor.copy_(wide.to(torch.bfloat16) if rank == 1 else wide)
+
+        return all_reduce
+
+    original = dist.all_reduce
+    dist.all_reduce = rounds(original)
+    try:
+        with compared() as tool:
+            dist.all_reduce(values(device))
+            dist.all_reduce(values(device), op=dist.ReduceOp.MAX)
+    finally:
+        dist.all_reduce = original
+    assert not missed(tool), missed(tool)
+    assert len(collectives(tool)) == 2, collectives(tool)
+    reasons = [blame.reason for blame in tool.blames if "distributed" in blame.op]
+    assert len(reasons) == 2 * rank, reasons
+    assert all(word in reason for word, reason in zip(("rounded to bfloat16", "the maximum over 2 ranks"), reasons))
 
 
 # --- healthy ----------------------------------------------------------------------------------------------
@@ -221,6 +265,15 @@ def healthy_collectives_raise_no_alarm(rank: int, device: torch.device) -> None:
         dist.all_to_all_single(torch.empty([3, 5][rank] * 2, device=device), x, [[3, 3], [5, 5]][rank], [3, 5])
         dist.gather(x, [torch.empty_like(x) for _ in range(2)] if rank == 0 else None, dst=0)
         dist.scatter(torch.empty(4, device=device), list(x.chunk(2)) if rank == 1 else None, src=1)
+        if rank == 0:
+            dist.send(x, dst=1)
+            dist.recv(x.clone(), src=1)
+        else:
+            dist.recv(x.clone(), src=0)
+            dist.send(x, dst=0)
+        messages = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, x.clone(), 1 - rank)]
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
         dist.barrier()
         with dist.distributed_c10d._coalescing_manager():
             for _ in range(2):
@@ -328,6 +381,7 @@ def what_was_published_is_deleted(rank: int, device: torch.device) -> None:
 
 CHECKS = (
     planted_faults_are_found_where_they_are,
+    functions_in_the_place_of_pytorchs_are_judged_by_what_they_do,
     healthy_collectives_raise_no_alarm,
     training_in_parallel_raises_no_alarm_and_keeps_its_bits,
     sharded_training_raises_no_alarm,
