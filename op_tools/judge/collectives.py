@@ -12,6 +12,7 @@ these errors have in common.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,10 @@ _EDGE: Final = 64  # elements at each end that the sample has
 _SAMPLE: Final = 2048  # further elements of the sample
 _DEVIATIONS: Final = 8.5  # the chance that a correct sum is further off: 2 exp(-8.5²/2), 4e-16
 _DOUBLE: Final = 2.0**-53
+_WIDE: Final = 2.0**-8  # of a sum's size: a bound from which on a missing rank may hide in it
+_MIN_ELEMENTS: Final = 100  # that tell together
+_MISSING: Final = 0.75  # a share of what a rank sent that is no rounding if a healthy order loses less than the next
+_PRESENT: Final = 0.1
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _Array = np.ndarray[Any, Any]
 
@@ -157,6 +162,7 @@ class NotComparable(Exception):
     """Why nothing can be said."""
 
 
+@np.errstate(all="ignore")  # infinity and NaN are results like others
 def judge_part(part: Part, rules: Rules, seed: int) -> Row:
     """The row of one result; raises `NotComparable`."""
     for rank, facts in part.sent.items():
@@ -247,6 +253,7 @@ def _judge_reduction(part: Part, dtype: torch.dtype, seed: int) -> _Judged:
     if not len(wrong):
         bad = _wrong_stretches(part, dtype)
         text = _in_stretches(part.found, bad, f"another {_WORD[part.reduction]} over the ranks") if len(bad) else ""
+        text = text or _lacks_a_rank(part, terms, found, golden, known, dtype)
         return _Judged(error, shown, math.inf if text else excess, text, ulp)
     worst = wrong[np.argmax(error[wrong])]
     place = _place(part.found, int(worst), seed)
@@ -338,6 +345,47 @@ def _wrong_stretches(part: Part, dtype: torch.dtype) -> _Array:
         known = np.isfinite(golden) & (norm * max(1.0, abs(factor)) < precision.largest)
         apart = np.abs(np.frombuffer(part.found.sums) - golden)
         return np.flatnonzero(known & ~(apart <= bound))
+
+
+# -- one of many ranks -----------------------------------------------------------------------------------------
+
+
+def _lacks_a_rank(part: Part, terms: _Array, found: _Array, golden: _Array, known: _Array, dtype: torch.dtype) -> str:
+    """Whether all elements together show that a rank is missing, where the bound of each is too wide for that.
+
+    The roundings of many additions in a half type may take as much from one element as a rank has sent. The share of a
+    rank in the errors of all elements tells, unless it is also missing where the sum is really done in some order.
+    """
+    if not dtype.is_floating_point or part.reduction not in ("sum", "avg", "premul_sum"):
+        return ""
+    if part.size < 3 or (part.size - 1) * precision_of(dtype).stored < _WIDE:
+        return ""
+    usable = known & np.isfinite(golden) & np.isfinite(found)
+    if np.count_nonzero(usable) < _MIN_ELEMENTS:
+        return ""
+    factor, _ = _scale(part)
+    terms, exact = factor * terms[:, usable], golden[usable]
+    squares = np.maximum((terms * terms).sum(1), 1e-300)
+    shares = terms @ (exact - found[usable]) / squares
+    if shares.max() < _MISSING:
+        return ""
+    lost = [np.abs(terms @ (exact - order) / squares) for order in _in_orders(terms, dtype)]
+    suspects = np.where(np.max(lost, axis=0) < _PRESENT, shares, 0.0)
+    if suspects.max() < _MISSING:
+        return ""
+    rank = list(part.sent)[int(suspects.argmax())]
+    return f"the elements together lack {suspects.max():.0%} of what rank {rank} sent, as if it had sent nothing"
+
+
+def _in_orders(terms: _Array, dtype: torch.dtype) -> list[_Array]:
+    """Sums over ranks really done in a dtype: around rings that begin at several ranks, both ways, and as a tree."""
+    given = list(torch.from_numpy(terms).to(dtype))
+    steps = range(0, len(given), max(1, len(given) // 8))
+    rings = [given[start:] + given[:start] for start in steps]
+    sums = [functools.reduce(torch.add, ring) for ring in [*rings, *[ring[::-1] for ring in rings[:2]]]]
+    while len(given) > 1:
+        given = [a if b is None else a + b for a, b in itertools.zip_longest(given[::2], given[1::2])]
+    return [total.to(torch.float64).numpy() for total in (*sums, given[0])]
 
 
 # -- words -----------------------------------------------------------------------------------------------------
