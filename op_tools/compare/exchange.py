@@ -142,18 +142,24 @@ class Exchange:
             done.append(question)
             question.answer(found, missing)
             if store is not None and not self.failure and question.readers:
-                self._has_read(store, question)
+                self._has_read(store, question, bool(missing))
         if store is not None and not self.failure:
             while self._published and now - self._published[0][0] > 4 * self._seconds:  # nobody reads it any more
                 store.delete_key(self._published.popleft()[1])
         return done
 
-    def _has_read(self, store: Any, question: Question) -> None:
+    def _has_read(self, store: Any, question: Question, in_vain: bool) -> None:
+        """Delete what nobody will read: the last reader all of it; where a rank is silent, each rank its own."""
         counter = f"{question.key}/read"
-        if store.add(counter, 1) >= question.readers:
-            for rank in question.senders:
-                store.delete_key(f"{question.key}/{rank}")
-            store.delete_key(counter)
+        if in_vain:
+            useless = [rank for rank in question.senders if rank not in question.ranks]
+        elif store.add(counter, 1) >= question.readers:
+            useless = list(question.senders)
+        else:
+            return
+        for rank in useless:
+            store.delete_key(f"{question.key}/{rank}")
+        store.delete_key(counter)
 
 
 def _class(name: str) -> Any:

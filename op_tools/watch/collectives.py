@@ -25,6 +25,7 @@ from . import patches
 from .traffic import OPERATORS, Traffic, traffic_of
 
 NO_BUCKET: Final = -1
+_OPERATORS: Final = "operators of c10d"
 _MAX_PENDING: Final = 4096  # works that nobody waits for must not pile up
 _DDP: Final = "torch/nn/parallel/distributed.py"
 _READING: Final = 5.0  # seconds: a callback of a collective that has ended needs no more than the GIL
@@ -82,11 +83,11 @@ class Collectives:
 
     # -- beginning and end ----------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Register the kernels and patch what callers wait with; `stop` takes all of it back."""
+    def start(self) -> bool:
+        """Register the kernels and patch what callers wait with, unless another one has; `stop` takes it back."""
         classes = c10d_classes()
-        if classes is None:
-            return
+        if classes is None or any(patch.what == _OPERATORS for patch in patches.listed()):
+            return False
         self._group_class, self._work_class = classes
         work = self._work_class
         library, functional = (torch.library.Library(name, "IMPL") for name in ("c10d", "_c10d_functional"))
@@ -100,7 +101,7 @@ class Collectives:
             library._destroy()
             functional._destroy()
 
-        self._record("operators of c10d", "collectives of every caller are seen", unregister)
+        self._record(_OPERATORS, "collectives of every caller are seen", unregister)
         for name, wrapped in (("wait", self._wait), ("synchronize", self._wait), ("get_future", self._get_future)):
             if hasattr(work, name):
                 self._replace(work, name, wrapped(getattr(work, name)))
@@ -117,6 +118,7 @@ class Collectives:
             owner = getattr(torch.distributed, home, None) if home else torch.distributed
             if hasattr(owner, name):
                 self._replace(owner, name, self._waits_inside(getattr(owner, name)))
+        return True
 
     def _record(self, what: str, why: str, undo: Callable[[], None]) -> None:
         patches.record(what, why, undo, "registered")

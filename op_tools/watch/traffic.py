@@ -13,7 +13,7 @@ from ..call.description import Tensor
 class Result(NamedTuple):
     """A tensor that a collective fills, and which of the tensors that each rank sent belong in it."""
 
-    tensor: Tensor
+    tensor: Any  # None once it has been copied
     sources: Mapping[int, int]  # rank -> which one of those that it sent
 
 

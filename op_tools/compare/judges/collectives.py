@@ -128,10 +128,14 @@ class Collectives(Judge):
         self._groups: dict[int, _Group] = {}
         self._exchanges: dict[int, tuple[Any, Exchange]] = {}
         self._watch = watch.Collectives(self)
-        self._watch.start()
+        self.watches = any(tool.wants(_traits(name)) for name in OPERATORS.values()) and self._watch.start()
 
     def entered(self, call: Call) -> None:
         """A function of torch.distributed is called; what it launches belongs to this call."""
+        if not self.watches:
+            self._teller.skip(call, "another OpAutoCompare judges collectives")
+            call.notes[self] = True
+            return
         self._thread.call = call
         launch = _as_launch(call)
         if launch is not None:
@@ -162,6 +166,7 @@ class Collectives(Judge):
         self._watch.stop()
         for _, exchange in self._exchanges.values():
             exchange.close()
+        self._groups, self._exchanges = {}, {}  # which hold process groups
 
     # -- what the watch tells, on the threads of the run ----------------------------------------------
 
@@ -214,6 +219,7 @@ class Collectives(Judge):
         )
         factor = _factor(call) if reduction == "premul_sum" else 1.0
         pending = launch.notes = _Pending(launch, group, call, compared, key, number, header, reduction, factor, limit)
+        launch.traffic = traffic._replace(sent=())  # the run's tensors are not held any longer
         self._tool.in_background(staged.nbytes, functools.partial(self._publish, pending, staged))
 
     def ended(self, launch: watch.Launch, is_intact: Callable[[], bool]) -> None:
@@ -223,7 +229,9 @@ class Collectives(Judge):
             return
         staged = stage(([r.tensor for r in launch.traffic.results],))
         pending.event = staged.event
-        if is_intact():
+        intact = is_intact()
+        launch.traffic = launch.traffic._replace(results=[r._replace(tensor=None) for r in launch.traffic.results])
+        if intact:
             self._tool.in_background(staged.nbytes, functools.partial(self._ask, pending, staged))
         else:
             self.lost(launch, "its result was changed before it was read")
@@ -235,9 +243,8 @@ class Collectives(Judge):
 
     def failed(self, name: str, error: Exception) -> None:
         """The tool failed on a collective."""
-        function = getattr(torch.distributed, OPERATORS.get(name, name), torch.distributed.all_reduce)
-        op = f"torch.distributed.{OPERATORS.get(name, name)}"
-        self._tool.failed(Call(traits_of(function, op), function, (), {}), error)
+        traits = _traits(OPERATORS[name])
+        self._tool.failed(Call(traits, traits.function, (), {}), error)
 
     def _call(self, launch: watch.Launch) -> Call | None:
         """The call that a collective belongs to; None where the tool does not want it."""
@@ -388,7 +395,8 @@ def _as_launch(call: Call) -> watch.Launch | None:
 
 @functools.cache
 def _traits(name: str) -> OpTraits:
-    return traits_of(getattr(torch.distributed, name), f"torch.distributed.{name}")
+    function = getattr(torch.distributed, name, torch.distributed.all_reduce)  # old names go
+    return traits_of(function, f"torch.distributed.{name}")
 
 
 def _kind(op: str, tensors: Sequence[Tensor]) -> Hashable:

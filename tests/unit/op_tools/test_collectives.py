@@ -146,7 +146,7 @@ def test_messages_arrive_in_any_order_and_are_deleted() -> None:
                 ranks[rank].ask(Question(key, [1 - rank], [0, 1], 2, answers[rank]))
                 ranks[rank].publish(key, rank, f"{key}{rank}".encode())
         for exchange in ranks:
-            assert exchange.drain()
+            exchange.drain()
         assert sorted(found[1] for found, _ in answers[0].found) == [b"a1", b"b1"]
         assert sorted(found[0] for found, _ in answers[1].found) == [b"a0", b"b0"]
         assert store.num_keys() == 0
