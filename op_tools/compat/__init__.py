@@ -142,6 +142,20 @@ def c10d_classes() -> tuple[Any, Any] | None:
     return classes if all(hasattr(kind, "unbox") for kind in classes) else None
 
 
+Future: Final = torch._C.Future  # what `Work.get_future` returns
+
+
+def default_store() -> Any:
+    """The store of the default process group; an error where there is none."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def coalesces() -> bool:
+    """Whether collectives are being gathered, to be sent together."""
+    world = getattr(torch.distributed.distributed_c10d, "_world", None)
+    return bool(getattr(world, "pg_coalesce_state", None))
+
+
 def registering_file(name: str) -> str:
     """The source file that registered an operator, "" if unknown (`registering_file("mylib::scale")`)."""
     from torch._library.custom_ops import OPDEFS

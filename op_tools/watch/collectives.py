@@ -20,7 +20,7 @@ import torch
 
 from ..call.description import Tensor
 from ..call.devices import quiet
-from ..compat import AFTER_BACKEND_SELECT, c10d_classes
+from ..compat import AFTER_BACKEND_SELECT, Future, c10d_classes
 from . import patches
 from .traffic import OPERATORS, Traffic, traffic_of
 
@@ -109,10 +109,9 @@ class Collectives:
         for name, wrapped in (("_start_coalescing", self._start_coalescing), ("_end_coalescing", self._end_coalescing)):
             if hasattr(group, name):
                 self._replace(group, name, wrapped(getattr(group, name)))
-        future = torch._C.Future
-        self._add_callback = future.then
+        self._add_callback = Future.then
         for name, wrapped in (("wait", self._wait_future), ("then", self._then), ("add_done_callback", self._then)):
-            self._replace(future, name, wrapped(getattr(future, name)))
+            self._replace(Future, name, wrapped(getattr(Future, name)))
         for path in _WAITING:
             home, _, name = path.rpartition(".")
             owner = getattr(torch.distributed, home, None) if home else torch.distributed

@@ -23,7 +23,7 @@ from ... import settings
 from ...call.description import Tensor, describe
 from ...call.site import call_site, module_path
 from ...call.traits import OpTraits, traits_of
-from ...compat import c10d_classes
+from ...compat import c10d_classes, coalesces, default_store
 from ...copies.invocation import FORWARD, Region, Site
 from ...copies.operands import Fetcher, Operands, stage
 from ...judge.collectives import MOVE, REDUCTIONS, Facts, NotComparable, Part, decode, encode, facts_of, judge_part
@@ -149,7 +149,7 @@ class Collectives(Judge):
         if launch is not None:
             self.ended(launch, lambda: True)
         name = call.op.rsplit(".", 1)[-1]
-        if self in call.notes or name == "barrier" or not call.op.startswith("torch.distributed.") or _coalesces():
+        if self in call.notes or name == "barrier" or not call.op.startswith("torch.distributed.") or coalesces():
             return
         anyone = name in ("recv", "irecv")
         self._teller.skip(call, "a message from any rank" if anyone else "it sends nothing that is seen")
@@ -291,7 +291,7 @@ class Collectives(Judge):
         known = self._exchanges.get(id(world))
         if known is None or known[0] is not world:
             try:
-                store = torch.distributed.distributed_c10d._get_default_store()
+                store = default_store()
             except Exception:  # groups without a default one
                 return None
             known = self._exchanges[id(world)] = (world, Exchange(store, self._seconds))
@@ -401,12 +401,6 @@ def _traits(name: str) -> OpTraits:
 
 def _kind(op: str, tensors: Sequence[Tensor]) -> Hashable:
     return (op, *[(t.shape, t.dtype) for t in tensors])
-
-
-def _coalesces() -> bool:
-    """Whether collectives are being gathered, to be sent together."""
-    world = getattr(torch.distributed.distributed_c10d, "_world", None)
-    return bool(getattr(world, "pg_coalesce_state", None))
 
 
 def _sequence(launch: watch.Launch, tensors: Sequence[Tensor]) -> int | None:
