@@ -57,6 +57,7 @@ _declare("OP_AUTOCOMPARE_THREADS", "number", "", "threads that compare; 0: the r
 _declare("OP_AUTOCOMPARE_QUEUE_BYTES", "number", 2**30, "bytes of copies that may wait to be compared")
 _declare("OP_AUTOCOMPARE_MAX_BYTES", "number", 8 * 2**30, "bytes that the golden run of one call may need")
 _declare("OP_AUTOCOMPARE_MAX_SECONDS", "number", 10, "seconds for the probes of one call")
+_declare("OP_AUTOCOMPARE_RANK_SECONDS", "number", 30, "seconds to wait for what other ranks tell of a collective")
 for _name, _of in (("", "all operators"), ("<OP>_", "one operator")):
     _tolerance = f"{_name}AUTOCOMPARE_ERROR_TOLERANCE"
     _declare(_tolerance, "atol,rtol", "", f"the tolerance that decides for {_of}", computed="the standard decides")

@@ -94,7 +94,7 @@ def traits_of(function: Callable[..., Any], name: str | None = None) -> OpTraits
     if (known and facts.bookkeeping) or name.endswith(_GETTER_ENDINGS) or name.startswith(("profiler.", *_WAITS)):
         return OpTraits(name, function, bookkeeping=True)
     if name.startswith(_COLLECTIVE):
-        return OpTraits(name, function, collective=True, mutates=True)
+        return OpTraits(name, function, collective=True, mutates=name.startswith("torch."))
     overloads = _overloads(function, name) if name.startswith(("torch.", "aten.")) else []
     if name == "torch.device" or (name.startswith("torch._C.") and not overloads):
         return OpTraits(name, function, bookkeeping=True)

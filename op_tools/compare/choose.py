@@ -93,6 +93,17 @@ class Chooser:
                 self.left_out[kind] += 1
             return taken
 
+    def take_by_number(self, kind: Hashable) -> bool:
+        """The same for a collective: its number alone decides, so that all ranks choose the same ones."""
+        with self._lock:
+            number = self._done[kind] + self.left_out[kind]
+            taken = not self.chooses or number == 0 or (self.factor is not None and number & (number + 1) == 0)
+            if taken:
+                self._done[kind] += 1
+            elif kind in self.left_out or len(self.left_out) < _MAX_KINDS:
+                self.left_out[kind] += 1
+            return taken
+
     def spend(self, kind: Hashable, seconds: float) -> None:
         """So much of the run's time went into a comparison of this kind; None for calls that were left out."""
         if not self.chooses:

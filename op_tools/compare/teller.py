@@ -34,6 +34,7 @@ _MAX_BLAMES: Final = 10_000
 _MAX_EVENTS: Final = 400_000
 _MAX_SHOWN: Final = 5_000  # rows of the table at the end
 _CSV_END: Final = ("r.module", "s.location", "r.phase", "r.step", "r.excess")  # columns after those of the comparison
+_CAUSE: Final = "with the same inputs the CPU computes a different result"
 _MAX_ULP: Final = 1e6  # more of them are not told apart
 
 
@@ -426,8 +427,9 @@ def report(wrong: Sequence[Blame], lineage: Lineage, compared: Counter[str]) -> 
     first = ordered[0]
     lines = [f"first wrong: {first.op} ({first.phase}), {first.where}", *_details(first)]
     causes = lineage.ancestors_among(first.event, events)
+    cause = "what the ranks sent gives another result" if first.op.startswith("torch.distributed.") else _CAUSE
     lines.append(
-        "  root cause: with the same inputs the CPU computes a different result"
+        f"  root cause: {cause}"
         + ("; these inputs come from wrong results" if causes else "; nothing wrong went into them")
     )
     lines.append(f"  downstream calls affected: {lineage.reached_by(first.event)}")

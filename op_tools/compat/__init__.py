@@ -179,6 +179,31 @@ CPU_KERNELS: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 MODULE_CALL: Final = torch.nn.Module._call_impl.__code__  # the frame in which a module's forward runs
 
 
+AFTER_BACKEND_SELECT: Final = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+
+def c10d_classes() -> tuple[Any, Any] | None:
+    """The classes of process groups and of handles on collectives; None where operators of c10d do not show them."""
+    if not torch.distributed.is_available():
+        return None
+    classes = (torch.distributed.ProcessGroup, torch.distributed.Work)
+    return classes if all(hasattr(kind, "unbox") for kind in classes) else None
+
+
+Future: Final = torch._C.Future  # what `Work.get_future` returns
+
+
+def default_store() -> Any:
+    """The store of the default process group; an error where there is none."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def coalesces() -> bool:
+    """Whether collectives are being gathered, to be sent together."""
+    world = getattr(torch.distributed.distributed_c10d, "_world", None)
+    return bool(getattr(world, "pg_coalesce_state", None))
+
+
 def registering_file(name: str) -> str:
     """The source file that registered an operator, "" if unknown (`registering_file("mylib::scale")`)."""
     from torch._library.custom_ops import OPDEFS

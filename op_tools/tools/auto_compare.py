@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -24,6 +24,7 @@ from ..call.site import module_path
 from ..call.traits import OpTraits
 from ..compare import cores
 from ..compare.choose import MODES, Chooser, kind_of, parse_budget
+from ..compare.judges.collectives import Collectives
 from ..compare.ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, gradient_kind, make_ladder
 from ..compare.repeat import Repeater
 from ..compare.teller import Blame, Teller
@@ -118,6 +119,9 @@ class OpAutoCompare(Tool):
         self._workers = threading.local()
         # held here, too: a forked child drops what threads hold, and freeing pinned memory there aborts it
         self._fetchers: list[Fetcher] = []
+        self._collectives: Collectives | None = self.judge(Collectives)
+        if self._collectives is not None:
+            self._collectives.start(self, self._teller, self._chooser)
         measuring.prepare()
         self.csv_path: Path | None = None
 
@@ -135,7 +139,8 @@ class OpAutoCompare(Tool):
         """Whether this very call is compared: the base's conditions, then the budget."""
         if not super().accepts(call):
             return False
-        if not self._chooser.chooses or (call.inside is not None and call.traits.view):  # which is not compared
+        compared = not call.traits.collective and (call.inside is None or not call.traits.view)
+        if not self._chooser.chooses or not compared:
             return True
         started = time.perf_counter()
         kind = call.notes[(self, "kind")] = kind_of(call.op, call.args, call.kwargs)
@@ -149,8 +154,10 @@ class OpAutoCompare(Tool):
         started = time.perf_counter()
         kind = call.notes.get((self, "kind"))  # only where calls are chosen
         if call.traits.collective:
-            self._chooser.settle(kind)
-            self._teller.skip(call, "a collective: its result depends on other processes")
+            if self._collectives is not None:
+                self._collectives.entered(call)
+            else:
+                self._teller.skip(call, "a collective: this PyTorch does not show what it sends")
             return
         around = call.inside  # below autograd and autocast
         if around is not None and call.traits.view:  # of memory that a collective may be writing to
@@ -222,6 +229,8 @@ class OpAutoCompare(Tool):
         if compared is None:
             if call.inside is not None and call.traits.view:
                 self._teller.lineage.made_from(call.inputs.data_ptrs, call.outputs.data_ptrs)
+            elif call.traits.collective and self._collectives is not None:
+                self._collectives.left(call)
             return
         started = time.perf_counter()
         self.count(call)
@@ -277,6 +286,10 @@ class OpAutoCompare(Tool):
             self._submit(job, compared)
         if self._sampled:
             self._chooser.spend(compared.kind, time.perf_counter() - started)
+
+    def after_backward_passes(self, graph_is_kept: bool) -> None:
+        if self._collectives is not None:
+            self._collectives.backward_ended()
 
     def _settle_live(self, job: Job) -> bool:
         """Whether a judge settles the job now, from the run's own tensors."""
@@ -336,17 +349,28 @@ class OpAutoCompare(Tool):
         job.judgement = found
         self._teller.tell(job)
 
-    def _judge(self, job: Job) -> Judgement | None:
+    def in_background(self, nbytes: int, work: Callable[[Fetcher], None]) -> None:
+        """Have a worker thread do something with so many bytes of copies."""
+        self._queue.reserve(nbytes)
+        self._queue.submit(nbytes, lambda: work(self._fetcher()))
+
+    def _fetcher(self) -> Fetcher:
+        """That of the worker thread that asks."""
         workers = self._workers
         if not hasattr(workers, "fetcher"):
             workers.fetcher, workers.limit = Fetcher(), 0
             self._fetchers.append(workers.fetcher)
+        found: Fetcher = workers.fetcher
+        return found
+
+    def _judge(self, job: Job) -> Judgement | None:
+        fetcher, workers = self._fetcher(), self._workers
         # jobs are judged side by side on the cores that are there; a large one gets those of others that wait
         limit = max(self._cores, min(self._threads, self._threads * job.nbytes // self._queue.max_bytes))
         if workers.limit != limit:
             cores.limit_kernels(limit)
             workers.limit = limit
-        job.fetcher = workers.fetcher
+        job.fetcher = fetcher
         for judge in self._background:
             found = judge.settle(job)
             if found is PENDING:
@@ -382,6 +406,10 @@ class OpAutoCompare(Tool):
             self._fetchers.clear()
             assert self._store is not None
             self.csv_path = teller.write_table(self._store, self.table_name, self._run_key, self.only is None)
+
+    def release(self) -> None:
+        if self._collectives is not None:
+            self._collectives.close()
 
     def summary(self) -> list[str]:
         notes = [line for judge in self._ladder for line in judge.summary()]

@@ -194,19 +194,26 @@ class Installed:
         """
         interceptor, function = self._interceptor, getattr(torch.distributed, name)
         cells = zip(function.__code__.co_freevars, function.__closure__ or ())
-        cell = next((c for n, c in cells if n == "func" and callable(c.cell_contents)), None)
-        original = cell.cell_contents if cell is not None else function
-        what = f"torch.distributed.{name}"
-        traits = traits_of(original, what)
+        own = function.__globals__["__name__"].startswith("torch.")  # not what somebody put in its place
+        cell = next((c for n, c in cells if own and n == "func" and callable(c.cell_contents)), None)
+        what, why = f"torch.distributed.{name}", "collectives are Python functions that no mode sees"
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            if THREAD.region is not None or not interceptor.is_on():
-                return original(*args, **kwargs)
-            return interceptor.watch_function(watched, traits, original, args, kwargs)
+        def instead_of(original: Callable[..., Any]) -> Callable[..., Any]:
+            traits = traits_of(original, what)
 
-        watched.__name__ = getattr(original, "__name__", name)
-        why = "collectives are Python functions that no mode sees"
-        if cell is None:
-            self._replace(torch.distributed, name, watched, why)
+            def watched(*args: Any, **kwargs: Any) -> Any:
+                if THREAD.region is not None or not interceptor.is_on():
+                    return original(*args, **kwargs)
+                return interceptor.watch_function(watched, traits, original, args, kwargs)
+
+            watched.__name__ = getattr(original, "__name__", name)
+            return watched
+
+        if cell is not None:
+            self._replace(cell, "cell_contents", instead_of(cell.cell_contents), why, what, "redirected")
+        elif own:  # `P2POp` asks whether it was given `isend` itself
+            with _lock:
+                _ledger.redirect(function, instead_of, why, "watched", what)
+            self._names.append(what)
         else:
-            self._replace(cell, "cell_contents", watched, why, what, "redirected")
+            self._replace(torch.distributed, name, instead_of(function), why)

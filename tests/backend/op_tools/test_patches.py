@@ -65,7 +65,8 @@ def test_all_that_is_patched_is_listed_and_comes_back(device: str) -> None:
         assert "torch.autograd.function.BackwardCFunction.apply" in changed
         assert f"{__name__}.doubled" in changed
         assert changed <= {what.removesuffix(", for apply_feature") for what in listed}
-        assert len(listed) == len(changed) + 2, "each once, a hook on optimizer steps, and one on imports"
+        same = {"torch.distributed.isend", "torch.distributed.irecv"}  # the function itself does something else
+        assert len(listed - same) == len(changed) + 2, "each once, a hook on optimizer steps, and one on imports"
         assert all(patch.why and patch.undo for patch in patches.listed())
         assert tool.active
         patches.undo_all()

@@ -1,6 +1,6 @@
 """What each of two ranks does for test_collectives.py: run every check, write down what failed.
 
-torchrun --standalone --nproc-per-node=2 -m tests.device.soft.collective_worker RESULTS
+torchrun --standalone --nproc-per-node=2 -m tests.device.soft.collective_worker RESULTS [CHECK ...]
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from tests.device.soft import compared_collectives
 
 CHECKS: dict[str, Callable[[int, torch.device], None]] = {}
 
@@ -418,6 +420,10 @@ def fsdp2_mixed_precision_and_state(rank, device):
             equal(full[name], value)
 
 
+for comparison in compared_collectives.CHECKS:
+    check(comparison)
+
+
 def main() -> None:
     import ditorch.soft
 
@@ -428,6 +434,8 @@ def main() -> None:
     torch.soft.set_device(device)
     results = {}
     for name, function in CHECKS.items():
+        if sys.argv[2:] and name not in sys.argv[2:]:
+            continue
         try:
             function(rank, device)
             results[name] = ""
