@@ -46,6 +46,7 @@ class ComparedCall(Invocation):
     kind: Hashable = None  # where calls are chosen: what decides about calls like it
     record_site: int = 0
     places: Places | None = None  # of the results in the memory of the arguments, where they may be views of these
+    whole: bool = False  # its snapshots have all of the storages behind its arguments
     drawn: Any = None  # what is known of its random numbers: `repeat.Drawn`, and states of generators during the call
     notes: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what judges remember until the backward
 
@@ -71,11 +72,14 @@ class Job:
     before: Operands | None = None  # snapshot of the arguments, for this job
     snapshot: Operands | None = None
     local: bool = False  # no other process is asked
+    alone: bool = False  # nothing else ran on the device during the call
+    suspicion: str = ""  # memory beside an argument changed, and something else may have done it
     piece: bool = False  # of a larger job
     nbytes: int = 0
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     values: tuple[Any, ...] = ()
+    flats: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None  # of a forward: the bytes under `args` and `values`
     draws: tuple[Tensor, ...] | None = None  # random numbers that the call drew inside
     mask: Mask | None = None  # of a dropout
     fetcher: Fetcher | None = None  # of the thread that works on it

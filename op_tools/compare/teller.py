@@ -28,12 +28,14 @@ from ..view import console, rows, store
 from ..view.rows import label_of
 from .coverage import Coverage
 from .ladder import FORWARD, ComparedCall, Job, asked
+from .memory import PART as MEMORY
 
 _MAX_SAVED: Final = 200  # wrong calls that are saved to disk
 _MAX_BLAMES: Final = 10_000
 _MAX_EVENTS: Final = 400_000
 _MAX_SHOWN: Final = 5_000  # rows of the table at the end
 _CSV_END: Final = ("r.module", "s.location", "r.phase", "r.step", "r.excess")  # columns after those of the comparison
+_DIFFERENT: Final = "with the same inputs the CPU computes a different result"
 _MAX_ULP: Final = 1e6  # more of them are not told apart
 
 
@@ -189,16 +191,17 @@ class Teller:
         if own_name and worst.part == "grad_input":
             own_name += worst.label.removeprefix(call.op).replace(" grad", " (grad") + ")"
         name, folder = f"{call.op} {own_name}" if own_name else worst.label, ""
-        if self._saved < _MAX_SAVED and job.golden is not None:
+        if self._saved < _MAX_SAVED and job.golden is not None and worst.part != MEMORY:
             self._saved += 1
-            folder = self._save(job, call, wrong)
+            folder = self._save(job, call, [row for row in wrong if row.part != MEMORY])
         if len(self.blames) < _MAX_BLAMES:
             reason = f"{name}: {worst.reason}"
-            where = (*call.site[:3], folder)
+            where = (*call.site[:3], folder, worst.part == MEMORY)
             self.blames.append(Blame(job.event, call.id, call.op, job.phase, reason, worst.excess, *where))
         where_in_model = f" in module {call.site.module}" if call.site.module else ""
         ulp = f"{worst.max_ulp:.3g} ulp" if worst.max_ulp <= _MAX_ULP else f"> {_MAX_ULP:.0e} ulp".replace("+0", "")
-        message = f"{name} is wrong{where_in_model}: {worst.reason} (max_abs_diff {worst.max_abs_diff:.6g}, {ulp})"
+        size = "" if worst.part == MEMORY else f" (max_abs_diff {worst.max_abs_diff:.6g}, {ulp})"
+        message = f"{name} is wrong{where_in_model}: {worst.reason}{size}"
         self._tool.found(job.live, "difference", message, phase=job.phase, module=call.site.module, size=worst.excess)
 
     def _save(self, job: Job, call: ComparedCall, wrong: Sequence[Row]) -> str:
@@ -351,6 +354,7 @@ class Blame:
     module: str = ""
     step: int = 0
     folder: str = ""
+    memory: bool = False  # it writes where it must not
 
     @property
     def where(self) -> str:
@@ -426,7 +430,7 @@ def report(wrong: Sequence[Blame], lineage: Lineage, compared: Counter[str]) -> 
     lines = [f"first wrong: {first.op} ({first.phase}), {first.where}", *_details(first)]
     causes = lineage.ancestors_among(first.event, events)
     lines.append(
-        "  root cause: with the same inputs the CPU computes a different result"
+        f"  root cause: {'on the CPU it leaves that memory alone' if first.memory else _DIFFERENT}"
         + ("; these inputs come from wrong results" if causes else "; nothing wrong went into them")
     )
     lines.append(f"  downstream calls affected: {lineage.reached_by(first.event)}")

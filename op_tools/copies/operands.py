@@ -22,7 +22,9 @@ _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch
 _KEEP_WHOLE_BELOW: Final = 1 << 16
 _KEEP_WHOLE_FACTOR: Final = 4
 _MAX_LAYOUTS: Final = 2_000
+_ALL: Final = 1 << 62
 MAX_BORROWED: Final = 1 << 28  # bytes that go through the pinned buffer at once
+AROUND: Final = 1 << 12  # bytes on both sides of a view that show whether a kernel writes beyond it
 
 
 class Ref(NamedTuple):
@@ -67,6 +69,7 @@ class Operands(NamedTuple):
     nbytes: int
     opaque: tuple[str, ...] = ()  # types of tensors that could not be copied
     layout: Layout | None = None  # shared with calls that look alike, and so is the tree
+    ids: tuple[int, ...] = ()  # of the storages that were copied, while they live
 
     def tensors(self, flats: Sequence[Tensor] | None = None) -> Any:
         """The tree with tensors over the storages, or over these bytes of them; nothing is copied."""
@@ -76,33 +79,41 @@ class Operands(NamedTuple):
 class Layout:
     """How the tensors of a call lie in its storages; worked out once for calls that look alike."""
 
-    __slots__ = ("nbytes", "notes", "parts", "tree")
+    __slots__ = ("left_out", "nbytes", "notes", "parts", "tree")
 
-    def __init__(self, tree: Any, parts: tuple[tuple[int, int, int], ...]) -> None:
+    def __init__(self, tree: Any, parts: tuple[tuple[int, int, int], ...], left_out: int = 0) -> None:
         self.tree = tree
+        self.left_out = left_out  # bytes of the storages that are not copied
         self.parts = parts  # of each storage: a tensor in it, first and last byte that are copied
         self.nbytes = sum(end - start for _, start, end in parts)
         self.notes: dict[Any, Any] = {}  # what a writer has worked out about it
 
 
 class Layouts:
-    """Stages calls; those that look like an earlier one share its tree.
+    """Stages calls; those that look like an earlier one share its tree. `around` a view, so many bytes are copied, too.
 
     >>> Layouts().stage(describe((x,)).number, [x], (x,))  # doctest: +SKIP
     """
 
-    def __init__(self) -> None:
+    def __init__(self, around: int = 0) -> None:
         self._known: dict[tuple[Any, ...], Layout] = {}
+        self._around = around
 
-    def stage(self, number: int, tensors: list[Tensor], value: Any, event: bool = True) -> Operands:
-        """Copy the storages under `value`; `number` is that of its description, `tensors` are all in it."""
+    def stage(
+        self, number: int, tensors: list[Tensor], value: Any, event: bool = True, whole: bool = False
+    ) -> Operands:
+        """Copy the storages under `value`; `number` is that of its description, `tensors` are all in it.
+
+        With `whole`, all of each storage is copied, however small the views of it are.
+        """
+        around = _ALL if whole else self._around
         if not number:
-            return stage(value, event)
-        key: list[Any] = [number]
+            return stage(value, event, around)
+        key: list[Any] = [number, whole]
         storages: dict[int, int] = {}
         for tensor in tensors:
             if type(tensor) not in _PLAIN_TYPES or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
-                return stage(value, event)
+                return stage(value, event, around)
             storage = tensor.untyped_storage()
             index = storages.setdefault(storage._cdata, len(storages))
             key += (index, tensor.storage_offset(), storage.nbytes())
@@ -110,9 +121,10 @@ class Layouts:
         if layout is None:
             if len(self._known) >= _MAX_LAYOUTS:
                 self._known.clear()
-            layout = self._known[tuple(key)] = _lay_out(value, tensors, [])
+            layout = self._known[tuple(key)] = _lay_out(value, tensors, [], around)
         copies = tuple([_copy_storage(tensors[at], start, end) for at, start, end in layout.parts])
-        return Operands(layout.tree, copies, mark_after(copies) if event else None, layout.nbytes, (), layout)
+        mark = mark_after(copies) if event else None
+        return Operands(layout.tree, copies, mark, layout.nbytes, (), layout, tuple(storages))
 
 
 def measure(value: Any) -> int:
@@ -120,16 +132,18 @@ def measure(value: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors_in(value) if t.layout == torch.strided)
 
 
-def stage(value: Any, event: bool = True) -> Operands:
+def stage(value: Any, event: bool = True, around: int = 0) -> Operands:
     """Copy every storage under `value` on its own device (`stage((args, kwargs))`)."""
     tensors = list(tensors_in(value))
     opaque: list[str] = []
-    layout = _lay_out(value, tensors, opaque)
+    layout = _lay_out(value, tensors, opaque, around)
     copies = tuple([_copy_storage(tensors[at], start, end) for at, start, end in layout.parts])
-    return Operands(layout.tree, copies, mark_after(copies) if event else None, layout.nbytes, tuple(opaque))
+    ids = tuple([tensors[at].untyped_storage()._cdata for at, _, _ in layout.parts])
+    mark = mark_after(copies) if event else None
+    return Operands(layout.tree, copies, mark, layout.nbytes, tuple(opaque), None, ids)
 
 
-def _lay_out(value: Any, tensors: list[Tensor], opaque: list[str]) -> Layout:
+def _lay_out(value: Any, tensors: list[Tensor], opaque: list[str], around: int) -> Layout:
     keys: dict[int, int] = {}  # of a tensor: its storage
     spans: dict[int, tuple[int, int, int]] = {}  # of a storage: a tensor in it, first and last byte that are needed
     for number, tensor in enumerate(tensors):
@@ -141,11 +155,14 @@ def _lay_out(value: Any, tensors: list[Tensor], opaque: list[str]) -> Layout:
             spans[key] = (first, min(low, start), max(high, end))
     placed: dict[int, tuple[int, int]] = {}
     parts: list[tuple[int, int, int]] = []
+    left_out = 0
     for key, (first, start, end) in spans.items():
         total = tensors[first].untyped_storage().nbytes()
         if total <= _KEEP_WHOLE_BELOW or total <= _KEEP_WHOLE_FACTOR * (end - start):
             start, end = 0, total
+        start, end = max(start - around, 0), min(end + around, total) if around else end
         start -= start % 64  # stay aligned for every dtype
+        left_out += total - (end - start)
         placed[key] = (len(parts), start)
         parts.append((first, start, end))
 
@@ -158,7 +175,7 @@ def _lay_out(value: Any, tensors: list[Tensor], opaque: list[str]) -> Layout:
         index, start = placed[keys[id(tensor)]]
         return Ref.of(tensor, index, start)
 
-    return Layout(map_tensors(value, replace), tuple(parts))
+    return Layout(map_tensors(value, replace), tuple(parts), left_out)
 
 
 def mark_after(copies: tuple[Tensor, ...]) -> Any:

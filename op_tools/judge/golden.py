@@ -100,6 +100,7 @@ class Run:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     grad_inputs: list[Tensor | None] | None = None
+    wrote: bool = False  # an operator wrote to an argument; kernels that do not say so are not noticed
 
 
 @dataclasses.dataclass
@@ -334,14 +335,15 @@ def _execute(
             function = facts.on_cpu(source.name, function)
         args, kwargs = _map_settings(copier.copy(given, source.tensors), cast)
         drawn = None if source.draws is None else Substitute(source.draws)
+        versions = copier.versions()
         with mode or contextlib.nullcontext(), drawn or contextlib.nullcontext():  # what probes draw is their own
             outputs = function(*args, **kwargs)
             if drawn is not None and not drawn.used_up:
                 raise DrawsRandomNumbers("the device draws other numbers than the CPU")
             grads = _gradients(source, outputs, copier.leaves) if backward else None
-    graph = (outputs, copier.leaves) if keep_graph else None
+    graph, wrote = (outputs, copier.leaves) if keep_graph else None, copier.versions() != versions
     args, kwargs = _detached((args, kwargs)) if grad else (args, kwargs)
-    return Run(_detached(outputs), args, kwargs, grads), graph
+    return Run(_detached(outputs), args, kwargs, grads, wrote), graph
 
 
 class neutral:

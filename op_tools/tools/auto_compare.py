@@ -23,12 +23,14 @@ from ..call.description import Tensor, describe
 from ..call.site import module_path
 from ..compare import cores
 from ..compare.choose import MODES, Chooser, kind_of, parse_budget
+from ..compare.judges.host import Host
 from ..compare.ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, gradient_kind, make_ladder
+from ..compare.memory import Guarded
 from ..compare.repeat import Repeater
 from ..compare.teller import Blame, Teller
 from ..compat import count_dispatch_modes, in_func_transform, no_dispatch_modes
 from ..copies.invocation import Region, Site
-from ..copies.operands import Fetcher, Layouts, Operands
+from ..copies.operands import AROUND, Fetcher, Layouts, Operands
 from ..copies.queue import Writer
 from ..judge import golden
 from ..judge.verdict import WRONG, Judgement, Rules
@@ -111,7 +113,8 @@ class OpAutoCompare(Tool):
             tuple([judge for judge in self._ladder if getattr(type(judge), name) is not getattr(Judge, name)])
             for name in ("expects", "admit", "leave", "learn")
         ]
-        self._layouts, self._repeater = Layouts(), Repeater()
+        self._layouts, self._repeater = Layouts(AROUND), Repeater()
+        self._neighbours = self.judge(Host).neighbours
         self._gradient_kinds: dict[Any, int] = {}
         self._workers = threading.local()
         # held here, too: a forked child drops what threads hold, and freeing pinned memory there aborts it
@@ -166,6 +169,9 @@ class OpAutoCompare(Tool):
                 call.notes[self] = compared
                 break
         else:
+            guarded = self._neighbours.begin(call)
+            if guarded is not None:
+                compared.notes[Guarded] = guarded
             if self._copy_arguments(compared):
                 call.notes[self] = compared
         if call.traits.random is not False:
@@ -175,7 +181,11 @@ class OpAutoCompare(Tool):
 
     def _copy_arguments(self, compared: ComparedCall) -> bool:
         call = compared.live
-        staged = self._stage(call.inputs.number, call.tensors, (call.args, call.kwargs))
+        arguments = (call.inputs.number, call.tensors, (call.args, call.kwargs))
+        staged = self._stage(*arguments)
+        if staged.layout is not None and staged.layout.left_out and call.result is None:
+            compared.whole = self._neighbours.affords(call, staged.layout.left_out)
+            staged = self._stage(*arguments, True) if compared.whole else staged
         if staged.opaque:
             self._chooser.settle(compared.kind)
             self._teller.skip(call, f"arguments of type {', '.join(dict.fromkeys(staged.opaque))} cannot be copied")
@@ -183,18 +193,21 @@ class OpAutoCompare(Tool):
         compared.before = staged
         return True
 
-    def _stage(self, number: int, tensors: list[Tensor], value: Any) -> Operands:
+    def _stage(self, number: int, tensors: list[Tensor], value: Any, whole: bool = False) -> Operands:
         """A snapshot that the user's dispatch modes do not see; the interceptor has switched off function modes."""
         if not count_dispatch_modes():
-            return self._layouts.stage(number, tensors, value)
+            return self._layouts.stage(number, tensors, value, whole=whole)
         with no_dispatch_modes():
-            return self._layouts.stage(number, tensors, value)
+            return self._layouts.stage(number, tensors, value, whole=whole)
 
     def after(self, call: Call) -> None:
         compared: ComparedCall | None = call.notes.get(self)
         if compared is None:
             return
         started = time.perf_counter()
+        guarded: Guarded | None = compared.notes.get(Guarded)
+        if guarded is not None and not guarded.end(call.results):
+            del compared.notes[Guarded]
         self.count(call)
         low = compared.region.autocast
         if low is not None:
@@ -205,7 +218,7 @@ class OpAutoCompare(Tool):
         inputs, outputs = compared.numbers = (call.inputs.number, call.outputs.number)
         compared.record_site = self.site(call)
         compared.event = self._teller.lineage.made_from(call.inputs.data_ptrs, call.outputs.data_ptrs)
-        job = Job(compared, FORWARD, event=compared.event, live=call)
+        job = Job(compared, FORWARD, event=compared.event, live=call, local=Guarded in compared.notes)
         if self._settle_live(job):
             if self._sampled:
                 self._chooser.settle(compared.kind)
@@ -214,7 +227,7 @@ class OpAutoCompare(Tool):
         else:
             number = inputs << 32 | outputs if inputs and outputs else 0  # never that of arguments alone
             values = (call.args, call.kwargs, call.result)
-            job.snapshot = self._stage(number, [*call.tensors, *call.results], values)
+            job.snapshot = self._stage(number, [*call.tensors, *call.results], values, compared.whole)
             self._submit(job, compared)
         compared.live = weakref.proxy(call)  # which holds it
         if self._sampled:

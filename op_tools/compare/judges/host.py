@@ -26,6 +26,7 @@ from ...judge.random_draws import Mask
 from ...judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
 from .. import cores, pieces
 from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup, asked, gradient_kind
+from ..memory import Guarded, Neighbours, Outside, wild
 
 _MAX_KINDS: Final = 20_000
 _MAX_WAIT: Final = 60.0  # seconds
@@ -64,12 +65,17 @@ class Host(Judge):
             setup.threads,
             whole=setup.precheck == "device",
         )
+        self.neighbours = Neighbours()
 
     def settle(self, job: Job) -> Judgement:
         call = job.call
         assert isinstance(call, ComparedCall)
         shares = _fetch_draws(job, call) if call.drawn is not None else []
+        guarded: Guarded | None = call.notes.pop(Guarded, None)
+        assert job.fetcher is not None
+        elsewhere = None if guarded is None else self.neighbours.judge(call.op, guarded, job.fetcher)
         _fetch(job)
+        job.alone = guarded is not None and guarded.alone
         # of the forward and the backward, either may be judged first
         forward: ForwardRun = call.notes.get(self) or call.notes.setdefault(self, ForwardRun())
         found = self.comparer.compare(job, forward, self.setup.shown)
@@ -77,11 +83,18 @@ class Host(Judge):
             found = Judgement(NOT_COMPARABLE, "random: the device repeats it with another result")
         elif found.verdict == NOT_COMPARABLE and call.drawn is not None and call.drawn.reason:
             found = Judgement(NOT_COMPARABLE, call.drawn.reason)
+        if elsewhere is not None:
+            found = found + elsewhere
+        if job.suspicion:
+            self.neighbours.suspect(call.op, job.suspicion)
         if found.verdict == WRONG or self.setup.shown:  # told after the fetcher has gone on: copy what was borrowed
             assert job.snapshot is not None
             assert job.fetcher is not None
             job.values = job.fetcher.unpack(job.snapshot)
         return found
+
+    def summary(self) -> list[str]:
+        return self.neighbours.summary()
 
 
 @dataclasses.dataclass
@@ -106,11 +119,19 @@ class Comparer:
         self._plans: dict[Hashable, verdict.Plan] = {}
         self._tally = random_draws.Tally()
         self._numbering = Numbering()
+        self._outside = Outside()
 
     def compare(self, job: Job, forward: ForwardRun | None = None, shown: bool = False) -> Judgement:
         """Judge a job; its golden run is kept in it where one was needed, and always where it is shown."""
         try:
-            return self._compare(job, forward, shown)
+            found = self._compare(job, forward, shown)
+            if job.flats is None or job.before is None or job.snapshot is None:
+                return found
+            beside = self._outside.judge(job.call.op, job.before, job.snapshot, job.flats)
+            if beside is not None and not job.alone:
+                job.suspicion = beside.rows[0].reason
+                return found
+            return found if beside is None else found + beside
         finally:
             if forward is not None:
                 forward.done.set()
@@ -275,12 +296,15 @@ class Comparer:
         self, job: Job, result: GoldenResult, run: golden.Run, kind: Hashable, options: dict[str, Any]
     ) -> Judgement:
         """Arguments after the call: for unchanged ones, equal bits are enough."""
-        name, source = job.call.op, result.source
+        name, source, reads = job.call.op, result.source, not (_wrote(result) or run.wrote)
         sides = (job.values[0], job.values[1]), (run.args, run.kwargs), (source.args, source.kwargs)
         ours, theirs, earlier = [compared_arguments(*side) if side[1] else list(side[0]) for side in sides]
-        if len(ours) != len(theirs) or not _unchanged(ours, earlier) or _wrote(result):
-            return verdict.judge(name, ours, theirs, part="input", **options)
+        kept = len(ours) == len(theirs) and _unchanged(ours, earlier)
         rows = self._unchanged_rows.get(kind)
+        if not kept or not reads or (rows is None and not _left_alone(theirs, earlier, source.rounded_to)):
+            found = verdict.judge(name, ours, theirs, part="input", **options)
+            changed = reads and not kept and found.verdict != WRONG and _left_alone(theirs, earlier, source.rounded_to)
+            return found + wild(name, None, "it changes an argument that it only reads") if changed else found
         if rows is None:
             rows = verdict.unchanged_rows(name, ours, theirs, self.rules)
             if kind is not None and len(self._unchanged_rows) < _MAX_KINDS:
@@ -331,11 +355,12 @@ def _fetch(job: Job) -> None:
         flats = fetcher.borrow((*before.storages, *values.storages), values.event or before.event)
         count = len(before.storages)
         own = [f if s.is_cpu else f.clone() for s, f in zip(before.storages, flats)]
-        job.values = values.tensors(flats[count:])
+        job.values, job.flats = values.tensors(flats[count:]), (own, flats[count:])
     else:
         own = fetcher.fetch(before)
         borrowed = fetcher.borrow(values.storages, values.event) if together else fetcher.fetch(values)
         job.values = values.tensors(borrowed)
+        job.flats = (own, borrowed) if job.phase == FORWARD else None
     if job.phase == FORWARD:
         call.before = before._replace(storages=tuple(own), event=None)  # no device memory is held for a backward
     job.args, job.kwargs = before.tensors(own)
@@ -354,6 +379,17 @@ def _only_moves(job: Job, result: GoldenResult, judgement: Judgement) -> bool:
 def _unchanged(after: Iterable[Any], before: Iterable[Any]) -> bool:
     ours, earlier = list(tensors_in(after)), list(tensors_in(before))
     return len(ours) == len(earlier) and all(map(_has_kept_its_values, ours, earlier))
+
+
+def _left_alone(after: Iterable[Any], before: Iterable[Any], rounded_to: torch.dtype | None) -> bool:
+    """Whether a golden run did not change its arguments; before it they were in the device's dtypes."""
+
+    def same(after: Tensor, before: Tensor) -> bool:
+        if rounded_to is not None and before.dtype == torch.float32:
+            before = before.to(rounded_to)
+        return after.layout != torch.strided or same_values(after, before.detach().to(after.dtype))
+
+    return all(map(same, tensors_in(after), tensors_in(before)))
 
 
 def _has_kept_its_values(after: Tensor, before: Tensor) -> bool:
