@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import threading
 from collections import Counter
@@ -71,6 +72,7 @@ class Teller:
         self.known: Counter[tuple[str, str, str]] = Counter()  # operator, phase, and what explains its error
         self.coverage = Coverage()
         self._saved = 0
+        self._wrong_copies: dict[str, str] = {}  # by operator
         self.folder = settings.results_dir() / "op_capture_results"
 
     # -- the order ----------------------------------------------------------------------------------------
@@ -131,7 +133,8 @@ class Teller:
 
     def summary(self, left_out: Mapping[Hashable, int], notes: Sequence[str]) -> list[str]:
         """What was compared and what was not, these notes where they say something, and who is to blame."""
-        lines = self.coverage.describe(self.verdicts[WRONG], left_out)
+        lines = [f"THE DEVICE'S COPIES ARE WRONG: {op}: {what}" for op, what in self._wrong_copies.items()]
+        lines += self.coverage.describe(self.verdicts[WRONG], left_out)
         if self.not_allclose:
             why = right_because(self._standard)
             saves = "OP_AUTOCOMPARE_STANDARD=seed saves these as well"
@@ -143,6 +146,11 @@ class Teller:
         return lines + report(self.blames, self.lineage, self.coverage.compared_by_op())
 
     # -- one job ------------------------------------------------------------------------------------------
+
+    def copies_are_wrong(self, op: str, what: str) -> None:
+        """Copies that the tool makes show that an operator is wrong: it is the first one to be blamed."""
+        self._wrong_copies[op] = what
+        self.blames.insert(0, Blame(-1, 0, op, FORWARD, f"{op}: {what}", math.inf))
 
     def skip(self, call: Any, reason: str, phase: str = FORWARD) -> None:
         """A call that cannot be compared, and why."""
@@ -359,6 +367,8 @@ class Blame:
     @property
     def where(self) -> str:
         """Call, step and module in words (`blame.where`)."""
+        if not self.call_id:
+            return "a copy that the tool made"
         parts = [f"call {self.call_id}"]
         if self.module:
             parts.insert(0, f"module {self.module}")
@@ -442,7 +452,7 @@ def report(wrong: Sequence[Blame], lineage: Lineage, compared: Counter[str]) -> 
             origin = next(b for b in ordered if b.event == min(causes))
             lines.append(f"  wrong by itself, on inputs that come from {origin.op} (call {origin.call_id})")
     calls = Counter(b.op for b in ordered)
-    shown = ", ".join(f"{op} {n} of {compared[op]}" for op, n in calls.most_common(5))
+    shown = ", ".join(f"{op} {n} of {max(n, compared[op])}" for op, n in calls.most_common(5))
     lines.append(f"wrong by operator: {shown}")
     modules = Counter(b.module for b in ordered if b.module)
     if modules:

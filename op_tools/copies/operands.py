@@ -89,6 +89,9 @@ class Layout:
         self.notes: dict[Any, Any] = {}  # what a writer has worked out about it
 
 
+Copy = Callable[[Tensor, int, int], Tensor]  # of these bytes of the storage under a tensor
+
+
 class Layouts:
     """Stages calls; those that look like an earlier one share its tree. `around` a view, so many bytes are copied, too.
 
@@ -98,6 +101,7 @@ class Layouts:
     def __init__(self, around: int = 0) -> None:
         self._known: dict[tuple[Any, ...], Layout] = {}
         self._around = around
+        self.copy: Copy = copy_storage
 
     def stage(
         self, number: int, tensors: list[Tensor], value: Any, event: bool = True, whole: bool = False
@@ -108,12 +112,12 @@ class Layouts:
         """
         around = _ALL if whole else self._around
         if not number:
-            return stage(value, event, around)
+            return stage(value, event, around, self.copy)
         key: list[Any] = [number, whole]
         storages: dict[int, int] = {}
         for tensor in tensors:
             if type(tensor) not in _PLAIN_TYPES or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
-                return stage(value, event, around)
+                return stage(value, event, around, self.copy)
             storage = tensor.untyped_storage()
             index = storages.setdefault(storage._cdata, len(storages))
             key += (index, tensor.storage_offset(), storage.nbytes())
@@ -122,7 +126,8 @@ class Layouts:
             if len(self._known) >= _MAX_LAYOUTS:
                 self._known.clear()
             layout = self._known[tuple(key)] = _lay_out(value, tensors, [], around)
-        copies = tuple([_copy_storage(tensors[at], start, end) for at, start, end in layout.parts])
+        copy = self.copy
+        copies = tuple([copy(tensors[at], start, end) for at, start, end in layout.parts])
         mark = mark_after(copies) if event else None
         return Operands(layout.tree, copies, mark, layout.nbytes, (), layout, tuple(storages))
 
@@ -132,12 +137,13 @@ def measure(value: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors_in(value) if t.layout == torch.strided)
 
 
-def stage(value: Any, event: bool = True, around: int = 0) -> Operands:
+def stage(value: Any, event: bool = True, around: int = 0, copy: Copy | None = None) -> Operands:
     """Copy every storage under `value` on its own device (`stage((args, kwargs))`)."""
     tensors = list(tensors_in(value))
     opaque: list[str] = []
     layout = _lay_out(value, tensors, opaque, around)
-    copies = tuple([_copy_storage(tensors[at], start, end) for at, start, end in layout.parts])
+    copy = copy or copy_storage
+    copies = tuple([copy(tensors[at], start, end) for at, start, end in layout.parts])
     ids = tuple([tensors[at].untyped_storage()._cdata for at, _, _ in layout.parts])
     mark = mark_after(copies) if event else None
     return Operands(layout.tree, copies, mark, layout.nbytes, tuple(opaque), None, ids)
@@ -196,7 +202,7 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN_TYPES and tensor.layout == torch.strided and not tensor.is_quantized
 
 
-def _copy_storage(sample: Tensor, start: int, end: int) -> Tensor:
+def copy_storage(sample: Tensor, start: int, end: int) -> Tensor:
     """A copy of these bytes of the storage that a tensor lies in, with as few launches as will do."""
     size = sample.element_size()
     if not (sample.is_conj() or sample.is_neg()):
@@ -276,9 +282,11 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
 class Fetcher:
     """Brings staged copies to the host; each thread has its own, with its own stream and pinned buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self, least: int = 1 << 24) -> None:
+        self._least = least  # bytes of the pinned buffer
         self._streams: dict[torch.device, Any] = {}
         self._pinned: Tensor | None = None  # reused: device memory reaches the host through it at full speed
+        self.to_host: Callable[[Tensor], Tensor] | None = None  # another way, where that one is wrong
 
     def unpack(self, staged: Operands) -> Any:
         """The staged tree with CPU tensors (`Fetcher().unpack(stage(args))`)."""
@@ -298,6 +306,8 @@ class Fetcher:
         there = [s for s in storages if not s.is_cpu]
         if not there:
             return [bytes_of(s) for s in storages]
+        if self.to_host is not None:
+            return [bytes_of(s) if s.is_cpu else self.to_host(bytes_of(s)) for s in storages]
         if not can_pin(there[0].device.type):
             if event is not None:
                 event.synchronize()
@@ -307,7 +317,7 @@ class Fetcher:
             spans.append((size, storage.nbytes))
             size += padded(storage.nbytes)
         if self._pinned is None or self._pinned.numel() < size:
-            self._pinned = torch.empty(max(size, 1 << 24), dtype=torch.uint8, pin_memory=True)
+            self._pinned = torch.empty(max(size, self._least), dtype=torch.uint8, pin_memory=True)
         buffer = self._pinned
         self.put(there, event, buffer, spans)
         found = iter(spans)
@@ -315,6 +325,10 @@ class Fetcher:
 
     def put(self, storages: Sequence[Tensor], event: Any, buffer: Tensor, spans: Sequence[tuple[int, int]]) -> None:
         """Copy the bytes of staged storages to a buffer on the host: each has a place there, and so many bytes."""
+        if self.to_host is not None:
+            for span, storage in zip(spans, storages):
+                buffer.narrow(0, *span).copy_(self.to_host(bytes_of(storage)))
+            return
         devices = {s.device for s in storages}
         device = devices.pop() if len(devices) == 1 else None
         if device is None or not can_pin(device.type):

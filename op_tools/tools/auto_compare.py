@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Final
 import torch
 
 from .. import settings
-from ..call.description import Tensor, describe
+from ..call.description import Finding, Tensor, describe
 from ..call.site import module_path
 from ..compare import cores
 from ..compare.choose import MODES, Chooser, kind_of, parse_budget
@@ -32,6 +32,7 @@ from ..compat import count_dispatch_modes, in_func_transform, no_dispatch_modes
 from ..copies.invocation import Region, Site
 from ..copies.operands import AROUND, Fetcher, Layouts, Operands
 from ..copies.queue import Writer
+from ..copies.routes import Routes
 from ..judge import golden
 from ..judge.verdict import WRONG, Judgement, Rules
 from ..native import measuring
@@ -114,7 +115,9 @@ class OpAutoCompare(Tool):
             for name in ("expects", "admit", "leave", "learn")
         ]
         self._layouts, self._repeater = Layouts(AROUND), Repeater()
-        self._neighbours = self.judge(Host).neighbours
+        self._routes = Routes(self._copies_are_wrong, lambda: self._teller.numbered, self._follow_routes)
+        host: Host = self.judge(Host)
+        host.routes, self._neighbours = self._routes, host.neighbours
         self._gradient_kinds: dict[Any, int] = {}
         self._workers = threading.local()
         # held here, too: a forked child drops what threads hold, and freeing pinned memory there aborts it
@@ -149,6 +152,11 @@ class OpAutoCompare(Tool):
         if call.traits.collective:
             self._chooser.settle(kind)
             self._teller.skip(call, "a collective: its result depends on other processes")
+            return
+        self._routes.check(call.device)
+        if self._routes.broken:
+            self._chooser.settle(kind)
+            self._teller.skip(call, self._routes.broken)
             return
         device = call.device.type
         low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -200,11 +208,23 @@ class OpAutoCompare(Tool):
         with no_dispatch_modes():
             return self._layouts.stage(number, tensors, value, whole=whole)
 
+    def _follow_routes(self) -> None:
+        self._layouts.copy = self._routes.on_device
+        for fetcher in self._fetchers:
+            fetcher.to_host = self._routes.to_host
+
+    def _copies_are_wrong(self, op: str, what: str) -> None:
+        """The tool's own copies show that an operator is wrong, whatever the run itself does with it."""
+        self._teller.copies_are_wrong(op, what)
+        self._report(Finding(self.name, op, "difference", f"{op} is wrong: {what}"))
+
     def after(self, call: Call) -> None:
         compared: ComparedCall | None = call.notes.get(self)
         if compared is None:
             return
         started = time.perf_counter()
+        if call.results:
+            self._routes.check(call.results[0].device)  # a call may bring the first tensor there
         guarded: Guarded | None = compared.notes.get(Guarded)
         if guarded is not None and not guarded.end(call.results):
             del compared.notes[Guarded]
@@ -320,6 +340,7 @@ class OpAutoCompare(Tool):
         workers = self._workers
         if not hasattr(workers, "fetcher"):
             workers.fetcher, workers.limit = Fetcher(), 0
+            workers.fetcher.to_host = self._routes.to_host
             self._fetchers.append(workers.fetcher)
         # jobs are judged side by side on the cores that are there; a large one gets those of others that wait
         limit = max(self._cores, min(self._threads, self._threads * job.nbytes // self._queue.max_bytes))

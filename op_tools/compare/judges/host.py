@@ -19,6 +19,7 @@ from ...call.description import Tensor, map_tensors, tensors_in
 from ...call.equality import equal, same_leaves, same_values
 from ...copies.operands import MAX_BORROWED
 from ...copies.queue import MemoryBudget, Reservation
+from ...copies.routes import Routes
 from ...judge import golden, random_draws, verdict
 from ...judge.draws import Draw
 from ...judge.golden import GoldenResult
@@ -66,6 +67,7 @@ class Host(Judge):
             whole=setup.precheck == "device",
         )
         self.neighbours = Neighbours()
+        self.routes: Routes | None = None
 
     def settle(self, job: Job) -> Judgement:
         call = job.call
@@ -79,6 +81,10 @@ class Host(Judge):
         # of the forward and the backward, either may be judged first
         forward: ForwardRun = call.notes.get(self) or call.notes.setdefault(self, ForwardRun())
         found = self.comparer.compare(job, forward, self.setup.shown)
+        if found.verdict == WRONG and self.routes is not None:
+            doubt = self._doubt(job, self.routes)
+            if doubt:
+                return Judgement(NOT_COMPARABLE, doubt)
         if found.verdict == WRONG and not all(float(share) >= _SAME for share in shares):
             found = Judgement(NOT_COMPARABLE, "random: the device repeats it with another result")
         elif found.verdict == NOT_COMPARABLE and call.drawn is not None and call.drawn.reason:
@@ -92,6 +98,18 @@ class Host(Judge):
             assert job.fetcher is not None
             job.values = job.fetcher.unpack(job.snapshot)
         return found
+
+    def _doubt(self, job: Job, routes: Routes) -> str:
+        """Why the copies that show a job to be wrong cannot be trusted; empty where they can."""
+        assert job.snapshot is not None
+        assert job.before is not None
+        assert job.fetcher is not None
+        storages = (*job.before.storages, *job.snapshot.storages)
+        if job.flats is not None:
+            flats = [flat.clone() for some in job.flats for flat in some]  # what is borrowed will be overwritten
+        else:
+            storages, flats = job.snapshot.storages, job.fetcher.fetch(job.snapshot)
+        return routes.doubt(job.number, storages, flats)
 
     def summary(self) -> list[str]:
         return self.neighbours.summary()
