@@ -29,6 +29,7 @@ from ..copies.invocation import BACKWARD as BACKWARD
 from ..copies.invocation import FORWARD as FORWARD
 from ..copies.invocation import Invocation
 from ..copies.operands import Fetcher, Operands
+from ..judge import references
 from ..judge.golden import GoldenResult
 from ..judge.random_draws import Mask
 from ..judge.verdict import Judgement, Rules
@@ -137,6 +138,7 @@ class Setup:
         if known is None:
             try:
                 known = function_of(op) == function and self.rules.casts.of(op) is None
+                known = known and references.named(function, op) is None
             except Exception:
                 known = False
             self._stock[op] = known

@@ -131,6 +131,12 @@ CPU_KERNELS: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 MODULE_CALL: Final = torch.nn.Module._call_impl.__code__  # the frame in which a module's forward runs
 
 
+def has_kernel(name: str, overload: str, key: str) -> bool:
+    """Whether a kernel is registered for an operator (`has_kernel("aten::add", "Tensor", "CPU")`)."""
+    full = f"{name}.{overload}" if overload else name
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(full, key))
+
+
 def registering_file(name: str) -> str:
     """The source file that registered an operator, "" if unknown (`registering_file("mylib::scale")`)."""
     from torch._library.custom_ops import OPDEFS

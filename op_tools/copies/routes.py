@@ -1,7 +1,7 @@
 """Ways to copy tensors on a device and to the host, and whether they bring back the same bits.
 
-What a tool says about an operator rests on its own copies. So these are tried on known bits when a device is first seen,
-and again on the very bytes of a call before it is called wrong. Where one way fails, the next one that works is taken.
+What a tool says about an operator rests on its own copies. So these are tried on known bits when a device is first
+seen, and again on the very bytes of a call before it is called wrong. Where one way fails, another one is taken.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Routes:
                 for made in (False, True):
                     # bits that came from the host may have changed on their way; then those that the device made tell
                     samples = list(_samples(device, made))
-                    failed = _first_difference(lambda t, c=copy: c(bytes_of(t)), samples)
+                    failed = _first_difference(_composed(copy), samples)
                     if not failed:
                         self.to_host = route.copy
                         self._choose(samples, copy)
@@ -115,7 +115,7 @@ class Routes:
     def _choose(self, samples: _Samples, fetch: Callable[[Tensor], Tensor]) -> None:
         used = self.on_device
         for route in ON_DEVICE:
-            failed = _first_difference(lambda t, r=route: fetch(bytes_of(r.copy(t, 0, _size(t)))), samples)
+            failed = _first_difference(_composed(fetch, route.copy), samples)
             if not failed:
                 self.on_device = route.copy
                 break
@@ -137,8 +137,8 @@ class Routes:
             former = self._former is not None and number < self._former[0]
             copy = self._former[1] if self._former is not None and former else self.on_device
             op = next((route.op for route in ON_DEVICE if route.copy is copy), TO_HOST[0].op)
-            again = _first_difference(lambda s: fetch(bytes_of(s)), pairs)
-            failed = again or _first_difference(lambda s: fetch(bytes_of(copy(s, 0, _size(s)))), pairs)
+            again = _first_difference(_composed(fetch), pairs)
+            failed = again or _first_difference(_composed(fetch, copy), pairs)
             if not failed:
                 return ""
             op = TO_HOST[0].op if again else op
@@ -156,8 +156,11 @@ class Routes:
 _Samples = Sequence[tuple[Tensor, Tensor]]  # tensors on the device, and the bytes of their storages
 
 
-def _size(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes()
+def _composed(fetch: Callable[[Tensor], Tensor], copy: Copy | None = None) -> Callable[[Tensor], Tensor]:
+    """The bytes of a tensor's storage on the host; where `copy` is given, by a copy on the device."""
+    if copy is None:
+        return lambda tensor: fetch(bytes_of(tensor))
+    return lambda tensor: fetch(bytes_of(copy(tensor, 0, tensor.untyped_storage().nbytes())))
 
 
 def _first_difference(copy: Callable[[Tensor], Tensor], samples: _Samples) -> str:

@@ -19,25 +19,26 @@ from typing import Any, ClassVar, Final
 import torch
 
 from .. import settings
-from ..call.description import Finding, Tensor, describe
+from ..call.description import Finding, Tensor, describe, tensors_in
 from ..call.site import module_path
+from ..call.traits import OpTraits
 from ..compare import cores
 from ..compare.choose import MODES, Chooser, kind_of, parse_budget
 from ..compare.judges.host import Host
 from ..compare.ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, gradient_kind, make_ladder
 from ..compare.memory import Guarded
-from ..compare.repeat import Repeater
+from ..compare.repeat import Repeater, Unjudged
 from ..compare.teller import Blame, Teller
 from ..compat import count_dispatch_modes, in_func_transform, no_dispatch_modes
 from ..copies.invocation import Region, Site
 from ..copies.operands import AROUND, Fetcher, Layouts, Operands
 from ..copies.queue import Writer
 from ..copies.routes import Routes
-from ..judge import golden
+from ..judge import golden, references
 from ..judge.verdict import WRONG, Judgement, Rules
 from ..native import measuring
 from ..view import console, rows
-from ..watch.intercept import Call
+from ..watch.intercept import INTERCEPTOR, Call
 from .base import Tool
 
 _WATCHING_COST: Final = 1e-5  # seconds that the interceptor needs for a call, whether or not it is compared
@@ -79,6 +80,7 @@ class OpAutoCompare(Tool):
     nothing_found = ""  # the first line of the summary says it
     order = 20
     wants_backward = True
+    wants_classes = True
     columns: ClassVar[dict[str, str]] = _COLUMNS
 
     def __init__(
@@ -106,6 +108,7 @@ class OpAutoCompare(Tool):
         self._share = 1.0 if cores.available() <= threads + 1 else 0.5
         self._queue = Writer(queue_bytes, self._threads, max_jobs=_MAX_WAITING)
         rules = Rules.from_environment()
+        references.load(settings.read("OP_AUTOCOMPARE_REFERENCES"))
         self._teller = Teller(self, functools.partial(self._queue.submit, 0), rules.standard)
         self._ladder = make_ladder(_setup(self, rules, queue_bytes))
         self._live = tuple([judge for judge in self._ladder if judge.live])
@@ -114,7 +117,7 @@ class OpAutoCompare(Tool):
             tuple([judge for judge in self._ladder if getattr(type(judge), name) is not getattr(Judge, name)])
             for name in ("expects", "admit", "leave", "learn")
         ]
-        self._layouts, self._repeater = Layouts(AROUND), Repeater()
+        self._layouts, self._repeater, self._unjudged = Layouts(AROUND), Repeater(), Unjudged()
         self._routes = Routes(self._copies_are_wrong, lambda: self._teller.numbered, self._follow_routes)
         host: Host = self.judge(Host)
         host.routes, self._neighbours = self._routes, host.neighbours
@@ -235,6 +238,8 @@ class OpAutoCompare(Tool):
             compared.region = compared.region._replace(rounded_to=rounded_to)
         if compared.drawn is not None:
             compared.drawn = self._repeater.after(call, compared, compared.drawn)
+        if not call.op.startswith("torch."):
+            self._unjudged.note(call, compared)
         inputs, outputs = compared.numbers = (call.inputs.number, call.outputs.number)
         compared.record_site = self.site(call)
         compared.event = self._teller.lineage.made_from(call.inputs.data_ptrs, call.outputs.data_ptrs)
@@ -399,6 +404,16 @@ class OpAutoCompare(Tool):
         if not in_func_transform():
             self._teller.coverage.miss(call, phase, f"the tool failed: {type(error).__name__}")
         super().failed(call, error, what)
+
+    def judges_class(self, kind: type) -> bool:
+        return references.has_reference(kind)
+
+    def unseen(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        call = Call(traits, traits.function, args, kwargs)
+        call.tensors += tensors_in((args, kwargs))
+        if self.wants(traits) and (call.device.type != "cpu" or INTERCEPTOR.include_cpu):
+            call.inputs, call.outputs = describe(args, kwargs), describe((result,))
+            self._teller.skip(call, references.NO_STEPS)
 
     def not_watched(self, call: Call, reason: str) -> None:
         self._teller.skip(call, reason)

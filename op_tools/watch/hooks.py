@@ -22,6 +22,7 @@ class Hooks:
     wants_backward: bool = False
     wants_backward_start: bool = False
     wants_gradients: bool = True  # `after_backward` looks at the gradients; where no tool does, its lists are empty
+    wants_classes: ClassVar[bool] = False  # hears of every `torch.autograd.Function` whose kernel no operator shows
     wants_pointers: ClassVar[bool] = True  # looks at the addresses of tensors; with a full console all do
     view: View
 
@@ -61,6 +62,13 @@ class Hooks:
 
     def after(self, call: Call) -> None:
         """The operator has run; `call.result` is what it returned."""
+
+    def judges_class(self, kind: type) -> bool:
+        """Whether a `torch.autograd.Function` is watched as one operator; what it calls inside is not, then."""
+        return False
+
+    def unseen(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """A `torch.autograd.Function` has returned what no operator made."""
 
     def before_node(self, call: Call, node: int) -> Any:
         """A backward node of the call is about to run; `after_node` gets what this returns."""

@@ -26,7 +26,7 @@ from ..compat import (
     push_function_mode,
 )
 from ..view.console import note
-from . import backward, patches
+from . import backward, functions, patches
 from .hooks import Hooks
 
 _MAX_PLANS: Final = 20_000
@@ -178,6 +178,7 @@ class Interceptor(TorchFunctionMode):
             transforms = tuple([t for t in transforms if t.accepts(call)])
             tools = observers + transforms
             if not tools:
+                functions.lose_track()
                 return func(*args, **kwargs)
             listeners = tuple([t for t in tools if t.wants_backward])
         call.id = next(ids)
@@ -210,6 +211,7 @@ class Interceptor(TorchFunctionMode):
                     backward.attach(call, edges, call.results, listeners)
                 except Exception as error:
                     listeners[0].failed(call, error)
+            functions.note(call)
         call.release()
         return result
 

@@ -19,6 +19,7 @@ from ditorch_common.patching import Ledger, Patch, full_name
 
 from ..call.traits import COLLECTIVES, traits_of
 from ..compat import DYNAMO_WRAPPERS, dynamo_eval_frame
+from . import functions
 
 if TYPE_CHECKING:
     from .intercept import Interceptor
@@ -76,6 +77,7 @@ class Installed:
         why = "backward passes take the mode off: it is put back on, and their end is noticed"
         self._replace(torch.autograd.Variable, "_execution_engine", engine, why)
         self._watch_compiler()
+        self._watch_classes()
         if hasattr(torch, "distributed") and torch.distributed.is_available():
             for name in COLLECTIVES:
                 if hasattr(torch.distributed, name):
@@ -179,6 +181,29 @@ class Installed:
             return original(callback)
 
         return set_eval_frame
+
+    # -- kernels behind torch.autograd.Function -------------------------------------------------------
+
+    def _watch_classes(self) -> None:
+        interceptor, owner = self._interceptor, torch.autograd.Function
+        original = vars(owner)["apply"]
+
+        def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            own = original.__get__(None, kind)
+            if not interceptor.is_on():
+                return own(*args, **kwargs)
+            return functions.applied(interceptor, kind, own, args, kwargs)
+
+        patched: Any = classmethod(apply)
+
+        def undo() -> None:
+            if vars(owner).get("apply") is patched:
+                owner.apply = original  # type: ignore[method-assign]
+
+        what = "torch.autograd.Function.apply"
+        record(what, "a kernel that is called inside is no operator: no mode sees it", undo, "replaced", original)
+        owner.apply = patched  # type: ignore[method-assign]
+        self._names.append(what)
 
     # -- collectives ----------------------------------------------------------------------------------
 
