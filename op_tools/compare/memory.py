@@ -21,7 +21,7 @@ from ..call.arguments import numbers_of
 from ..call.description import Tensor
 from ..call.devices import quiet, synchronize
 from ..call.site import live_state
-from ..copies.operands import Fetcher, Operands, Ref, is_plain, map_leaves
+from ..copies.operands import Fetcher, Operands, Ref, is_plain, map_leaves, mark_after
 from ..judge.verdict import WRONG, Judgement, Row
 
 _MAX_PLANS: Final = 2_000
@@ -216,6 +216,7 @@ class Guarded:
     alone: bool
     before: Tensor
     after: Tensor | None = None
+    event: Any = None  # after the last copy
     sizes: tuple[int, ...] = ()
 
     def end(self, results: Sequence[Tensor]) -> bool:
@@ -229,6 +230,7 @@ class Guarded:
             return False  # another thread may have written to them
         with quiet():
             self.after = torch.cat(windows)
+            self.event = mark_after((self.after,))
         return True
 
 
@@ -270,6 +272,9 @@ class Neighbours:
         try:
             with quiet():
                 return self._begin(call, kind)
+        except RuntimeError:  # no memory, most likely
+            self._usable = False
+            return None
         finally:
             self._lock.release()
 
@@ -324,12 +329,11 @@ class Neighbours:
         """A wrong judgement where a call changed a tensor that it was not given; on a worker thread."""
         assert guarded.after is not None
         copies = (guarded.before, guarded.after)
-        synchronize(guarded.before.device.type)
-        before, after = _on_host(copies, fetcher)
+        before, after = _on_host(copies, guarded.event, fetcher)
         if _equal(before, after):
             return None
-        again = [torch.cat(copy.split(list(guarded.sizes))) for copy in (*copies, *copies, *copies)]
-        if not all(map(_equal, _on_host(again, fetcher), [before, after] * 3)):
+        again = tuple([torch.cat(copy.split(list(guarded.sizes))) for copy in (*copies, *copies, *copies)])
+        if not all(map(_equal, _on_host(again, mark_after(again), fetcher), [before, after] * 3)):
             self._usable = False  # the device's copies are what is wrong
             return None
         self._tight = _TIGHT
@@ -367,8 +371,8 @@ def _own_threads() -> int:
     return sum([getattr(thread, "op_tools_internal", False) for thread in threading.enumerate()])
 
 
-def _on_host(copies: Sequence[Tensor], fetcher: Fetcher) -> list[Tensor]:
-    return fetcher.fetch(Operands((), tuple(copies), None, sum([c.numel() for c in copies])))
+def _on_host(copies: tuple[Tensor, ...], event: Any, fetcher: Fetcher) -> list[Tensor]:
+    return fetcher.fetch(Operands((), copies, event, sum([c.numel() for c in copies])))
 
 
 def _address(tensor: Tensor) -> int:

@@ -70,6 +70,7 @@ class Operands(NamedTuple):
     opaque: tuple[str, ...] = ()  # types of tensors that could not be copied
     layout: Layout | None = None  # shared with calls that look alike, and so is the tree
     ids: tuple[int, ...] = ()  # of the storages that were copied, while they live
+    by: Copy | None = None  # how they were copied; None where that is not known any more
 
     def tensors(self, flats: Sequence[Tensor] | None = None) -> Any:
         """The tree with tensors over the storages, or over these bytes of them; nothing is copied."""
@@ -129,7 +130,7 @@ class Layouts:
         copy = self.copy
         copies = tuple([copy(tensors[at], start, end) for at, start, end in layout.parts])
         mark = mark_after(copies) if event else None
-        return Operands(layout.tree, copies, mark, layout.nbytes, (), layout, tuple(storages))
+        return Operands(layout.tree, copies, mark, layout.nbytes, (), layout, tuple(storages), copy)
 
 
 def measure(value: Any) -> int:
@@ -146,7 +147,7 @@ def stage(value: Any, event: bool = True, around: int = 0, copy: Copy | None = N
     copies = tuple([copy(tensors[at], start, end) for at, start, end in layout.parts])
     ids = tuple([tensors[at].untyped_storage()._cdata for at, _, _ in layout.parts])
     mark = mark_after(copies) if event else None
-    return Operands(layout.tree, copies, mark, layout.nbytes, tuple(opaque), None, ids)
+    return Operands(layout.tree, copies, mark, layout.nbytes, tuple(opaque), None, ids, copy)
 
 
 def _lay_out(value: Any, tensors: list[Tensor], opaque: list[str], around: int) -> Layout:

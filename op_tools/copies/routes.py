@@ -15,10 +15,13 @@ import torch
 
 from ..call.description import Tensor
 from ..call.devices import quiet
-from .operands import Copy, Fetcher, bytes_of, copy_storage
+from .operands import Copy, Fetcher, Operands, bytes_of, copy_storage
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 _SIZES: Final = (9, 1_001, 1 << 15)  # elements
+_TRIES: Final = 16  # of small copies, for the first doubts: a fault may strike now and then
+_OFTEN: Final = 64
+_SMALL: Final = 1 << 18
 _MAX_CHECKED: Final = 1 << 28  # bytes of a call whose copies are tried again
 
 
@@ -78,18 +81,17 @@ class Routes:
     def __init__(
         self,
         report: Callable[[str, str], None],
-        now: Callable[[], int] = lambda: 0,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self._report = report  # gets the operator that is wrong and what it did, once each
         self._changed = changed  # another way was chosen
-        self._now = now  # the number of the next job
         self._seen: set[torch.device] = set()
         self._told: set[str] = set()
         self._lock = threading.RLock()
-        self._former: tuple[int, Copy] | None = None  # jobs below this number have copies that were made this way
+        self._failed: dict[Copy, str] = {}  # ways that were used, and what they did
         self.on_device: Copy = ON_DEVICE[0].copy
         self.to_host: Callable[[Tensor], Tensor] | None = None  # None: through pinned memory, as usual
+        self._doubts = 0
         self.broken = ""  # why nothing can be compared
 
     def check(self, device: torch.device) -> None:
@@ -113,39 +115,52 @@ class Routes:
             self.broken = "the device's copies to the host are broken"
 
     def _choose(self, samples: _Samples, fetch: Callable[[Tensor], Tensor]) -> None:
-        used = self.on_device
         for route in ON_DEVICE:
             failed = _first_difference(_composed(fetch, route.copy), samples)
-            if not failed:
+            if not failed and route.copy not in self._failed:
                 self.on_device = route.copy
                 break
-            self._tell(route.op, f"its copies change bits: {failed}")
+            if failed:
+                self._failed[route.copy] = f"the device's copies are broken ({route.op}: {failed})"
+                self._tell(route.op, f"its copies change bits: {failed}")
         else:
             self.on_device = lambda sample, start, end: fetch(_flat(sample, start, end))  # the run waits for each
-        if self.on_device is not used:
-            self._former = (self._now(), used)
         self._changed()
 
-    def doubt(self, number: int, storages: Sequence[Tensor], flats: Sequence[Tensor]) -> str:
-        """Why the bytes by which a job is called wrong cannot be trusted; empty where they can.
+    def doubt(self, snapshots: Sequence[tuple[Operands, Sequence[Tensor]]]) -> str:
+        """Why the bytes by which a call is called wrong cannot be trusted; empty where they can.
 
-        `storages` are copies on the device, `flats` the same on the host. Copied once more, they must be the same.
+        Each snapshot comes with its bytes on the host. Copied once more, they must be the same.
         """
-        pairs = [(s, f) for s, f in zip(storages, flats) if not s.is_cpu and 0 < f.numel() <= _MAX_CHECKED]
+        if self.broken:
+            return self.broken
         fetch = self.to_host or _usual(Fetcher(least=1 << 18))
         with self._lock, quiet():
-            former = self._former is not None and number < self._former[0]
-            copy = self._former[1] if self._former is not None and former else self.on_device
-            op = next((route.op for route in ON_DEVICE if route.copy is copy), TO_HOST[0].op)
-            again = _first_difference(_composed(fetch), pairs)
-            failed = again or _first_difference(_composed(fetch, copy), pairs)
-            if not failed:
-                return ""
-            op = TO_HOST[0].op if again else op
-            if not again and not former:
-                self._choose(pairs, fetch)
-            self._tell(op, f"its copies change bits: {failed}")
-            return f"the device's copies are broken ({op}: {failed})"
+            for operands, flats in snapshots:
+                copy = operands.by
+                if copy is None or copy in self._failed:
+                    failed = next(iter(self._failed.values()), "") if copy is None else self._failed[copy]
+                    if failed:
+                        return failed
+                    continue
+                both = zip(operands.storages, flats)
+                pairs = [(s, f) for s, f in both if not s.is_cpu and 0 < f.numel() <= _MAX_CHECKED]
+                failed = _first_difference(_composed(fetch), pairs)
+                if failed:  # all ways are tried again
+                    self._tell(TO_HOST[0].op, f"its copies to the host change bits: {failed}")
+                    self._seen.discard(pairs[0][0].device)
+                    self.check(pairs[0][0].device)
+                    return f"the device's copies are broken ({TO_HOST[0].op}: {failed})"
+                self._doubts += 1
+                often = self._doubts <= _OFTEN and sum([f.numel() for _, f in pairs]) <= _SMALL
+                failed = _first_difference(_composed(fetch, copy), pairs * (_TRIES if often else 1))
+                if failed:
+                    op = next((route.op for route in ON_DEVICE if route.copy is copy), TO_HOST[0].op)
+                    self._failed[copy] = f"the device's copies are broken ({op}: {failed})"
+                    self._tell(op, f"its copies change bits: {failed}")
+                    self._choose(pairs, fetch)
+                    return self._failed[copy]
+        return ""
 
     def _tell(self, op: str, what: str) -> None:
         if op not in self._told:

@@ -28,12 +28,12 @@ from ..compare.judges.host import Host
 from ..compare.ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, gradient_kind, make_ladder
 from ..compare.memory import Guarded
 from ..compare.repeat import Repeater, Unjudged
+from ..compare.snapshots import Snapshots
 from ..compare.teller import Blame, Teller
-from ..compat import count_dispatch_modes, in_func_transform, no_dispatch_modes
+from ..compat import in_func_transform
 from ..copies.invocation import Region, Site
-from ..copies.operands import AROUND, Fetcher, Layouts, Operands
+from ..copies.operands import Operands
 from ..copies.queue import Writer
-from ..copies.routes import Routes
 from ..judge import golden, references
 from ..judge.verdict import WRONG, Judgement, Rules
 from ..native import measuring
@@ -117,14 +117,11 @@ class OpAutoCompare(Tool):
             tuple([judge for judge in self._ladder if getattr(type(judge), name) is not getattr(Judge, name)])
             for name in ("expects", "admit", "leave", "learn")
         ]
-        self._layouts, self._repeater, self._unjudged = Layouts(AROUND), Repeater(), Unjudged()
-        self._routes = Routes(self._copies_are_wrong, lambda: self._teller.numbered, self._follow_routes)
-        host: Host = self.judge(Host)
-        host.routes, self._neighbours = self._routes, host.neighbours
+        self._repeater, self._unjudged = Repeater(), Unjudged()
+        self._snapshots = Snapshots(self._copies_are_wrong)
+        self.judge(Host).snapshots = self._snapshots
         self._gradient_kinds: dict[Any, int] = {}
         self._workers = threading.local()
-        # held here, too: a forked child drops what threads hold, and freeing pinned memory there aborts it
-        self._fetchers: list[Fetcher] = []
         measuring.prepare()
         self.csv_path: Path | None = None
 
@@ -156,10 +153,10 @@ class OpAutoCompare(Tool):
             self._chooser.settle(kind)
             self._teller.skip(call, "a collective: its result depends on other processes")
             return
-        self._routes.check(call.device)
-        if self._routes.broken:
+        unusable = self._snapshots.unusable(call.device)
+        if unusable:
             self._chooser.settle(kind)
-            self._teller.skip(call, self._routes.broken)
+            self._teller.skip(call, unusable)
             return
         device = call.device.type
         low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
@@ -180,44 +177,23 @@ class OpAutoCompare(Tool):
                 call.notes[self] = compared
                 break
         else:
-            guarded = self._neighbours.begin(call)
-            if guarded is not None:
-                compared.notes[Guarded] = guarded
-            if self._copy_arguments(compared):
+            if self._keep_arguments(compared, self._snapshots.begin(compared)):
                 call.notes[self] = compared
         if call.traits.random is not False:
             compared.drawn = self._repeater.before(call)
         if self._sampled:
             self._chooser.spend(kind, time.perf_counter() - started)
 
-    def _copy_arguments(self, compared: ComparedCall) -> bool:
-        call = compared.live
-        arguments = (call.inputs.number, call.tensors, (call.args, call.kwargs))
-        staged = self._stage(*arguments)
-        if staged.layout is not None and staged.layout.left_out and call.result is None:
-            compared.whole = self._neighbours.affords(call, staged.layout.left_out)
-            staged = self._stage(*arguments, True) if compared.whole else staged
+    def _keep_arguments(self, compared: ComparedCall, staged: Operands) -> bool:
         if staged.opaque:
             self._chooser.settle(compared.kind)
-            self._teller.skip(call, f"arguments of type {', '.join(dict.fromkeys(staged.opaque))} cannot be copied")
+            opaque = ", ".join(dict.fromkeys(staged.opaque))
+            self._teller.skip(compared.live, f"arguments of type {opaque} cannot be copied")
             return False
         compared.before = staged
         return True
 
-    def _stage(self, number: int, tensors: list[Tensor], value: Any, whole: bool = False) -> Operands:
-        """A snapshot that the user's dispatch modes do not see; the interceptor has switched off function modes."""
-        if not count_dispatch_modes():
-            return self._layouts.stage(number, tensors, value, whole=whole)
-        with no_dispatch_modes():
-            return self._layouts.stage(number, tensors, value, whole=whole)
-
-    def _follow_routes(self) -> None:
-        self._layouts.copy = self._routes.on_device
-        for fetcher in self._fetchers:
-            fetcher.to_host = self._routes.to_host
-
     def _copies_are_wrong(self, op: str, what: str) -> None:
-        """The tool's own copies show that an operator is wrong, whatever the run itself does with it."""
         self._teller.copies_are_wrong(op, what)
         self._report(Finding(self.name, op, "difference", f"{op} is wrong: {what}"))
 
@@ -226,11 +202,7 @@ class OpAutoCompare(Tool):
         if compared is None:
             return
         started = time.perf_counter()
-        if call.results:
-            self._routes.check(call.results[0].device)  # a call may bring the first tensor there
-        guarded: Guarded | None = compared.notes.get(Guarded)
-        if guarded is not None and not guarded.end(call.results):
-            del compared.notes[Guarded]
+        self._snapshots.end(compared)
         self.count(call)
         low = compared.region.autocast
         if low is not None:
@@ -240,19 +212,17 @@ class OpAutoCompare(Tool):
             compared.drawn = self._repeater.after(call, compared, compared.drawn)
         if not call.op.startswith("torch."):
             self._unjudged.note(call, compared)
-        inputs, outputs = compared.numbers = (call.inputs.number, call.outputs.number)
+        compared.numbers = (call.inputs.number, call.outputs.number)
         compared.record_site = self.site(call)
         compared.event = self._teller.lineage.made_from(call.inputs.data_ptrs, call.outputs.data_ptrs)
         job = Job(compared, FORWARD, event=compared.event, live=call, local=Guarded in compared.notes)
         if self._settle_live(job):
             if self._sampled:
                 self._chooser.settle(compared.kind)
-        elif compared.before is None and not self._copy_arguments(compared):  # which the call left alone
-            del call.notes[self]
+        elif compared.before is None and not self._keep_arguments(compared, self._snapshots.arguments(compared)):
+            del call.notes[self]  # it left its arguments alone, and they cannot be copied
         else:
-            number = inputs << 32 | outputs if inputs and outputs else 0  # never that of arguments alone
-            values = (call.args, call.kwargs, call.result)
-            job.snapshot = self._stage(number, [*call.tensors, *call.results], values, compared.whole)
+            job.snapshot = self._snapshots.values(compared)
             self._submit(job, compared)
         compared.live = weakref.proxy(call)  # which holds it
         if self._sampled:
@@ -274,7 +244,7 @@ class OpAutoCompare(Tool):
         job = Job(compared, BACKWARD, event=event, live=call, grads=grads, grad_kind=kind, unasked=call.unasked)
         if not self._settle_live(job) and self._has_arguments(compared):
             given = [g for g in (*grad_outputs, *grad_inputs) if g is not None]
-            job.snapshot = self._layouts.stage(_number_of(kind, given, self._gradient_kinds), given, grads)
+            job.snapshot = self._snapshots.stage(_number_of(kind, given, self._gradient_kinds), given, grads)
             job.on_device = describe(tuple(grad_inputs)) if self.view.full else None
             job.grads = None
             if self._sampled:
@@ -344,9 +314,7 @@ class OpAutoCompare(Tool):
     def _judge(self, job: Job) -> Judgement | None:
         workers = self._workers
         if not hasattr(workers, "fetcher"):
-            workers.fetcher, workers.limit = Fetcher(), 0
-            workers.fetcher.to_host = self._routes.to_host
-            self._fetchers.append(workers.fetcher)
+            workers.fetcher, workers.limit = self._snapshots.fetcher(), 0
         # jobs are judged side by side on the cores that are there; a large one gets those of others that wait
         limit = max(self._cores, min(self._threads, self._threads * job.nbytes // self._queue.max_bytes))
         if workers.limit != limit:
@@ -385,7 +353,7 @@ class OpAutoCompare(Tool):
             teller.wait()
             for judge in self._ladder:
                 judge.release()
-            self._fetchers.clear()
+            self._snapshots.release()
             assert self._store is not None
             self.csv_path = teller.write_table(self._store, self.table_name, self._run_key, self.only is None)
 

@@ -20,7 +20,6 @@ from ...call.description import Tensor, map_tensors, tensors_in
 from ...call.equality import equal, same_leaves, same_values
 from ...copies.operands import MAX_BORROWED
 from ...copies.queue import MemoryBudget, Reservation
-from ...copies.routes import Routes
 from ...judge import golden, random_draws, verdict
 from ...judge.draws import Draw
 from ...judge.golden import GoldenResult
@@ -29,7 +28,8 @@ from ...judge.references import NO_GRADIENT, NOT_JUDGED, shape_problem
 from ...judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
 from .. import cores, pieces
 from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup, asked, gradient_kind
-from ..memory import Guarded, Neighbours, Outside, wild
+from ..memory import Guarded, Outside, wild
+from ..snapshots import Snapshots
 
 _MAX_KINDS: Final = 20_000
 _MAX_WAIT: Final = 60.0  # seconds
@@ -68,8 +68,7 @@ class Host(Judge):
             setup.threads,
             whole=setup.precheck == "device",
         )
-        self.neighbours = Neighbours()
-        self.routes: Routes | None = None
+        self.snapshots: Snapshots | None = None  # of the run; None where a job is judged on its own
 
     def settle(self, job: Job) -> Judgement:
         call = job.call
@@ -77,14 +76,16 @@ class Host(Judge):
         shares = _fetch_draws(job, call) if call.drawn is not None else []
         guarded: Guarded | None = call.notes.pop(Guarded, None)
         assert job.fetcher is not None
-        elsewhere = None if guarded is None else self.neighbours.judge(call.op, guarded, job.fetcher)
+        assert self.snapshots is not None
+        neighbours = self.snapshots.neighbours
+        elsewhere = None if guarded is None else neighbours.judge(call.op, guarded, job.fetcher)
         _fetch(job)
         job.alone = guarded is not None and guarded.alone
         # of the forward and the backward, either may be judged first
         forward: ForwardRun = call.notes.get(self) or call.notes.setdefault(self, ForwardRun())
         found = self.comparer.compare(job, forward, self.setup.shown)
-        if found.verdict == WRONG and self.routes is not None:
-            doubt = self._doubt(job, self.routes)
+        if found.verdict == WRONG:
+            doubt = _doubt(job, self.snapshots)
             if doubt:
                 return Judgement(NOT_COMPARABLE, doubt)
         if found.verdict == WRONG and not all(float(share) >= _SAME for share in shares):
@@ -96,27 +97,15 @@ class Host(Judge):
         if elsewhere is not None:
             found = found + elsewhere
         if job.suspicion:
-            self.neighbours.suspect(call.op, job.suspicion)
+            neighbours.suspect(call.op, job.suspicion)
         if found.verdict == WRONG or self.setup.shown:  # told after the fetcher has gone on: copy what was borrowed
             assert job.snapshot is not None
             assert job.fetcher is not None
             job.values = job.fetcher.unpack(job.snapshot)
         return found
 
-    def _doubt(self, job: Job, routes: Routes) -> str:
-        """Why the copies that show a job to be wrong cannot be trusted; empty where they can."""
-        assert job.snapshot is not None
-        assert job.before is not None
-        assert job.fetcher is not None
-        storages = (*job.before.storages, *job.snapshot.storages)
-        if job.flats is not None:
-            flats = [flat.clone() for some in job.flats for flat in some]  # what is borrowed will be overwritten
-        else:
-            storages, flats = job.snapshot.storages, job.fetcher.fetch(job.snapshot)
-        return routes.doubt(job.number, storages, flats)
-
     def summary(self) -> list[str]:
-        return self.neighbours.summary()
+        return [] if self.snapshots is None else self.snapshots.neighbours.summary()
 
 
 @dataclasses.dataclass
@@ -364,6 +353,18 @@ class Comparer:
             max_seconds=self.max_seconds,
             plan=self._plan(kind),
         )
+
+
+def _doubt(job: Job, snapshots: Snapshots) -> str:
+    """Why the copies that show a job to be wrong cannot be trusted; empty where they can."""
+    assert job.snapshot is not None
+    assert job.before is not None
+    assert job.fetcher is not None
+    if job.flats is not None:  # what is borrowed will be overwritten
+        before, values = [[flat.clone() for flat in some] for some in job.flats]
+    else:
+        before, values = [], job.fetcher.fetch(job.snapshot)
+    return snapshots.routes.doubt([(job.before, before), (job.snapshot, values)])
 
 
 def _fetch_draws(job: Job, call: ComparedCall) -> list[Tensor]:

@@ -10,7 +10,7 @@ import torch
 
 import ditorch
 import op_tools
-from op_tools.copies.operands import bytes_of
+from op_tools.copies.operands import bytes_of, stage
 from op_tools.copies.routes import Routes
 
 
@@ -79,7 +79,7 @@ def test_a_healthy_device_copies_as_ever(device: str, faults: Any) -> None:
     x = torch.arange(9.0, device=device)
     faults.plant("arange.start_out: element")  # neither what is made on the device nor what is sent there is copying
     routes.check(x.device)
-    assert routes.doubt(0, [x], [bytes_of(x).cpu()]) == ""
+    assert routes.doubt([(stage((x,)), [bytes_of(x).cpu()])]) == ""
     assert not told
     assert routes.on_device is usual
     assert routes.to_host is None
