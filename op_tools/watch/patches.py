@@ -200,7 +200,7 @@ class Installed:
             if vars(owner).get("apply") is patched:
                 owner.apply = original  # type: ignore[method-assign]
 
-        what = "torch.autograd.Function.apply"
+        what = f"{full_name(owner)}.apply"
         record(what, "a kernel that is called inside is no operator: no mode sees it", undo, "replaced", original)
         owner.apply = patched  # type: ignore[method-assign]
         self._names.append(what)
