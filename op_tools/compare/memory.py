@@ -190,11 +190,11 @@ def _told(gap: _Gap, places: Tensor, before: Tensor, after: Tensor) -> str:
 
 # --- tensors that are no arguments ------------------------------------------------------------------------------
 
-_EVERY: Final = 32  # calls of a kind that was guarded already
+_EVERY: Final = 64  # calls of a kind that was guarded already
 _MAX_KINDS: Final = 20_000
 _MAX_WHOLE: Final = 1 << 24  # bytes around a view that are copied now and then
 _AT_ONCE: Final = 32  # tensors
-_WINDOW: Final = 1 << 13  # bytes of each
+_WINDOW: Final = 1 << 12  # bytes of each
 _REFRESH: Final = 64  # guarded calls after which the list of live tensors is made anew
 _MAX_RECENT: Final = 64
 _TIGHT: Final = 1_000  # calls that are all guarded, after something was found
