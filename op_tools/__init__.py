@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .call.description import Finding, TensorMeta
+from .judge.references import reference
 from .settings import SettingsError
 from .tools import all_tools
 from .tools.auto_compare import OpAutoCompare
@@ -35,6 +36,7 @@ __all__ = [
     "OpOverflowCheck",
     "OpTimeMeasure",
     "apply_feature",
+    "reference",
     "FeatureHandle",
     "Finding",
     "SettingsError",

@@ -52,6 +52,7 @@ _declare("OP_AUTOCOMPARE_BUDGET", "factor", "", "compare as much as keeps the ru
 _declare("OP_AUTOCOMPARE_FIRST_LOOK", "choice", "cpu", "where to check a call like an earlier one", ("cpu", "device"))
 _declare("OP_AUTOCOMPARE_STANDARD", "choice", "ulp", "the standard that decides", ("ulp", "torch", "dual", "seed"))
 _declare("OP_AUTOCOMPARE_KNOWN", "choice", "note", "TF32 that is allowed, and known weak kernels", ("note", "blame"))
+_declare("OP_AUTOCOMPARE_REFERENCES", "list", "", "modules that name references (op_tools.reference), module:function")
 _declare("OP_AUTOCOMPARE_PROCESSES", "number", "", "worker processes; 0 for none", computed="by cores, in long runs")
 _declare("OP_AUTOCOMPARE_THREADS", "number", "", "threads that compare; 0: the run itself", computed="by cores, 1 to 4")
 _declare("OP_AUTOCOMPARE_QUEUE_BYTES", "number", 2**30, "bytes of copies that may wait to be compared")

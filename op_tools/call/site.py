@@ -120,6 +120,17 @@ def parameter_names() -> dict[tuple[int, tuple[int, ...]], str]:
     return found
 
 
+def live_state() -> list[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of all modules that were called, with their names (`live_state()`)."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for root in [reference() for reference in _names.keyrefs()]:
+        with contextlib.suppress(Exception):  # the run goes on meanwhile
+            if root is not None:
+                found += [(f"parameter {name}", parameter) for name, parameter in root.named_parameters()]
+                found += [(f"buffer {name}", buffer) for name, buffer in root.named_buffers()]
+    return found
+
+
 def _name(root: torch.nn.Module, module: torch.nn.Module) -> str:
     known = _names.get(root)
     found = None if known is None else known.get(id(module))

@@ -18,6 +18,7 @@ from ..call.description import Described, Group, Part, TensorMeta
 from ..call.facts import may_mutate
 from ..call.operators.registry import KERNELS, Kind, function_facts, last_name
 from ..call.traits import OpTraits
+from ..judge.references import NOT_JUDGED
 from .ladder import BACKWARD, FORWARD
 
 _FLOPS: Final = 1e14  # per second
@@ -127,6 +128,9 @@ class Coverage:
                 phases, share = missed.get((kind[0], _LEFT_OUT), (Counter(), Share()))
                 phases[FORWARD] += count
                 missed[kind[0], _LEFT_OUT] = phases, share.plus(count, work_each)
+        judged = {op for op, _, _ in self.compared}
+        open_ops = [op for op, reason in missed if reason.startswith(NOT_JUDGED) and op not in judged]
+        unjudged = dict.fromkeys([op.removesuffix(".default") for op in open_ops])
         first = _verdict(sum(self.compared.values()), wrong, done, everything, bool(compiled))
         if alike.calls:
             calls, of_work = Share(done.calls + alike.calls, done.work + alike.work).of(everything)
@@ -135,6 +139,10 @@ class Coverage:
         lines = [first]
         if compiled:
             lines.append(f"  torch.compile: {compiled}, not compared: {_WHOLE}")
+        if unjudged:
+            names = ", ".join(unjudged)
+            were = "operator was" if len(unjudged) == 1 else "operators were"
+            lines.insert(0, f"{len(unjudged)} {were} NOT JUDGED, for want of a CPU kernel or a reference: {names}")
         for (op, reason), (phases, share) in ordered[:_MAX_LINES]:
             counts = " and ".join(f"{phases[p]:,} {p}" for p in (FORWARD, BACKWARD) if phases[p])
             counts += " calls" if share.calls > 1 else " call"

@@ -31,6 +31,7 @@ from ..copies.invocation import BACKWARD as BACKWARD
 from ..copies.invocation import FORWARD as FORWARD
 from ..copies.invocation import Invocation
 from ..copies.operands import Fetcher, Operands
+from ..judge import references
 from ..judge.golden import GoldenResult
 from ..judge.random_draws import Mask
 from ..judge.verdict import Judgement, Rules
@@ -49,6 +50,7 @@ class ComparedCall(Invocation):
     record_site: int = 0
     places: Places | None = None  # of the results in the memory of the arguments, where they may be views of these
     in_backward: bool = False  # a part of the backward of another call: its forward is told as that
+    whole: bool = False  # its snapshots have all of the storages behind its arguments
     drawn: Any = None  # what is known of its random numbers: `repeat.Drawn`, and states of generators during the call
     notes: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what judges remember until the backward
 
@@ -74,11 +76,14 @@ class Job:
     before: Operands | None = None  # snapshot of the arguments, for this job
     snapshot: Operands | None = None
     local: bool = False  # no other process is asked
+    alone: bool = False  # nothing else ran on the device during the call
+    suspicion: str = ""  # memory beside an argument changed, and something else may have done it
     piece: bool = False  # of a larger job
     nbytes: int = 0
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     values: tuple[Any, ...] = ()
+    flats: tuple[Sequence[Tensor], Sequence[Tensor]] | None = None  # of a forward: the bytes under `args` and `values`
     draws: tuple[Tensor, ...] | None = None  # random numbers that the call drew inside
     mask: Mask | None = None  # of a dropout
     fetcher: Fetcher | None = None  # of the thread that works on it
@@ -145,6 +150,7 @@ class Setup:
         if known is None:
             try:
                 known = function_of(op) == function and self.rules.casts.of(op) is None
+                known = known and references.named(function, op) is None
             except Exception:
                 known = False
             self._stock[op] = known

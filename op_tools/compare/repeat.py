@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Final
 
@@ -20,11 +21,16 @@ from ..call.functions import function_of
 from ..call.operators.registry import CPU
 from ..compat import count_dispatch_modes, no_dispatch_modes, top_saved_tensor_hooks, without_saved_tensor_hooks
 from ..copies.operands import Operands, bytes_of, stage
+from ..judge import references
 from ..judge.draws import DrawsRandomNumbers, Recorder
 from ..judge.random_draws import States
 from .ladder import ComparedCall
 
 _MAX_KINDS: Final = 20_000
+_MIN_REPEATED: Final = 2  # calls of an operator that cannot be judged otherwise, then one of so many
+_REPEAT_EVERY: Final = 32
+SAME_BITS: Final = "repeated only: the device gives the same bits again"
+OTHER_BITS: Final = "repeated only: the device gives other bits for the same call"
 
 
 @dataclasses.dataclass(eq=False)
@@ -104,6 +110,48 @@ class Repeater:
             first, second = [_from_here(device, lambda: torch.dropout(ones, 0.5, True)) for _ in range(2)]
             known = self._repeatable[device] = torch.equal(first, second)
         return known
+
+
+class Unjudged:
+    """Operators that run on the device alone: nothing says what is right, but the same call must give the same bits."""
+
+    def __init__(self) -> None:
+        self._operators: dict[Any, bool] = {}
+        self._calls: Counter[str] = Counter()
+        self._known: dict[str, str] = {}
+
+    def note(self, call: Any, compared: ComparedCall) -> None:
+        """Repeat a call now and then, on the run's thread, and note what came of it."""
+        function = compared.function
+        alone = self._operators.get(function)
+        if alone is None:
+            alone = self._operators[function] = references.runs_on_the_device_alone(function, read_only=True)
+        if not alone:
+            return
+        self._calls[call.op] += 1
+        if self._calls[call.op] <= _MIN_REPEATED or not self._calls[call.op] % _REPEAT_EVERY:
+            found = _again(call, compared)
+            if found and self._known.get(call.op) != OTHER_BITS:
+                self._known[call.op] = found
+        if call.op in self._known:
+            compared.notes["repeated"] = self._known[call.op]
+
+
+def _again(call: Any, compared: ComparedCall) -> str:
+    """What a repetition shows; empty where it cannot be made."""
+    state = get_rng_state(call.device)
+    try:
+        with _same_region(compared), torch.no_grad():
+            result = compared.function(*call.args, **call.kwargs)
+            pairs = list(zip(tensors_in(call.result), tensors_in(result)))
+            same = all(float(_same_share(a, b)) == 1 for a, b in pairs)
+    except Exception:  # no memory, most likely
+        return ""
+    now = get_rng_state(call.device)
+    if state is not None and now is not None and not torch.equal(state, now):
+        set_rng_state(call.device, state)
+        return ""
+    return SAME_BITS if same else OTHER_BITS
 
 
 def _may_be_repeated(call: ComparedCall) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import threading
 from collections import Counter
@@ -28,6 +29,7 @@ from ..view import console, rows, store
 from ..view.rows import label_of
 from .coverage import Coverage
 from .ladder import FORWARD, ComparedCall, Job, asked
+from .memory import PART as MEMORY
 
 _MAX_SAVED: Final = 200  # wrong calls that are saved to disk
 _MAX_BLAMES: Final = 10_000
@@ -70,6 +72,7 @@ class Teller:
         self.known: Counter[tuple[str, str, str]] = Counter()  # operator, phase, and what explains its error
         self.coverage = Coverage()
         self._saved = 0
+        self._wrong_copies: dict[str, str] = {}  # by operator
         self.folder = settings.results_dir() / "op_capture_results"
 
     # -- the order ----------------------------------------------------------------------------------------
@@ -130,7 +133,8 @@ class Teller:
 
     def summary(self, left_out: Mapping[Hashable, int], notes: Sequence[str], compiled: str = "") -> list[str]:
         """What was compared and what was not, these notes where they say something, and who is to blame."""
-        lines = self.coverage.describe(self.verdicts[WRONG], left_out, compiled)
+        lines = [f"THE DEVICE'S COPIES ARE WRONG: {op}: {what}" for op, what in self._wrong_copies.items()]
+        lines += self.coverage.describe(self.verdicts[WRONG], left_out, compiled)
         if self.not_allclose:
             why = right_because(self._standard)
             saves = "OP_AUTOCOMPARE_STANDARD=seed saves these as well"
@@ -142,6 +146,11 @@ class Teller:
         return lines + report(self.blames, self.lineage, self.coverage.compared_by_op())
 
     # -- one job ------------------------------------------------------------------------------------------
+
+    def copies_are_wrong(self, op: str, what: str) -> None:
+        """Copies that the tool makes show that an operator is wrong: it is the first one to be blamed."""
+        self._wrong_copies[op] = what
+        self.blames.insert(0, Blame(-1, 0, op, FORWARD, f"{op}: {what}", math.inf))
 
     def skip(self, call: Any, reason: str, phase: str = FORWARD) -> None:
         """A call that cannot be compared, and why."""
@@ -190,16 +199,17 @@ class Teller:
         if own_name and worst.part == "grad_input":
             own_name += worst.label.removeprefix(call.op).replace(" grad", " (grad") + ")"
         name, folder = f"{call.op} {own_name}" if own_name else worst.label, ""
-        if self._saved < _MAX_SAVED and job.golden is not None:
+        if self._saved < _MAX_SAVED and job.golden is not None and worst.part != MEMORY:
             self._saved += 1
-            folder = self._save(job, call, wrong)
+            folder = self._save(job, call, [row for row in wrong if row.part != MEMORY])
         if len(self.blames) < _MAX_BLAMES:
             reason = f"{name}: {worst.reason}"
-            where = (*call.site[:3], folder)
+            where = (*call.site[:3], folder, worst.part == MEMORY)
             self.blames.append(Blame(job.event, call.id, call.op, job.told_phase, reason, worst.excess, *where))
         where_in_model = f" in module {call.site.module}" if call.site.module else ""
         ulp = f"{worst.max_ulp:.3g} ulp" if worst.max_ulp <= _MAX_ULP else f"> {_MAX_ULP:.0e} ulp".replace("+0", "")
-        message = f"{name} is wrong{where_in_model}: {worst.reason} (max_abs_diff {worst.max_abs_diff:.6g}, {ulp})"
+        size = "" if worst.part == MEMORY else f" (max_abs_diff {worst.max_abs_diff:.6g}, {ulp})"
+        message = f"{name} is wrong{where_in_model}: {worst.reason}{size}"
         phase, module = job.told_phase, call.site.module
         self._tool.found(job.live, "difference", message, phase=phase, module=module, size=worst.excess)
 
@@ -353,10 +363,13 @@ class Blame:
     module: str = ""
     step: int = 0
     folder: str = ""
+    memory: bool = False  # it writes where it must not
 
     @property
     def where(self) -> str:
         """Call, step and module in words (`blame.where`)."""
+        if not self.call_id:
+            return "a copy that the tool made"
         parts = [f"call {self.call_id}"]
         if self.module:
             parts.insert(0, f"module {self.module}")
@@ -428,6 +441,7 @@ def report(wrong: Sequence[Blame], lineage: Lineage, compared: Counter[str]) -> 
     lines = [f"first wrong: {first.op} ({first.phase}), {first.where}", *_details(first)]
     causes = lineage.ancestors_among(first.event, events)
     cause = "what the ranks sent gives another result" if first.op.startswith("torch.distributed.") else _CAUSE
+    cause = "on the CPU it leaves that memory alone" if first.memory else cause
     lines.append(
         f"  root cause: {cause}"
         + ("; these inputs come from wrong results" if causes else "; nothing wrong went into them")
@@ -441,7 +455,7 @@ def report(wrong: Sequence[Blame], lineage: Lineage, compared: Counter[str]) -> 
             origin = next(b for b in ordered if b.event == min(causes))
             lines.append(f"  wrong by itself, on inputs that come from {origin.op} (call {origin.call_id})")
     calls = Counter(b.op for b in ordered)
-    shown = ", ".join(f"{op} {n} of {compared[op]}" for op, n in calls.most_common(5))
+    shown = ", ".join(f"{op} {n} of {max(n, compared[op])}" for op, n in calls.most_common(5))
     lines.append(f"wrong by operator: {shown}")
     modules = Counter(b.module for b in ordered if b.module)
     if modules:

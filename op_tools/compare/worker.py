@@ -16,7 +16,7 @@ import torch
 from .. import lifecycle
 from ..call.description import Tensor
 from ..copies.invocation import BACKWARD, Invocation, Region
-from ..copies.operands import tensors_over
+from ..copies.operands import Operands, tensors_over
 from ..copies.queue import MemoryBudget
 from ..judge.verdict import RIGHT, Rules
 from ..native import measuring
@@ -121,9 +121,13 @@ class Worker:
             tree, flats, forward = self._remembered[message.memory]
         job = Job(Invocation.from_wire(*message.call), message.phase, nbytes=message.nbytes, unasked=message.unasked)
         job.args, job.kwargs = tensors_over(tree, flats)
-        job.values = tensors_over(self._trees[message.after], self._flats(message.after_spans))
+        values = self._flats(message.after_spans)
+        job.values = tensors_over(self._trees[message.after], values)
+        if message.before:
+            job.before = Operands(tree, (), None, 0)
+            job.snapshot, job.flats = Operands(self._trees[message.after], (), None, 0), (flats, values)
         found = self._comparer.compare(job, forward if message.memory else None)
-        return list(map(tuple, found.rows)) if found.verdict == RIGHT else None
+        return list(map(tuple, found.rows)) if found.verdict == RIGHT and not job.suspicion else None
 
     def _flats(self, spans: Spans) -> list[Tensor]:
         return [self._buffer[start : start + count] for start, count in spans]

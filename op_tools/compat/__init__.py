@@ -204,6 +204,12 @@ def coalesces() -> bool:
     return bool(getattr(world, "pg_coalesce_state", None))
 
 
+def has_kernel(name: str, overload: str, key: str) -> bool:
+    """Whether a kernel is registered for an operator (`has_kernel("aten::add", "Tensor", "CPU")`)."""
+    full = f"{name}.{overload}" if overload else name
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(full, key))
+
+
 def registering_file(name: str) -> str:
     """The source file that registered an operator, "" if unknown (`registering_file("mylib::scale")`)."""
     from torch._library.custom_ops import OPDEFS

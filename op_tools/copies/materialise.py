@@ -91,6 +91,10 @@ class Copier:
         """The copy of a tensor that has its own memory (`copier.copy_of(x)`)."""
         return self._made[id(tensor)][0]
 
+    def versions(self) -> list[int]:
+        """How often each copy has been written to (`copier.versions() != earlier`)."""
+        return [0 if copy.is_inference() else copy._version for copy, _ in self._made.values()]
+
     def _note_span(self, tensor: Tensor) -> None:
         first, last = span_of(tensor)
         size = tensor.element_size()

@@ -22,7 +22,9 @@ _PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter, getattr(torch
 _KEEP_WHOLE_BELOW: Final = 1 << 16
 _KEEP_WHOLE_FACTOR: Final = 4
 _MAX_LAYOUTS: Final = 2_000
+_ALL: Final = 1 << 62
 MAX_BORROWED: Final = 1 << 28  # bytes that go through the pinned buffer at once
+AROUND: Final = 1 << 12  # bytes on both sides of a view that show whether a kernel writes beyond it
 
 
 class Ref(NamedTuple):
@@ -67,6 +69,8 @@ class Operands(NamedTuple):
     nbytes: int
     opaque: tuple[str, ...] = ()  # types of tensors that could not be copied
     layout: Layout | None = None  # shared with calls that look alike, and so is the tree
+    ids: tuple[int, ...] = ()  # of the storages that were copied, while they live
+    by: Copy | None = None  # how they were copied; None where that is not known any more
 
     def tensors(self, flats: Sequence[Tensor] | None = None) -> Any:
         """The tree with tensors over the storages, or over these bytes of them; nothing is copied."""
@@ -76,50 +80,69 @@ class Operands(NamedTuple):
 class Layout:
     """How the tensors of a call lie in its storages; worked out once for calls that look alike."""
 
-    __slots__ = ("nbytes", "notes", "parts", "tree")
+    __slots__ = ("left_out", "nbytes", "notes", "parts", "tree")
 
-    def __init__(self, tree: Any, parts: tuple[tuple[int, int, int], ...]) -> None:
+    def __init__(self, tree: Any, parts: tuple[tuple[int, int, int], ...], left_out: int = 0) -> None:
         self.tree = tree
+        self.left_out = left_out  # bytes of the storages that are not copied
         self.parts = parts  # of each storage: a tensor in it, first and last byte that are copied
         self.nbytes = sum(end - start for _, start, end in parts)
         self.notes: dict[Any, Any] = {}  # what a writer has worked out about it
 
 
+Copy = Callable[[Tensor, int, int], Tensor]  # of these bytes of the storage under a tensor
+
+
 class Layouts:
-    """Stages calls; those that look like an earlier one share its tree.
+    """Stages calls; those that look like an earlier one share its tree. `around` a view, so many bytes are copied, too.
 
     >>> Layouts().stage(describe((x,)).number, [x], (x,))  # doctest: +SKIP
     """
 
-    def __init__(self) -> None:
+    def __init__(self, around: int = 0) -> None:
         self._known: dict[tuple[Any, ...], Layout] = {}
+        self._around = around
+        self.copy: Copy = copy_storage
 
-    def stage(self, number: int, tensors: list[Tensor], value: Any, event: bool = True, whole: bool = True) -> Operands:
+    def stage(
+        self,
+        number: int,
+        tensors: list[Tensor],
+        value: Any,
+        event: bool = True,
+        whole: bool = False,
+        gradients: bool = False,
+    ) -> Operands:
         """Copy the storages under `value`; `number` is that of its description, `tensors` are all in it.
 
-        `whole=False` is for gradients, and copies what they touch. Autograd adds to a gradient in place only while
-        nobody else holds its memory, and a Python object for its storage would count.
+        With `whole`, all of each storage is copied, however small the views of it are. Of `gradients` only what they
+        touch is: autograd adds to one in place only while nobody else holds its memory, and a Python object for its
+        storage would count.
         """
+        around = 0 if gradients else _ALL if whole else self._around
         if not number:
-            return stage(value, event)
-        key: list[Any] = [number, whole]
+            return stage(value, event, around, self.copy)
+        key: list[Any] = [number, whole, gradients]
         storages: dict[int, int] = {}
         for tensor in tensors:
             if not is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
-                return stage(value, event)
-            if whole:
+                return stage(value, event, around, self.copy)
+            if gradients:
+                key += (storages.setdefault(start_of_storage(tensor), len(storages)), tensor.storage_offset())
+            else:
                 storage = tensor.untyped_storage()
                 index = storages.setdefault(storage._cdata, len(storages))
                 key += (index, tensor.storage_offset(), storage.nbytes())
-            else:
-                key += (storages.setdefault(start_of_storage(tensor), len(storages)), tensor.storage_offset())
         layout = self._known.get(tuple(key))
         if layout is None:
             if len(self._known) >= _MAX_LAYOUTS:
                 self._known.clear()
-            layout = self._known[tuple(key)] = _lay_out(value, tensors, [], whole)
-        copies = tuple([_copy_storage(tensors[at], start, end) for at, start, end in layout.parts])
-        return Operands(layout.tree, copies, mark_after(copies) if event else None, layout.nbytes, (), layout)
+            layout = self._known[tuple(key)] = _lay_out(value, tensors, [], around, gradients)
+        copy = self.copy
+        copies = tuple([copy(tensors[at], start, end) for at, start, end in layout.parts])
+        mark = mark_after(copies) if event else None
+        ids = () if gradients else tuple(storages)
+        return Operands(layout.tree, copies, mark, layout.nbytes, (), layout, ids, copy)
 
 
 def measure(value: Any) -> int:
@@ -127,13 +150,16 @@ def measure(value: Any) -> int:
     return sum(t.numel() * t.element_size() for t in tensors_in(value) if t.layout == torch.strided)
 
 
-def stage(value: Any, event: bool = True) -> Operands:
+def stage(value: Any, event: bool = True, around: int = 0, copy: Copy | None = None) -> Operands:
     """Copy every storage under `value` on its own device (`stage((args, kwargs))`)."""
     tensors = list(tensors_in(value))
     opaque: list[str] = []
-    layout = _lay_out(value, tensors, opaque)
-    copies = tuple([_copy_storage(tensors[at], start, end) for at, start, end in layout.parts])
-    return Operands(layout.tree, copies, mark_after(copies) if event else None, layout.nbytes, tuple(opaque))
+    layout = _lay_out(value, tensors, opaque, around)
+    copy = copy or copy_storage
+    copies = tuple([copy(tensors[at], start, end) for at, start, end in layout.parts])
+    ids = tuple([tensors[at].untyped_storage()._cdata for at, _, _ in layout.parts])
+    mark = mark_after(copies) if event else None
+    return Operands(layout.tree, copies, mark, layout.nbytes, tuple(opaque), None, ids, copy)
 
 
 def start_of_storage(tensor: Tensor) -> int:
@@ -144,22 +170,26 @@ def start_of_storage(tensor: Tensor) -> int:
     return address - int(tensor.storage_offset()) * tensor.element_size()
 
 
-def _lay_out(value: Any, tensors: list[Tensor], opaque: list[str], whole: bool = True) -> Layout:
+def _lay_out(value: Any, tensors: list[Tensor], opaque: list[str], around: int, gradients: bool = False) -> Layout:
     keys: dict[int, int] = {}  # of a tensor: its storage
     spans: dict[int, tuple[int, int, int]] = {}  # of a storage: a tensor in it, first and last byte that are needed
     for number, tensor in enumerate(tensors):
         if is_plain(tensor):
             size = tensor.element_size()
             start, end = (place * size for place in span_of(tensor))
-            key = keys[id(tensor)] = tensor.untyped_storage()._cdata if whole else start_of_storage(tensor)
+            key = keys[id(tensor)] = start_of_storage(tensor) if gradients else tensor.untyped_storage()._cdata
             first, low, high = spans.get(key, (number, start, end))
             spans[key] = (first, min(low, start), max(high, end))
     placed: dict[int, tuple[int, int]] = {}
     parts: list[tuple[int, int, int]] = []
+    left_out = 0
     for key, (first, start, end) in spans.items():
-        total = tensors[first].untyped_storage().nbytes() if whole else 0
-        if whole and (total <= _KEEP_WHOLE_BELOW or total <= _KEEP_WHOLE_FACTOR * (end - start)):
-            start, end = 0, total
+        if not gradients:
+            total = tensors[first].untyped_storage().nbytes()
+            if total <= _KEEP_WHOLE_BELOW or total <= _KEEP_WHOLE_FACTOR * (end - start):
+                start, end = 0, total
+            start, end = max(start - around, 0), min(end + around, total) if around else end
+            left_out += total - (end - start + start % 64)
         start -= start % 64  # stay aligned for every dtype
         placed[key] = (len(parts), start)
         parts.append((first, start, end))
@@ -173,7 +203,7 @@ def _lay_out(value: Any, tensors: list[Tensor], opaque: list[str], whole: bool =
         index, start = placed[keys[id(tensor)]]
         return Ref.of(tensor, index, start)
 
-    return Layout(map_tensors(value, replace), tuple(parts))
+    return Layout(map_tensors(value, replace), tuple(parts), left_out)
 
 
 def mark_after(copies: tuple[Tensor, ...]) -> Any:
@@ -194,7 +224,7 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN_TYPES and tensor.layout == torch.strided and not tensor.is_quantized
 
 
-def _copy_storage(sample: Tensor, start: int, end: int) -> Tensor:
+def copy_storage(sample: Tensor, start: int, end: int) -> Tensor:
     """A copy of these bytes of the storage that a tensor lies in, with as few launches as will do."""
     size = sample.element_size()
     if not (sample.is_conj() or sample.is_neg()):
@@ -274,9 +304,11 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
 class Fetcher:
     """Brings staged copies to the host; each thread has its own, with its own stream and pinned buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self, least: int = 1 << 24) -> None:
+        self._least = least  # bytes of the pinned buffer
         self._streams: dict[torch.device, Any] = {}
         self._pinned: Tensor | None = None  # reused: device memory reaches the host through it at full speed
+        self.to_host: Callable[[Tensor], Tensor] | None = None  # another way, where that one is wrong
 
     def unpack(self, staged: Operands) -> Any:
         """The staged tree with CPU tensors (`Fetcher().unpack(stage(args))`)."""
@@ -296,6 +328,8 @@ class Fetcher:
         there = [s for s in storages if not s.is_cpu]
         if not there:
             return [bytes_of(s) for s in storages]
+        if self.to_host is not None:
+            return [bytes_of(s) if s.is_cpu else self.to_host(bytes_of(s)) for s in storages]
         if not can_pin(there[0].device.type):
             if event is not None:
                 event.synchronize()
@@ -305,7 +339,7 @@ class Fetcher:
             spans.append((size, storage.nbytes))
             size += padded(storage.nbytes)
         if self._pinned is None or self._pinned.numel() < size:
-            self._pinned = torch.empty(max(size, 1 << 24), dtype=torch.uint8, pin_memory=True)
+            self._pinned = torch.empty(max(size, self._least), dtype=torch.uint8, pin_memory=True)
         buffer = self._pinned
         self.put(there, event, buffer, spans)
         found = iter(spans)
@@ -313,6 +347,10 @@ class Fetcher:
 
     def put(self, storages: Sequence[Tensor], event: Any, buffer: Tensor, spans: Sequence[tuple[int, int]]) -> None:
         """Copy the bytes of staged storages to a buffer on the host: each has a place there, and so many bytes."""
+        if self.to_host is not None:
+            for span, storage in zip(spans, storages):
+                buffer.narrow(0, *span).copy_(self.to_host(bytes_of(storage)))
+            return
         devices = {s.device for s in storages}
         device = devices.pop() if len(devices) == 1 else None
         if device is None or not can_pin(device.type):

@@ -26,6 +26,7 @@ from ..compat import (
     without_saved_tensor_hooks,
 )
 from ..copies.materialise import Cast, Copier
+from . import references
 from .draws import DrawsRandomNumbers, Substitute
 from .draws import draws as draws_numbers
 
@@ -75,6 +76,7 @@ class Source:
     autocast: torch.dtype | None = None  # the lower precision of the autocast region around the call
     outputs: Any = None  # what the device returned, for gradients of results whose signs are free
     draws: tuple[Tensor, ...] | None = None  # random numbers that the device drew, in order
+    by_reference: bool = False  # the function stands in for the operator, which has no CPU kernel
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -100,6 +102,7 @@ class Run:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     grad_inputs: list[Tensor | None] | None = None
+    wrote: bool = False  # an operator wrote to an argument; kernels that do not say so are not noticed
 
 
 @dataclasses.dataclass
@@ -208,8 +211,10 @@ def run(
     """
     if traits is None:
         traits = traits_of(function)
-    call = (function, name or traits.name, traits, tuple(args), dict(kwargs or {}))
-    source = Source(*call, grad_outputs, device, rounded_to, autocast, outputs, draws)
+    name = name or traits.name
+    named = references.named(function, name)
+    call = (named or function, name, traits, tuple(args), dict(kwargs or {}))
+    source = Source(*call, grad_outputs, device, rounded_to, autocast, outputs, draws, named is not None)
     reason = _why_not(source, max_bytes)
     if reason:
         return GoldenResult(False, reason, source)
@@ -273,6 +278,8 @@ def _why_not(source: Source, max_bytes: int | None) -> str:
         return "a collective: its result depends on other processes"
     if not _is_plain(source.name) and facts.last_name(source.name) in facts.UNINITIALISED:
         return "returns uninitialised memory"
+    if not source.by_reference and references.is_kernel_of_a_class(source.function):
+        return references.NO_STEPS
     needed = 0
     for tensor in source.tensors:
         if tensor.is_meta:
@@ -282,9 +289,6 @@ def _why_not(source: Source, max_bytes: int | None) -> str:
     if max_bytes is not None and needed > max_bytes:
         return f"needs {needed / 2**20:,.0f} MiB in double precision; the limit is {max_bytes / 2**20:,.0f} MiB"
     return ""
-
-
-_NO_KERNEL: Final = "it has no CPU kernel; register one to compare with (torch.library, dispatch key CPU)"
 
 
 def _first_that_works(source: Source, dtype_cast: Cast | None, backward: bool, keep_graph: bool) -> GoldenResult:
@@ -308,8 +312,13 @@ def _first_that_works(source: Source, dtype_cast: Cast | None, backward: bool, k
             continue
         note = "" if cast is candidates[0] else f"the CPU has no double-precision kernel ({first_error})"
         return GoldenResult(True, "", source, cast, done, note=note, graph=graph)
-    if first_error.startswith("NotImplementedError: Could not run '") and "'CPU'" in first_error:
-        return GoldenResult(False, _NO_KERNEL, source)
+    if first_error.startswith("NotImplementedError: "):
+        steps = None if source.by_reference else references.decomposed(source.function)
+        if steps is not None:
+            source = dataclasses.replace(source, function=steps, by_reference=True)
+            return _first_that_works(source, dtype_cast, backward, keep_graph)
+        if "'CPU'" in first_error:
+            return GoldenResult(False, references.NO_KERNEL, source)
     return GoldenResult(False, f"the CPU cannot run it: {first_error}", source)
 
 
@@ -334,14 +343,15 @@ def _execute(
             function = facts.on_cpu(source.name, function)
         args, kwargs = _map_settings(copier.copy(given, source.tensors), cast)
         drawn = None if source.draws is None else Substitute(source.draws)
+        versions = copier.versions()
         with mode or contextlib.nullcontext(), drawn or contextlib.nullcontext():  # what probes draw is their own
             outputs = function(*args, **kwargs)
             if drawn is not None and not drawn.used_up:
                 raise DrawsRandomNumbers("the device draws other numbers than the CPU")
             grads = _gradients(source, outputs, copier.leaves) if backward else None
-    graph = (outputs, copier.leaves) if keep_graph else None
+    graph, wrote = (outputs, copier.leaves) if keep_graph else None, copier.versions() != versions
     args, kwargs = _detached((args, kwargs)) if grad else (args, kwargs)
-    return Run(_detached(outputs), args, kwargs, grads), graph
+    return Run(_detached(outputs), args, kwargs, grads, wrote), graph
 
 
 class neutral:

@@ -19,20 +19,23 @@ from typing import Any, ClassVar, Final
 import torch
 
 from .. import settings
-from ..call.description import Tensor, describe
+from ..call.description import Finding, Tensor, describe, tensors_in
 from ..call.site import module_path
 from ..call.traits import OpTraits
 from ..compare import cores
 from ..compare.choose import MODES, Chooser, kind_of, parse_budget
 from ..compare.judges.collectives import Collectives
+from ..compare.judges.host import Host
 from ..compare.ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, gradient_kind, make_ladder
-from ..compare.repeat import Repeater
+from ..compare.memory import Guarded
+from ..compare.repeat import Repeater, Unjudged
+from ..compare.snapshots import Snapshots
 from ..compare.teller import Blame, Teller
-from ..compat import count_dispatch_modes, in_func_transform, no_dispatch_modes
+from ..compat import in_func_transform
 from ..copies.invocation import Region, Site
-from ..copies.operands import Fetcher, Layouts, Operands
+from ..copies.operands import Fetcher, Operands
 from ..copies.queue import Writer
-from ..judge import golden
+from ..judge import golden, references
 from ..judge.verdict import WRONG, Judgement, Rules
 from ..native import measuring
 from ..view import console, rows
@@ -78,7 +81,7 @@ class OpAutoCompare(Tool):
     }
     nothing_found = ""  # the first line of the summary says it
     order = 20
-    wants_backward = wants_sums = looks_inside = True
+    wants_backward = wants_sums = wants_classes = looks_inside = True
     columns: ClassVar[dict[str, str]] = _COLUMNS
 
     def __init__(
@@ -106,6 +109,7 @@ class OpAutoCompare(Tool):
         self._share = 1.0 if cores.available() <= threads + 1 else 0.5
         self._queue = Writer(queue_bytes, self._threads, max_jobs=_MAX_WAITING)
         rules = Rules.from_environment()
+        references.load(settings.read("OP_AUTOCOMPARE_REFERENCES"))
         self._teller = Teller(self, functools.partial(self._queue.submit, 0), rules.standard)
         self._ladder = make_ladder(_setup(self, rules, queue_bytes))
         self._live = tuple([judge for judge in self._ladder if judge.live])
@@ -114,11 +118,11 @@ class OpAutoCompare(Tool):
             tuple([judge for judge in self._ladder if getattr(type(judge), name) is not getattr(Judge, name)])
             for name in ("expects", "admit", "leave", "learn")
         ]
-        self._layouts, self._repeater = Layouts(), Repeater()
+        self._repeater, self._unjudged = Repeater(), Unjudged()
+        self._snapshots = Snapshots(self._copies_are_wrong)
+        self.judge(Host).snapshots = self._snapshots
         self._gradient_kinds: dict[Any, int] = {}
         self._workers = threading.local()
-        # held here, too: a forked child drops what threads hold, and freeing pinned memory there aborts it
-        self._fetchers: list[Fetcher] = []
         self._collectives: Collectives | None = self.judge(Collectives)
         if self._collectives is not None:
             self._collectives.start(self, self._teller, self._chooser)
@@ -162,6 +166,11 @@ class OpAutoCompare(Tool):
         around = call.inside  # below autograd and autocast
         if around is not None and call.traits.view:  # of memory that a collective may be writing to
             return
+        unusable = self._snapshots.unusable(call.device)
+        if unusable:
+            self._chooser.settle(kind)
+            self._teller.skip(call, unusable)
+            return
         device = call.device.type
         low = torch.get_autocast_dtype(device) if around is None and torch.is_autocast_enabled(device) else None
         compared = ComparedCall(
@@ -182,7 +191,7 @@ class OpAutoCompare(Tool):
                 call.notes[self] = compared
                 break
         else:
-            if self._copy_arguments(compared):
+            if self._keep_arguments(compared, self._snapshots.begin(compared)):
                 call.notes[self] = compared
         if call.traits.random is not False:
             compared.drawn = self._repeater.before(call)
@@ -206,23 +215,18 @@ class OpAutoCompare(Tool):
             kinds = dict.fromkeys(type(t).__name__ for t in call.tensors if is_wrapper(type(t)))
             self._teller.skip(call, f"what {', '.join(kinds)} calls inside is not seen")
 
-    def _copy_arguments(self, compared: ComparedCall) -> bool:
-        call = compared.live
-        staged = self._stage(call, call.inputs.number, call.tensors, (call.args, call.kwargs))
+    def _keep_arguments(self, compared: ComparedCall, staged: Operands) -> bool:
         if staged.opaque:
             self._chooser.settle(compared.kind)
-            self._teller.skip(call, f"arguments of type {', '.join(dict.fromkeys(staged.opaque))} cannot be copied")
+            opaque = ", ".join(dict.fromkeys(staged.opaque))
+            self._teller.skip(compared.live, f"arguments of type {opaque} cannot be copied")
             return False
         compared.before = staged
         return True
 
-    def _stage(self, call: Call, number: int, tensors: list[Tensor], value: Any) -> Operands:
-        """A snapshot that the user's dispatch modes do not see; the interceptor has switched off function modes."""
-        whole = not call.traits.by_engine
-        if not count_dispatch_modes():
-            return self._layouts.stage(number, tensors, value, whole=whole)
-        with no_dispatch_modes():
-            return self._layouts.stage(number, tensors, value, whole=whole)
+    def _copies_are_wrong(self, op: str, what: str) -> None:
+        self._teller.copies_are_wrong(op, what)
+        self._report(Finding(self.name, op, "difference", f"{op} is wrong: {what}"))
 
     def after(self, call: Call) -> None:
         compared: ComparedCall | None = call.notes.get(self)
@@ -233,6 +237,7 @@ class OpAutoCompare(Tool):
                 self._collectives.left(call)
             return
         started = time.perf_counter()
+        self._snapshots.end(compared)
         self.count(call)
         low = compared.region.autocast
         if low is not None:
@@ -240,19 +245,19 @@ class OpAutoCompare(Tool):
             compared.region = compared.region._replace(rounded_to=rounded_to)
         if compared.drawn is not None:
             compared.drawn = self._repeater.after(call, compared, compared.drawn)
-        inputs, outputs = compared.numbers = (call.inputs.number, call.outputs.number)
+        if not call.op.startswith("torch."):
+            self._unjudged.note(call, compared)
+        compared.numbers = (call.inputs.number, call.outputs.number)
         compared.record_site = self.site(call)
         compared.event = self._teller.lineage.made_from(call.inputs.data_ptrs, call.outputs.data_ptrs)
-        job = Job(compared, FORWARD, event=compared.event, live=call)
+        job = Job(compared, FORWARD, event=compared.event, live=call, local=Guarded in compared.notes)
         if self._settle_live(job):
             if self._sampled:
                 self._chooser.settle(compared.kind)
-        elif compared.before is None and not self._copy_arguments(compared):  # which the call left alone
-            del call.notes[self]
+        elif compared.before is None and not self._keep_arguments(compared, self._snapshots.arguments(compared)):
+            del call.notes[self]  # it left its arguments alone, and they cannot be copied
         else:
-            number = inputs << 32 | outputs if inputs and outputs else 0  # never that of arguments alone
-            values = (call.args, call.kwargs, call.result)
-            job.snapshot = self._stage(call, number, [*call.tensors, *call.results], values)
+            job.snapshot = self._snapshots.values(compared)
             self._submit(job, compared)
         compared.live = weakref.proxy(call)  # which holds it
         if self._sampled:
@@ -278,7 +283,7 @@ class OpAutoCompare(Tool):
         if not self._settle_live(job) and self._has_arguments(compared):
             given = [g for g in (*grad_outputs, *grad_inputs) if g is not None]
             number = _number_of(kind, given, self._gradient_kinds)
-            job.snapshot = self._layouts.stage(number, given, grads, whole=False)
+            job.snapshot = self._snapshots.stage(number, given, grads, gradients=True)
             job.on_device = describe(tuple(grad_inputs)) if self.view.full else None
             job.grads = None
             if self._sampled:
@@ -358,8 +363,7 @@ class OpAutoCompare(Tool):
         """That of the worker thread that asks."""
         workers = self._workers
         if not hasattr(workers, "fetcher"):
-            workers.fetcher, workers.limit = Fetcher(), 0
-            self._fetchers.append(workers.fetcher)
+            workers.fetcher, workers.limit = self._snapshots.fetcher(), 0
         found: Fetcher = workers.fetcher
         return found
 
@@ -403,7 +407,7 @@ class OpAutoCompare(Tool):
             teller.wait()
             for judge in self._ladder:
                 judge.release()
-            self._fetchers.clear()
+            self._snapshots.release()
             assert self._store is not None
             self.csv_path = teller.write_table(self._store, self.table_name, self._run_key, self.only is None)
 
@@ -430,6 +434,16 @@ class OpAutoCompare(Tool):
         if not in_func_transform():
             self._teller.coverage.miss(call, phase, f"the tool failed: {type(error).__name__}")
         super().failed(call, error, what)
+
+    def judges_class(self, kind: type) -> bool:
+        return references.has_reference(kind)
+
+    def unseen(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        call = Call(traits, traits.function, args, kwargs)
+        call.tensors += tensors_in((args, kwargs))
+        if self.wants(traits) and (call.device.type != "cpu" or INTERCEPTOR.include_cpu):
+            call.inputs, call.outputs = describe(args, kwargs), describe((result,))
+            self._teller.skip(call, references.NO_STEPS)
 
     def not_watched(self, call: Call, reason: str) -> None:
         self._teller.skip(call, reason)

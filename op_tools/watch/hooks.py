@@ -23,6 +23,7 @@ class Hooks:
     wants_backward_start: bool = False
     wants_gradients: bool = True  # `after_backward` looks at the gradients; where no tool does, its lists are empty
     wants_sums: ClassVar[bool] = False  # also gets the additions that autograd makes itself, as calls
+    wants_classes: ClassVar[bool] = False  # hears of every `torch.autograd.Function` whose kernel no operator shows
     wants_pointers: ClassVar[bool] = True  # looks at the addresses of tensors; with a full console all do
     looks_inside: ClassVar[bool] = False  # of a call on wrapper tensors, sees the calls on plain tensors inside it
     view: View
@@ -70,6 +71,13 @@ class Hooks:
 
     def looked_inside(self, call: Call, found: bool) -> None:
         """A call on wrapper tensors has run; whether calls on plain tensors were seen inside it."""
+
+    def judges_class(self, kind: type) -> bool:
+        """Whether a `torch.autograd.Function` is watched as one operator; what it calls inside is not, then."""
+        return False
+
+    def unseen(self, traits: OpTraits, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """A `torch.autograd.Function` has returned what no operator made."""
 
     def before_node(self, call: Call, node: int) -> Any:
         """A backward node of the call is about to run; `after_node` gets what this returns."""

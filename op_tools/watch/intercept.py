@@ -14,6 +14,7 @@ from .. import lifecycle, settings
 from ..call import site
 from ..call.description import Described, Descriptions, Tensor, TensorMeta, tensors_in
 from ..call.devices import names_device
+from ..call.placement import is_on_device
 from ..call.traits import OpTraits, traits_of
 from ..compat import (
     DeviceContext,
@@ -30,7 +31,7 @@ from ..compat import (
 )
 from ..native import front
 from ..view.console import note
-from . import backward, inside, patches, sums
+from . import backward, functions, inside, patches, sums
 from .compiled import HIDDEN, THREAD, Regions
 from .hooks import Hooks
 
@@ -169,7 +170,7 @@ class Interceptor(TorchFunctionMode):
                 return func(*args, **kwargs)
             finally:
                 _thread.in_backward = outer
-        if not self.include_cpu and not _is_on_device(args, kwargs, traits):
+        if not self.include_cpu and not is_on_device(args, kwargs, traits):
             return func(*args, **kwargs)
         if count_dispatch_modes() and part_of is None:
             around = inside.active()
@@ -196,6 +197,7 @@ class Interceptor(TorchFunctionMode):
             transforms = tuple([t for t in transforms if t.accepts(call)])
             tools = observers + transforms
             if not tools:
+                functions.lose_track()
                 return func(*args, **kwargs)
             listeners = tuple([t for t in tools if t.wants_backward])
         call.id = next(ids)
@@ -239,6 +241,7 @@ class Interceptor(TorchFunctionMode):
                         self.sums.note(edges.since, backward.sequence_now(), call)
                 except Exception as error:
                     listeners[0].failed(call, error)
+            functions.note(call)
         call.release()
         return result
 
@@ -422,41 +425,6 @@ def _run(func: Callable[..., Any], call: Call, transforms: tuple[Hooks, ...], in
         return _run(func, nested, transforms, index + 1)
 
     return tool.transform(call, inner)
-
-
-def _is_on_device(args: tuple[Any, ...], kwargs: dict[str, Any], traits: OpTraits) -> bool:
-    """Whether a call concerns a device: a tensor on it, or a device argument that names it."""
-    for arg in (*args, *kwargs.values()) if kwargs else args:
-        if isinstance(arg, Tensor):
-            if not arg.is_cpu:
-                return arg.device.type != "meta"
-        elif type(arg) in _CONTAINERS and _has_member_on_device(arg):
-            return True
-    wanted = kwargs.get("device")
-    if wanted is not None and names_device(wanted):
-        return True
-    if traits.factory and wanted is None:
-        return names_device(torch.get_default_device())
-    if traits.transfer:
-        return not traits.name.endswith(".cpu")
-    if traits.conversion:
-        return any(names_device(a) for a in args[1:2])
-    others = [a for a in args if type(a) not in _SCALARS and type(a) not in _CONTAINERS and not isinstance(a, Tensor)]
-    return any(not t.is_cpu and t.device.type != "meta" for t in tensors_in(others))
-
-
-_CONTAINERS: Final = frozenset({list, tuple, dict})
-_SCALARS: Final = frozenset({int, float, bool, str, type(None), torch.dtype, torch.Size, torch.device, slice})
-
-
-def _has_member_on_device(value: Any) -> bool:
-    for member in value.values() if type(value) is dict else value:
-        if isinstance(member, Tensor):
-            if not member.is_cpu and member.device.type != "meta":
-                return True
-        elif type(member) in _CONTAINERS and _has_member_on_device(member):
-            return True
-    return False
 
 
 class _WatchedEngine:

@@ -20,7 +20,7 @@ from ditorch_common.patching import Ledger, Patch, full_name
 
 from ..call.traits import COLLECTIVES, traits_of
 from ..compat import DYNAMO_MODULE, PythonNode, dynamo_eval_frame, hide_from_dynamo
-from . import compiled
+from . import compiled, functions
 from .compiled import THREAD
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class Installed:
         why = "backward passes take the mode off: it is put back on, and their end is noticed"
         self._replace(torch.autograd.Variable, "_execution_engine", engine, why)
         self._watch_compiler()
+        self._watch_classes()
         if hasattr(torch, "distributed") and torch.distributed.is_available():
             for name in COLLECTIVES:
                 if hasattr(torch.distributed, name):
@@ -184,6 +185,38 @@ class Installed:
                     self._replace(PythonNode, name, self.code.apply(getattr(PythonNode, name)), why)
             for function in self._functions:
                 hide_from_dynamo(function)
+
+    # -- kernels behind torch.autograd.Function -------------------------------------------------------
+
+    def _watch_classes(self) -> None:
+        interceptor, owner = self._interceptor, torch.autograd.Function
+        original = vars(owner)["apply"]
+
+        def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+            own = original.__get__(None, kind)
+            if THREAD.region is not None or not interceptor.is_on():
+                return own(*args, **kwargs)
+            return functions.applied(interceptor, kind, own, args, kwargs)
+
+        patched: Any = classmethod(apply)
+
+        def hide() -> None:
+            if vars(owner).get("apply") is patched:
+                owner.apply = original  # type: ignore[method-assign]
+
+        def show() -> None:
+            if vars(owner).get("apply") is original:
+                owner.apply = patched  # type: ignore[method-assign]
+
+        def undo() -> None:
+            compiled.HIDDEN.remove(what)
+            hide()
+
+        what = f"{full_name(owner)}.apply"
+        record(what, "a kernel that is called inside is no operator: no mode sees it", undo, "replaced", original)
+        show()
+        self._names.append(what)
+        compiled.HIDDEN.add(what, hide, show)
 
     # -- collectives ----------------------------------------------------------------------------------
 

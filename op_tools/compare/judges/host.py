@@ -7,6 +7,7 @@ process has its own.
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 from collections.abc import Hashable, Iterable
 from typing import Any, Final
@@ -23,9 +24,12 @@ from ...judge import golden, random_draws, verdict
 from ...judge.draws import Draw
 from ...judge.golden import GoldenResult
 from ...judge.random_draws import Mask
+from ...judge.references import NO_GRADIENT, NOT_JUDGED, shape_problem
 from ...judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
 from .. import cores, pieces
 from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup, asked, gradient_kind
+from ..memory import Guarded, Outside, wild
+from ..snapshots import Snapshots
 
 _MAX_KINDS: Final = 20_000
 _MAX_WAIT: Final = 60.0  # seconds
@@ -64,24 +68,44 @@ class Host(Judge):
             setup.threads,
             whole=setup.precheck == "device",
         )
+        self.snapshots: Snapshots | None = None  # of the run; None where a job is judged on its own
 
     def settle(self, job: Job) -> Judgement:
         call = job.call
         assert isinstance(call, ComparedCall)
         shares = _fetch_draws(job, call) if call.drawn is not None else []
+        guarded: Guarded | None = call.notes.pop(Guarded, None)
+        assert job.fetcher is not None
+        assert self.snapshots is not None
+        neighbours = self.snapshots.neighbours
+        elsewhere = None if guarded is None else neighbours.judge(call.op, guarded, job.fetcher)
         _fetch(job)
+        job.alone = guarded is not None and guarded.alone
         # of the forward and the backward, either may be judged first
         forward: ForwardRun = call.notes.get(self) or call.notes.setdefault(self, ForwardRun())
         found = self.comparer.compare(job, forward, self.setup.shown)
+        if found.verdict == WRONG:
+            doubt = _doubt(job, self.snapshots)
+            if doubt:
+                return Judgement(NOT_COMPARABLE, doubt)
         if found.verdict == WRONG and not all(float(share) >= _SAME for share in shares):
             found = Judgement(NOT_COMPARABLE, "random: the device repeats it with another result")
         elif found.verdict == NOT_COMPARABLE and call.drawn is not None and call.drawn.reason:
             found = Judgement(NOT_COMPARABLE, call.drawn.reason)
+        elif found.verdict == NOT_COMPARABLE and found.reason.startswith(NOT_JUDGED) and "repeated" in call.notes:
+            found = Judgement(NOT_COMPARABLE, f"{found.reason}; {call.notes['repeated']}")
+        if elsewhere is not None:
+            found = found + elsewhere
+        if job.suspicion:
+            neighbours.suspect(call.op, job.suspicion)
         if found.verdict == WRONG or self.setup.shown:  # told after the fetcher has gone on: copy what was borrowed
             assert job.snapshot is not None
             assert job.fetcher is not None
             job.values = job.fetcher.unpack(job.snapshot)
         return found
+
+    def summary(self) -> list[str]:
+        return [] if self.snapshots is None else self.snapshots.neighbours.summary()
 
 
 @dataclasses.dataclass
@@ -106,11 +130,19 @@ class Comparer:
         self._plans: dict[Hashable, verdict.Plan] = {}
         self._tally = random_draws.Tally()
         self._numbering = Numbering()
+        self._outside = Outside()
 
     def compare(self, job: Job, forward: ForwardRun | None = None, shown: bool = False) -> Judgement:
         """Judge a job; its golden run is kept in it where one was needed, and always where it is shown."""
         try:
-            return self._compare(job, forward, shown)
+            found = self._compare(job, forward, shown)
+            if job.flats is None or job.before is None or job.snapshot is None:
+                return found
+            beside = self._outside.judge(job.call.op, job.before, job.snapshot, job.flats)
+            if beside is not None and not job.alone:
+                job.suspicion = beside.rows[0].reason
+                return found
+            return found if beside is None else found + beside
         finally:
             if forward is not None:
                 forward.done.set()
@@ -260,6 +292,11 @@ class Comparer:
 
     def _judge_forward(self, job: Job, result: GoldenResult, kind: Hashable = None) -> Judgement:
         name = job.call.op
+        if not result.comparable and result.reason.startswith(NOT_JUDGED):
+            problem = shape_problem(job.call.function, job.args, job.kwargs, job.values[2])
+            if problem:
+                row = Row(name, "output", None, False, math.inf, math.inf, 0, 0, problem, verdict=WRONG, reason=problem)
+                return Judgement(WRONG, problem, (row,))
         if not result.comparable:
             states = getattr(getattr(job.call, "drawn", None), "states", None)
             return verdict.judge_samples(name, result, job.values[2], self._tally, states)
@@ -268,19 +305,27 @@ class Comparer:
         assert run is not None
         inputs = self._judge_inputs(job, result, run, kind, options)
         options["plan"] = self._plan(kind)
-        found = inputs + verdict.judge(name, job.values[2], run.outputs, part="output", **options)
+        found = verdict.judge(name, job.values[2], run.outputs, part="output", **options)
+        if found.verdict == WRONG and result.source.by_reference and verdict.only_moves(result, "output"):
+            # of a reference in numpy no steps are seen, so nothing is known of their roundings
+            options["rules"], options["plan"] = dataclasses.replace(self.rules, standard="torch"), None
+            found = verdict.judge(name, job.values[2], run.outputs, part="output", **options)
+        found = inputs + found
         return found if result.source.draws is None else found + self._judge_draws(job)
 
     def _judge_inputs(
         self, job: Job, result: GoldenResult, run: golden.Run, kind: Hashable, options: dict[str, Any]
     ) -> Judgement:
         """Arguments after the call: for unchanged ones, equal bits are enough."""
-        name, source = job.call.op, result.source
+        name, source, reads = job.call.op, result.source, not (_wrote(result) or run.wrote)
         sides = (job.values[0], job.values[1]), (run.args, run.kwargs), (source.args, source.kwargs)
         ours, theirs, earlier = [compared_arguments(*side) if side[1] else list(side[0]) for side in sides]
-        if len(ours) != len(theirs) or not _unchanged(ours, earlier) or _wrote(result):
-            return verdict.judge(name, ours, theirs, part="input", **options)
+        kept = len(ours) == len(theirs) and _unchanged(ours, earlier)
         rows = self._unchanged_rows.get(kind)
+        if not kept or not reads or (rows is None and not _left_alone(theirs, earlier, source.rounded_to)):
+            found = verdict.judge(name, ours, theirs, part="input", **options)
+            changed = reads and not kept and found.verdict != WRONG and _left_alone(theirs, earlier, source.rounded_to)
+            return found + wild(name, None, "it changes an argument that it only reads") if changed else found
         if rows is None:
             rows = verdict.unchanged_rows(name, ours, theirs, self.rules)
             if kind is not None and len(self._unchanged_rows) < _MAX_KINDS:
@@ -294,7 +339,10 @@ class Comparer:
         if facts.has_free_vectors(name) and result.source.outputs is None:
             return Judgement(NOT_COMPARABLE, "which signs the vectors had on the device is not known")
         assert result.run is not None
-        expected, numbers = result.run.grad_inputs or [], self._numbering.known.get((name, job.call.numbers[0]))
+        expected, by_reference = result.run.grad_inputs or [], result.source.by_reference
+        if by_reference and not any(g is not None for g in expected) and any(g is not None for g in job.values[1]):
+            return Judgement(NOT_COMPARABLE, NO_GRADIENT)
+        numbers = self._numbering.known.get((name, job.call.numbers[0]))
         return verdict.judge_gradients(
             name,
             job.values[1],
@@ -305,6 +353,18 @@ class Comparer:
             max_seconds=self.max_seconds,
             plan=self._plan(kind),
         )
+
+
+def _doubt(job: Job, snapshots: Snapshots) -> str:
+    """Why the copies that show a job to be wrong cannot be trusted; empty where they can."""
+    assert job.snapshot is not None
+    assert job.before is not None
+    assert job.fetcher is not None
+    if job.flats is not None:  # what is borrowed will be overwritten
+        before, values = [[flat.clone() for flat in some] for some in job.flats]
+    else:
+        before, values = [], job.fetcher.fetch(job.snapshot)
+    return snapshots.routes.doubt([(job.before, before), (job.snapshot, values)])
 
 
 def _fetch_draws(job: Job, call: ComparedCall) -> list[Tensor]:
@@ -331,11 +391,12 @@ def _fetch(job: Job) -> None:
         flats = fetcher.borrow((*before.storages, *values.storages), values.event or before.event)
         count = len(before.storages)
         own = [f if s.is_cpu else f.clone() for s, f in zip(before.storages, flats)]
-        job.values = values.tensors(flats[count:])
+        job.values, job.flats = values.tensors(flats[count:]), (own, flats[count:])
     else:
         own = fetcher.fetch(before)
         borrowed = fetcher.borrow(values.storages, values.event) if together else fetcher.fetch(values)
         job.values = values.tensors(borrowed)
+        job.flats = (own, borrowed) if job.phase == FORWARD else None
     if job.phase == FORWARD:
         call.before = before._replace(storages=tuple(own), event=None)  # no device memory is held for a backward
     job.args, job.kwargs = before.tensors(own)
@@ -354,6 +415,17 @@ def _only_moves(job: Job, result: GoldenResult, judgement: Judgement) -> bool:
 def _unchanged(after: Iterable[Any], before: Iterable[Any]) -> bool:
     ours, earlier = list(tensors_in(after)), list(tensors_in(before))
     return len(ours) == len(earlier) and all(map(_has_kept_its_values, ours, earlier))
+
+
+def _left_alone(after: Iterable[Any], before: Iterable[Any], rounded_to: torch.dtype | None) -> bool:
+    """Whether a golden run did not change its arguments; before it they were in the device's dtypes."""
+
+    def same(after: Tensor, before: Tensor) -> bool:
+        if rounded_to is not None and before.dtype == torch.float32:
+            before = before.to(rounded_to)
+        return after.layout != torch.strided or same_values(after, before.detach().to(after.dtype))
+
+    return all(map(same, tensors_in(after), tensors_in(before)))
 
 
 def _has_kept_its_values(after: Tensor, before: Tensor) -> bool:

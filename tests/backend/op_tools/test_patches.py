@@ -50,6 +50,7 @@ def _changed(before: dict[str, Any]) -> set[str]:
 
 
 def _home(value: Any) -> str:
+    value = getattr(value, "__func__", value)  # of a class method
     return value.__globals__["__name__"] if isinstance(value, FunctionType) else type(value).__module__
 
 
