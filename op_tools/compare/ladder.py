@@ -96,7 +96,8 @@ class Job:
     @property
     def told_phase(self) -> str:
         """The phase that people read; what autograd and wrapper tensors call by themselves may belong to a backward."""
-        return BACKWARD if self.call.traits.by_engine or self.call.in_backward else self.phase
+        in_backward = self.call.traits.by_engine or getattr(self.call, "in_backward", False)
+        return BACKWARD if in_backward else self.phase
 
 
 def arguments_kind(call: Invocation) -> Hashable:

@@ -225,16 +225,17 @@ class OpTimeMeasure(Tool):
             clock = self._clock
             if clock is None or (not wait and not all(map(clock.ready, spans.events[1::2]))):
                 return None
-            times = [clock.elapsed(*pair) for pair in zip(spans.events[::2], spans.events[1::2])]
+            times: list[float] = [clock.elapsed(*pair) for pair in zip(spans.events[::2], spans.events[1::2])]
             return sum(times) if min(times) >= 0 else -1.0
         if type(spans[-1]) is int:
-            return (sum(spans[1::2]) - sum(spans[::2])) / 1e6
+            nanoseconds: int = sum(spans[1::2]) - sum(spans[::2])
+            return nanoseconds / 1e6
         for last in spans[1::2]:
             if wait:
                 last.synchronize()
             elif not last.query():
                 return None
-        elapsed = sum([first.elapsed_time(last) for first, last in zip(spans[::2], spans[1::2])])
+        elapsed: float = sum([first.elapsed_time(last) for first, last in zip(spans[::2], spans[1::2])])
         self._free.setdefault(timing.device_type, []).extend(spans)  # others may record them again from now on
         return elapsed
 

@@ -247,11 +247,12 @@ class Interceptor(TorchFunctionMode):
 
     def plan_inside(self, func: Callable[..., Any], tools: tuple[Hooks, ...]) -> Plan | None:
         """Which of the tools that look inside a call work on a function there; None when none does."""
-        plan: Plan | None = self._plans.get((func, tools), _UNPLANNED)
-        if plan is _UNPLANNED:
+        plans = self._plans
+        plan: Plan | None = None if plans is None else plans.get((func, tools), _UNPLANNED)
+        if plans is not None and plan is _UNPLANNED:
             traits = traits_of(func)
             wanted = [t for t in tools if not traits.bookkeeping and t.wants_inside(traits)]
-            plan = self._plans[func, tools] = Plan(traits, wanted, []) if wanted else None
+            plan = plans[func, tools] = Plan(traits, wanted, []) if wanted else None
         return plan
 
     def _in_a_graph(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

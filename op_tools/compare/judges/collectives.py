@@ -20,8 +20,9 @@ from typing import Any, ClassVar, Final, Protocol
 import torch
 
 from ... import settings
+from ...call import site
 from ...call.description import Tensor, describe
-from ...call.site import call_site, module_path
+from ...call.site import module_path
 from ...call.traits import OpTraits, traits_of
 from ...compat import c10d_classes, coalesces, default_store
 from ...copies.invocation import FORWARD, Region, Site
@@ -259,7 +260,7 @@ class Collectives(Judge):
         call = Call(traits, traits.function, (sent,), {})
         call.step = INTERCEPTOR.step
         if launch.bucket is None:
-            call.location = call_site(2)
+            call.location = site.call_site()
         else:
             bucket = launch.bucket != watch.NO_BUCKET
             call.location = f"DDP bucket {launch.bucket}" if bucket else "DDP: which parameters were used"
