@@ -329,6 +329,8 @@ class Fetcher:
         if not there:
             return [bytes_of(s) for s in storages]
         if self.to_host is not None:
+            if event is not None:
+                event.synchronize()
             return [bytes_of(s) if s.is_cpu else self.to_host(bytes_of(s)) for s in storages]
         if not can_pin(there[0].device.type):
             if event is not None:
@@ -348,6 +350,8 @@ class Fetcher:
     def put(self, storages: Sequence[Tensor], event: Any, buffer: Tensor, spans: Sequence[tuple[int, int]]) -> None:
         """Copy the bytes of staged storages to a buffer on the host: each has a place there, and so many bytes."""
         if self.to_host is not None:
+            if event is not None:
+                event.synchronize()
             for span, storage in zip(spans, storages):
                 buffer.narrow(0, *span).copy_(self.to_host(bytes_of(storage)))
             return

@@ -15,7 +15,7 @@ import torch
 
 from ..call.description import Tensor
 from ..call.devices import quiet
-from .operands import Copy, Fetcher, Operands, bytes_of, copy_storage
+from .operands import Copy, Fetcher, Operands, bytes_of, copy_storage, mark_after
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 _SIZES: Final = (9, 1_001, 1 << 15)  # elements
@@ -50,7 +50,8 @@ def _by_words(flat: Tensor) -> Tensor:
 
 
 def _usual(fetcher: Fetcher) -> Callable[[Tensor], Tensor]:
-    return lambda flat: fetcher.borrow([flat], None)[0]
+    # the fetcher has a stream of its own, which must wait for what made the bytes
+    return lambda flat: fetcher.borrow([flat], mark_after((flat,)))[0]
 
 
 class Route(NamedTuple):
@@ -143,6 +144,8 @@ class Routes:
                     if failed:
                         return failed
                     continue
+                if operands.event is not None:
+                    operands.event.synchronize()
                 both = zip(operands.storages, flats)
                 pairs = [(s, f) for s, f in both if not s.is_cpu and 0 < f.numel() <= _MAX_CHECKED]
                 failed = _first_difference(_composed(fetch), pairs)

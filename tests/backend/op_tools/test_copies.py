@@ -10,7 +10,7 @@ import torch
 
 import ditorch
 import op_tools
-from op_tools.copies.operands import bytes_of, stage
+from op_tools.copies.operands import Fetcher, bytes_of, stage
 from op_tools.copies.routes import Routes
 
 
@@ -84,3 +84,19 @@ def test_a_healthy_device_copies_as_ever(device: str, faults: Any) -> None:
     assert routes.on_device is usual
     assert routes.to_host is None
     assert not routes.broken
+
+
+def test_other_ways_to_the_host_wait_for_the_copies(device: str) -> None:
+    """Copies on the device are made on the run's stream; whoever fetches them is on another one."""
+
+    class Event:
+        waited = 0
+
+        def synchronize(self) -> None:
+            self.waited += 1
+
+    event, fetcher, x = Event(), Fetcher(), torch.arange(5.0, device=device)
+    fetcher.to_host = torch.Tensor.cpu
+    assert torch.equal(fetcher.borrow([x], event)[0].view(torch.float32), torch.arange(5.0))
+    fetcher.put([x], event, torch.empty(64, dtype=torch.uint8), [(0, 20)])
+    assert event.waited == 2

@@ -300,7 +300,8 @@ def test_other_tools_leave_such_a_training_as_it_is(device: str, tool: str) -> N
     net, step = tensor_parallel(device)
     with getattr(op_tools, tool)() as used:
         step()
-    assert all(map(torch.equal, numbers(net), bare))
+    same = torch.allclose if tool == "OpFallback" and ditorch.backend.name != "soft" else torch.equal  # other kernels
+    assert all(map(same, numbers(net), bare))
     assert not used.findings()
     assert ("aten.addmm.default" in used.calls) == (tool in ("OpCapture", "OpOverflowCheck"))
 
