@@ -72,6 +72,10 @@ class Operands(NamedTuple):
         """The tree with tensors over the storages, or over these bytes of them; nothing is copied."""
         return tensors_over(self.tree, [bytes_of(s) for s in self.storages] if flats is None else flats)
 
+    def copies(self) -> tuple[Tensor, ...]:
+        """The storages that are copies; a capture store stands for those that it has."""
+        return tuple([s for s in self.storages if isinstance(s, Tensor)])
+
 
 class Layout:
     """How the tensors of a call lie in its storages; worked out once for calls that look alike."""
@@ -96,13 +100,21 @@ class Layouts:
 
     def stage(self, number: int, tensors: list[Tensor], value: Any, event: bool = True) -> Operands:
         """Copy the storages under `value`; `number` is that of its description, `tensors` are all in it."""
-        if not number:
+        layout = self.of(number, tensors, value)
+        if layout is None:
             return stage(value, event)
+        copies = tuple([copy_storage(tensors[at], start, end) for at, start, end in layout.parts])
+        return Operands(layout.tree, copies, mark_after(copies) if event else None, layout.nbytes, (), layout)
+
+    def of(self, number: int, tensors: list[Tensor], value: Any) -> Layout | None:
+        """How the tensors in `value` lie in their storages; None where that cannot be shared with other calls."""
+        if not number:
+            return None
         key: list[Any] = [number]
         storages: dict[int, int] = {}
         for tensor in tensors:
             if type(tensor) not in _PLAIN_TYPES or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
-                return stage(value, event)
+                return None
             storage = tensor.untyped_storage()
             index = storages.setdefault(storage._cdata, len(storages))
             key += (index, tensor.storage_offset(), storage.nbytes())
@@ -110,9 +122,8 @@ class Layouts:
         if layout is None:
             if len(self._known) >= _MAX_LAYOUTS:
                 self._known.clear()
-            layout = self._known[tuple(key)] = _lay_out(value, tensors, [])
-        copies = tuple([_copy_storage(tensors[at], start, end) for at, start, end in layout.parts])
-        return Operands(layout.tree, copies, mark_after(copies) if event else None, layout.nbytes, (), layout)
+            layout = self._known[tuple(key)] = lay_out(value, tensors, [])
+        return layout
 
 
 def measure(value: Any) -> int:
@@ -124,12 +135,13 @@ def stage(value: Any, event: bool = True) -> Operands:
     """Copy every storage under `value` on its own device (`stage((args, kwargs))`)."""
     tensors = list(tensors_in(value))
     opaque: list[str] = []
-    layout = _lay_out(value, tensors, opaque)
-    copies = tuple([_copy_storage(tensors[at], start, end) for at, start, end in layout.parts])
+    layout = lay_out(value, tensors, opaque)
+    copies = tuple([copy_storage(tensors[at], start, end) for at, start, end in layout.parts])
     return Operands(layout.tree, copies, mark_after(copies) if event else None, layout.nbytes, tuple(opaque))
 
 
-def _lay_out(value: Any, tensors: list[Tensor], opaque: list[str]) -> Layout:
+def lay_out(value: Any, tensors: list[Tensor], opaque: list[str]) -> Layout:
+    """How `tensors`, which are all in `value`, lie in their storages; adds to `opaque` what cannot be copied."""
     keys: dict[int, int] = {}  # of a tensor: its storage
     spans: dict[int, tuple[int, int, int]] = {}  # of a storage: a tensor in it, first and last byte that are needed
     for number, tensor in enumerate(tensors):
@@ -179,8 +191,8 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN_TYPES and tensor.layout == torch.strided and not tensor.is_quantized
 
 
-def _copy_storage(sample: Tensor, start: int, end: int) -> Tensor:
-    """A copy of these bytes of the storage that a tensor lies in, with as few launches as will do."""
+def copy_storage(sample: Tensor, start: int, end: int) -> Tensor:
+    """A copy, on the device, of these bytes of the storage that a tensor lies in, with as few launches as will do."""
     size = sample.element_size()
     if not (sample.is_conj() or sample.is_neg()):
         if start == 0 and end == sample.numel() * size:
