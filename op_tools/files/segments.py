@@ -35,10 +35,10 @@ def segment_name(number: int) -> str:
 class Blob:
     """One content: where it is in the data files, once it is written."""
 
-    __slots__ = ("error", "key", "nbytes", "place", "waiting")
+    __slots__ = ("digest", "error", "nbytes", "place", "waiting")
 
-    def __init__(self, key: Any, nbytes: int) -> None:
-        self.key, self.nbytes = key, nbytes
+    def __init__(self, digest: bytes, nbytes: int) -> None:
+        self.digest, self.nbytes = digest, nbytes
         self.place: tuple[int, int] | None = None  # number of the data file, first byte
         self.error: Exception | None = None
         self.waiting: list[_Line] = []
@@ -91,7 +91,7 @@ class StoreWriter:
 
     def __init__(self, folder: Path, label: str) -> None:
         self.folder, self._label = folder, label
-        self._known: dict[Any, Blob] = {}
+        self._known: dict[bytes, Blob] = {}  # by fingerprint
         self._segments: dict[int, _Segment] = {}  # by thread
         self._index = -1
         self._index_end = 0
@@ -108,15 +108,14 @@ class StoreWriter:
 
     def claim(self, digest: bytes, nbytes: int) -> tuple[Blob, bool]:
         """The content with this fingerprint, and whether the caller must write it, or `fail` it."""
-        key = (digest, nbytes)
         with self._lock:
-            blob = self._known.pop(key, None)
+            blob = self._known.pop(digest, None)
             is_new = blob is None
             if blob is None:
-                blob = Blob(key, nbytes)
+                blob = Blob(digest, nbytes)
                 if len(self._known) >= _MAX_KNOWN:
                     self._known.pop(next(iter(self._known)))
-            self._known[key] = blob  # at the end: seen last, forgotten last
+            self._known[digest] = blob  # at the end: seen last, forgotten last
             return blob, is_new
 
     def write(self, blob: Blob, buffers: Iterable[Any]) -> None:
@@ -138,8 +137,8 @@ class StoreWriter:
         """A content will not be written: calls that need it are lost, and it is new when it is seen again."""
         with self._lock:
             blob.error = error
-            if self._known.get(blob.key) is blob:
-                del self._known[blob.key]
+            if self._known.get(blob.digest) is blob:
+                del self._known[blob.digest]
             lines, blob.waiting = blob.waiting, []
         for line in lines:
             line.done(error)

@@ -11,6 +11,7 @@ import functools
 import itertools
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -47,6 +48,10 @@ _New = dict[torch.device, list[tuple[Blob, fingerprints.Span]]]
 
 class QueueFull(Exception):
     """A content was not copied because the queue was full."""
+
+
+class ChangedMeanwhile(Exception):
+    """A content is not the one that its fingerprint was computed of."""
 
 
 class StoreFormat:
@@ -123,14 +128,15 @@ class StoreFormat:
         mark = mark_after(copies) if event and copies else None
         return Operands(layout.tree, storages, mark, layout.nbytes, tuple(opaque), shared), copied
 
-    def _copied(self, new: _New) -> list[tuple[list[Blob], list[Tensor], Any]]:
-        """Copies of new contents on their devices, and events after them."""
+    def _copied(self, new: _New) -> list[tuple[list[Blob], list[Tensor], list[Tensor], Any]]:
+        """Copies of new contents on their devices, the sums behind their fingerprints, and events after them."""
         jobs = []
         for device, pairs in new.items():
             context = getattr(module_of(device.type), "device", None)
             with context(device) if context is not None else contextlib.nullcontext():
                 copies = [copy_storage(*span) for _, span in pairs]
-                jobs.append(([blob for blob, _ in pairs], copies, mark_after(tuple(copies))))
+                sums = fingerprints.sums(copies)  # another stream may have written meanwhile
+                jobs.append(([blob for blob, _ in pairs], copies, sums, mark_after(tuple(copies))))
         return jobs
 
     def _fail(self, new: _New, error: Exception) -> None:
@@ -142,15 +148,18 @@ class StoreFormat:
     def _fetcher(self) -> Fetcher:
         return self._fetchers.setdefault(threading.get_ident(), Fetcher())
 
-    def _write_contents(self, blobs: list[Blob], copies: list[Tensor], event: Any) -> None:
+    def _write_contents(self, blobs: list[Blob], copies: list[Tensor], sums: list[Tensor], event: Any) -> None:
         """Bring new contents to the host and append them to the data files."""
-        waiting = list(zip(blobs, copies))
+        waiting = deque(zip(blobs, copies))
         try:
+            for blob, rows in zip(blobs, self._fetcher().borrow(sums, event)):
+                if fingerprints.from_sums(rows.numpy().tobytes(), blob.nbytes) != blob.digest:
+                    raise ChangedMeanwhile("another stream wrote to a tensor while it was captured")
             while waiting:
-                some: list[tuple[Blob, Tensor]] = []
-                size = 0
-                while waiting and (not some or size + waiting[0][0].nbytes <= _AT_ONCE):
-                    some.append(waiting.pop(0))
+                some = [waiting.popleft()]
+                size = some[0][0].nbytes
+                while waiting and size + waiting[0][0].nbytes <= _AT_ONCE:
+                    some.append(waiting.popleft())
                     size += some[-1][0].nbytes
                 if size > _AT_ONCE:
                     self._store.write(some[0][0], self._in_pieces(some[0][1], event))

@@ -26,6 +26,7 @@ _STEP: Final = 0x9E3779B97F4A7C15 - (1 << 64)  # constants of splitmix64, as sig
 _FACTORS: Final = tuple(
     f - (1 << 64) if f >> 63 else f for f in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93)
 )
+_ALIGNMENT: Final = 8  # of memory that is read as words
 _CHUNK: Final = 1 << 20  # words that PyTorch's operators take at once
 _HOST_DEVICES: Final = frozenset({"cpu", "soft", "meta"})  # their memory is hashed by the host
 
@@ -48,7 +49,7 @@ def of_device(spans: Sequence[Span]) -> list[bytes | None]:
     found: list[bytes | None] = [None] * len(spans)
     by_device: dict[torch.device, list[int]] = {}
     for number, (tensor, start, end) in enumerate(spans):
-        if end > start and not tensor.is_cpu:
+        if end > start and not tensor.is_cpu and not (tensor.untyped_storage().data_ptr() + start) % _ALIGNMENT:
             by_device.setdefault(tensor.device, []).append(number)
     for device, numbers in by_device.items():
         method = _method(device)
@@ -58,17 +59,35 @@ def of_device(spans: Sequence[Span]) -> list[bytes | None]:
     return found
 
 
+def sums(copies: Sequence[Tensor]) -> list[Tensor]:
+    """What `from_sums` needs of copies that `of_device` has fingerprints of; still on the device, nobody waits."""
+    found: list[Tensor] = []
+    for copy in copies:
+        method = _method(copy.device)
+        assert method is not None
+        found.append(method.sums(copy))
+    return found
+
+
+def from_sums(rows: Any, nbytes: int) -> bytes:
+    """The fingerprint of so many bytes, from the bytes of their sums on the host."""
+    first, second = np.frombuffer(rows, dtype=np.uint64).reshape(-1, 2).sum(axis=0, dtype=np.uint64)
+    return _packed(int(first), int(second), nbytes)
+
+
 @functools.cache
-def _method(device: torch.device) -> Callable[[Sequence[Span]], list[bytes | None]] | None:
+def _method(device: torch.device) -> OnGpu | ByOperators | None:
     """The fastest way that computes the right fingerprints on a device; None where there is none."""
     if device.type in _HOST_DEVICES:
         return None
-    for make in (OnGpu, ByOperators):
+    makers: tuple[Callable[[torch.device], OnGpu | ByOperators], ...] = (OnGpu, ByOperators)
+    for make in makers:
         try:
             with quiet():
                 method = make(device)
                 if _agrees(method, device):
                     return method
+            BROKEN[str(device)] = "the fingerprints are not those of the CPU"
         except Exception as error:  # no Triton, another Triton, no 64-bit integers on the device
             if not isinstance(error, ImportError):
                 BROKEN[str(device)] = f"{type(error).__name__}: {str(error)[:200]}"
@@ -78,7 +97,7 @@ def _method(device: torch.device) -> Callable[[Sequence[Span]], list[bytes | Non
 BROKEN: Final[dict[str, str]] = {}  # devices where a fast way does not work, and why
 
 
-def _agrees(method: Callable[[Sequence[Span]], list[bytes | None]], device: torch.device) -> bool:
+def _agrees(method: OnGpu | ByOperators, device: torch.device) -> bool:
     """Whether a method finds the fingerprints that the CPU finds, for words of every size."""
     host = torch.arange(40_003 * 8, dtype=torch.int64).mul_(0x2545F4914F6CDD1D).view(torch.uint8)
     there = host.to(device)
@@ -87,10 +106,9 @@ def _agrees(method: Callable[[Sequence[Span]], list[bytes | None]], device: torc
     return found == ByOperators(torch.device("cpu"))([(host, start, end) for start, end in spans])
 
 
-def _words(tensor: Tensor, start: int, end: int) -> tuple[int, torch.dtype]:
-    """The largest words that the bytes can be read as: their size and dtype."""
-    at = tensor.untyped_storage().data_ptr() + start
-    return next((size, dtype) for size, dtype in _WORDS if not (at % size or (end - start) % size or start % size))
+def _words(nbytes: int) -> tuple[int, torch.dtype]:
+    """The largest words that so many bytes are made of: their size and dtype."""
+    return next((size, dtype) for size, dtype in _WORDS if not nbytes % size)
 
 
 def _packed(first: int, second: int, nbytes: int) -> bytes:
@@ -109,13 +127,17 @@ class ByOperators:
         self._device = device
         self._places: Tensor | None = None
 
-    def __call__(self, spans: Sequence[Span]) -> list[bytes | None]:
+    def __call__(self, spans: Sequence[Span]) -> list[bytes]:
         with quiet():
-            sums = torch.stack([self._sums(*span) for span in spans]).tolist()
-        return [_packed(first, second, end - start) for (first, second), (_, start, end) in zip(sums, spans)]
+            found = torch.stack([self._sums(*span) for span in spans]).tolist()
+        return [_packed(first, second, end - start) for (first, second), (_, start, end) in zip(found, spans)]
+
+    def sums(self, copy: Tensor) -> Tensor:
+        with quiet():
+            return self._sums(copy, 0, copy.nbytes)
 
     def _sums(self, tensor: Tensor, start: int, end: int) -> Tensor:
-        size, dtype = _words(tensor, start, end)
+        size, dtype = _words(end - start)
         count = (end - start) // size
         words = torch.empty(0, dtype=dtype, device=self._device)
         words.set_(tensor.untyped_storage(), start // size, (count,), (1,))
@@ -152,35 +174,42 @@ class OnGpu:
         self._host = torch.empty((_ROWS, 2), dtype=torch.int64, pin_memory=True)
         self._lock = threading.Lock()
 
-    def __call__(self, spans: Sequence[Span]) -> list[bytes | None]:
-        found: list[bytes | None] = []
-        batch: list[tuple[int, int, int, torch.dtype]] = []  # first row, bytes, words, their dtype
+    def __call__(self, spans: Sequence[Span]) -> list[bytes]:
+        found: list[bytes] = []
+        batch: list[tuple[int, int]] = []  # first row, bytes
+        free, address = 0, self._rows.data_ptr()
         with self._lock, torch.cuda.device(self._device):
             for tensor, start, end in spans:
-                free = batch[-1][0] + _programs(batch[-1][2]) if batch else 0
                 if free > _ROWS - _MAX_PROGRAMS:
-                    found += self._collect(batch)
+                    found += self._collect(batch, free)
                     batch, free = [], 0
-                size, dtype = _words(tensor, start, end)
-                count = (end - start) // size
-                programs = _programs(count)
-                at = tensor.untyped_storage().data_ptr() + start
-                launch = self._kernels.launch(dtype, programs)
-                launch(self._kernels.stream(), at, self._rows.data_ptr() + 16 * free, count, -(-count // programs))
-                batch.append((free, end - start, count, dtype))
-            found += self._collect(batch)
-        return found
+                batch.append((free, end - start))
+                place = tensor.untyped_storage().data_ptr() + start
+                free += self._launch(place, end - start, address + 16 * free)
+            return found + self._collect(batch, free)
 
-    def _collect(self, batch: list[tuple[int, int, int, torch.dtype]]) -> list[bytes]:
-        if not batch:
-            return []
-        used = batch[-1][0] + _programs(batch[-1][2])
+    def sums(self, copy: Tensor) -> Tensor:
+        with quiet(), torch.cuda.device(self._device):
+            size, _ = _words(copy.nbytes)
+            rows = torch.empty((_programs(copy.nbytes // size), 2), dtype=torch.int64, device=self._device)
+            self._launch(copy.untyped_storage().data_ptr(), copy.nbytes, rows.data_ptr())
+        return rows
+
+    def _launch(self, data: int, nbytes: int, rows: int) -> int:
+        """Start the kernel; returns how many rows it will write."""
+        size, dtype = _words(nbytes)
+        count = nbytes // size
+        programs = _programs(count)
+        self._kernels.launch(dtype, programs)(self._kernels.stream(), data, rows, count, -(-count // programs))
+        return programs
+
+    def _collect(self, batch: list[tuple[int, int]], used: int) -> list[bytes]:
         with quiet():
             self._host[:used].copy_(self._rows[:used], non_blocking=True)
         module_of("cuda").current_stream(self._device).synchronize()
-        rows = self._host[:used].numpy().view(np.uint64)
-        sums = np.add.reduceat(rows, [first for first, *_ in batch], axis=0)
-        return [_packed(int(pair[0]), int(pair[1]), nbytes) for pair, (_, nbytes, *_) in zip(sums, batch)]
+        rows = self._host[:used].numpy()
+        ends = [first for first, _ in batch[1:]] + [used]
+        return [from_sums(rows[first:end].tobytes(), nbytes) for (first, nbytes), end in zip(batch, ends)]
 
 
 def _programs(count: int) -> int:

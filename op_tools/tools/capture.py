@@ -21,7 +21,7 @@ from ..copies.operands import Layouts, Operands, mark_after
 from ..copies.queue import Writer
 from ..files.header import header
 from ..files.seed_layout import BACKWARD_PARTS, FORWARD_PARTS, SeedFormat
-from ..files.store_format import QueueFull, StoreFormat
+from ..files.store_format import ChangedMeanwhile, QueueFull, StoreFormat
 from ..native import fingerprints
 from ..view import console, store
 from ..watch.intercept import Call
@@ -30,6 +30,7 @@ from .base import Tool
 _MEBI: Final = 1 << 20
 _PATIENCE: Final = 1.0  # seconds before writing starts, so that a burst of captures is not slowed down
 _GIVE_UP_AFTER: Final = 3  # failed writes in a row
+_DROPPED: Final = "captures were dropped: the queue was full (OP_CAPTURE_WHEN_FULL)"
 _MAX_JOBS: Final = 50_000  # in the queue of a store, where a call may need no copies at all
 FORMATS: Final = settings.options("OP_CAPTURE_FORMAT")
 
@@ -71,7 +72,8 @@ class OpCapture(Tool):
         threads = int(settings.number("OP_CAPTURE_WRITERS"))
         megabytes = settings.number("OP_CAPTURE_QUEUE_MB", _default_queue() / _MEBI)
         in_store = (self._format or settings.choice("OP_CAPTURE_FORMAT")) == "store"
-        self.writer = Writer(int(megabytes * _MEBI), threads, drop, _PATIENCE, _MAX_JOBS if in_store else 1 << 30)
+        patience, max_jobs = (_PATIENCE / 10, _MAX_JOBS) if in_store else (_PATIENCE, 1 << 30)
+        self.writer = Writer(int(megabytes * _MEBI), threads, drop, patience, max_jobs)
         self._label, self._rank = settings.process_label(), settings.rank()
         self._files: SeedFormat | StoreFormat
         self._files = (
@@ -102,7 +104,7 @@ class OpCapture(Tool):
         with quiet():
             staged = self._files.stage(self._inputs, call.inputs.number, call.tensors, arguments, event=False)
         if staged is None:
-            self.found(call, "dropped", "captures were dropped: the queue was full (OP_CAPTURE_WHEN_FULL)", once=True)
+            self.found(call, "dropped", _DROPPED, once=True)
             return
         call.notes[self] = (staged[0], region, _Claim(self.writer, staged[1]))
 
@@ -195,9 +197,12 @@ class OpCapture(Tool):
             path = f"{self._files.folder}/{folder}"
             if error is not None:
                 with self._counting:
-                    self._broken += not isinstance(error, QueueFull)
+                    self._broken += not isinstance(error, (QueueFull, ChangedMeanwhile))
                     self._dropped += 1
-                self.failed(call, error, f"a capture could not be written to {path}")
+                if isinstance(error, QueueFull):
+                    self.found(call, "dropped", _DROPPED, once=True)
+                else:
+                    self.failed(call, error, f"a capture could not be written to {path}")
                 return
             site = self.site(call)
             for part, nbytes in sizes.items():

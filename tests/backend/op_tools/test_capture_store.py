@@ -294,6 +294,27 @@ def test_a_full_disk_loses_what_does_not_fit_and_nothing_else(
     assert any("1 captures were dropped" in fact for fact in capture.summary())
 
 
+def test_a_tensor_that_another_stream_changes_meanwhile_is_not_taken_for_what_it_was(
+    device: str, fingerprinted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def copy(sample: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        found = original(sample, start, end)
+        return found.add_(1) if changing and fingerprinted == "device" else found
+
+    original, changing = store_format.copy_storage, True
+    monkeypatch.setattr(store_format, "copy_storage", copy)
+    x = torch.full((8,), 5.0, device=device)
+    with op_tools.OpCapture(ops=["torch.exp"], format="store") as capture:
+        torch.exp(x)
+        capture.writer.drain()
+        changing = False
+        torch.exp(x)
+    found = [payload["args"][0].tolist() for payload in parts(capture, "input")]
+    assert found == [[5.0] * 8] * (1 if fingerprinted == "device" else 2)
+    if fingerprinted == "device":
+        assert "another stream wrote to a tensor while it was captured" in capture.findings()[0].message
+
+
 def test_a_call_that_raises_leaves_its_arguments_to_others(device: str, fingerprinted: str) -> None:
     x = torch.ones(3, 4, device=device)
     with op_tools.OpCapture(format="store") as capture:
