@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import filecmp
+import importlib.util
 import os
 import shutil
 import time
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import ditorch
 import op_tools
 from op_tools import cli
 from op_tools.call.description import tensors_in
@@ -340,6 +342,21 @@ def test_a_queue_that_is_full_drops_and_says_so(
     assert any("dropped" in fact for fact in capture.summary())
     for payload in parts(capture, "output"):
         assert payload["result"].numel() == 100_000
+
+
+@pytest.mark.skipif(ditorch.backend.name != "cuda", reason="a GPU is needed")
+def test_a_gpu_computes_fingerprints_itself() -> None:
+    found = fingerprints._method(torch.device("cuda", 0))
+    if importlib.util.find_spec("triton") is None:
+        assert isinstance(found, fingerprints.ByOperators)
+    else:
+        assert isinstance(found, fingerprints.OnGpu), fingerprints.BROKEN
+    x = torch.randn((1 << 26) + 1, device="cuda")
+    odd = torch.ones(333, dtype=torch.uint8, device="cuda")
+    spans = [(x, 0, x.nbytes), (odd, 0, 333), (x, 64, 128)] * 40
+    expected = fingerprints.ByOperators(x.device)(spans[:3]) * 40
+    assert fingerprints.of_device(spans) == expected
+    assert fingerprints.from_sums(fingerprints.sums([x])[0].cpu().numpy().tobytes(), x.nbytes) == expected[0]
 
 
 def test_a_running_command_chooses_the_store(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
