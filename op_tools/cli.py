@@ -147,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("run", help="run a script, as it is, under one or several tools", add_help=False)
     _replay_parser(commands.add_parser("replay", help="run captured operators again"))
     records = commands.add_parser("records", help="show what was recorded: tables and findings")
-    records.add_argument("file", type=Path, help="a records file, or a folder: the newest one under it")
+    records.add_argument("file", type=Path, help="a records file, a capture store, or a folder with records")
     records.add_argument("--all", action="store_true", help="of a folder, every records file under it")
     _export_parser(commands.add_parser("export", help="turn calls of a capture store into files"))
     commands.add_parser("losscmp", help="compare the losses of several runs", add_help=False)
@@ -260,6 +260,8 @@ def show_records(given: Path, everything: bool = False) -> int:
         print(f"{given}: no such file or folder", file=sys.stderr)
         return 2
     files = [given]
+    if (given / "calls.jsonl").is_file():
+        return run_export(argparse.Namespace(source=[given], ops=None, ids=None, steps=None, list=True))
     if given.is_dir():
         files = sorted(given.rglob("*.sqlite"), key=lambda file: file.stat().st_mtime)
         if not files:

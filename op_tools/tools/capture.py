@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import threading
-import time
 from collections import deque
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -84,7 +83,6 @@ class OpCapture(Tool):
         self._shown: deque[_Shown | str] = deque()  # blocks, and operators that were left alone
         self._showing = threading.Lock()
         self.bytes_captured = 0
-        self.write_seconds = 0.0
         self._broken = 0
         self._dropped = 0
 
@@ -178,7 +176,6 @@ class OpCapture(Tool):
     def _write(
         self, call: Call, folder: str, parts: dict[str, Operands], region: Region | None, shown: _Shown | None
     ) -> None:
-        began = time.perf_counter()
         facts: dict[str, Any] = {"name": call.op}
         if region is not None:
             made_at = Site(call.location, "", call.step, self._rank)
@@ -186,8 +183,6 @@ class OpCapture(Tool):
         sizes = {part: staged.nbytes for part, staged in parts.items()}
         done = functools.partial(self._written, call, folder, sizes, shown)
         self._files.write(folder, {"id": call.id, "step": call.step}, parts, facts, done)
-        with self._counting:
-            self.write_seconds += time.perf_counter() - began
 
     def _written(
         self, call: Call, folder: str, sizes: dict[str, int], shown: _Shown | None, error: Exception | None

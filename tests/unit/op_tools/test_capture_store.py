@@ -224,7 +224,10 @@ def test_an_export_writes_the_chosen_calls_and_skips_what_cannot_be_read(
 ) -> None:
     store = write(tmp_path / "stores", *[(torch.full((16,), float(n)),) for n in (1, 2, 3)])
     assert cli.main(["export", str(store), "--list"]) == 0
-    assert "| torch.add |   3   | 1 to 3 | 0 to 2 |" in capsys.readouterr().out
+    listed = capsys.readouterr().out
+    assert "| torch.add |   3   | 1 to 3 | 0 to 2 |" in listed
+    assert cli.main(["records", str(store)]) == 0
+    assert capsys.readouterr().out == listed
     assert cli.main(["export", str(tmp_path), "--to", str(tmp_path / "a"), "--ids", "2:", "--steps", "1"]) == 0
     assert [path.parent.parent.name for path in (tmp_path / "a").rglob("input.pth")] == ["2"]
     (data,) = store.glob("data-*")
