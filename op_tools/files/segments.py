@@ -76,6 +76,8 @@ class _Segment:
             while len(rest):
                 written = os.pwrite(self.descriptor, rest, place)
                 place, rest = place + written, rest[written:]
+        if place == start:  # nothing is nowhere: not behind the end of the file
+            return self.number, 0
         self.end = place
         return self.number, start
 
@@ -230,4 +232,7 @@ class StoreWriter:
             if self._index >= 0:
                 os.close(self._index)
                 self._index = -1
+            unwritten = [blob for blob in self._known.values() if blob.place is None]
             self._known.clear()
+        for blob in unwritten:  # whoever claimed it was interrupted
+            self.fail(blob, RuntimeError("the capture ended before it was written"))

@@ -11,7 +11,6 @@ import functools
 import itertools
 import tempfile
 import threading
-from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -44,6 +43,7 @@ from .segments import Blob, StoreWriter
 
 _AT_ONCE: Final = 1 << 25  # bytes that go to the host together
 _New = dict[torch.device, list[tuple[Blob, fingerprints.Span]]]
+_Content = tuple[Blob, Tensor, Tensor]  # its copy on the device, and the sums behind the fingerprint of the copy
 
 
 class QueueFull(Exception):
@@ -111,32 +111,42 @@ class StoreFormat:
             if is_new:
                 new.setdefault(span[0].device, []).append((blob, span))
                 sent += blob.nbytes
-        if not self._writer.reserve(copied + sent):
-            self._fail(new, QueueFull("the queue was full"))
-            return None
+        claimed = False
         try:
+            claimed = self._writer.reserve(copied + sent)
+            if not claimed:
+                self._fail(new, QueueFull("the queue was full"))
+                return None
             storages = tuple([copy_storage(*part) if type(part) is tuple else part for part in parts])
             jobs = self._copied(new)
-        except BaseException as error:
-            self._writer.release(copied + sent)
+        except BaseException as error:  # Ctrl-C while it waits, no memory for the copies
+            if claimed:
+                self._writer.release(copied + sent)
             self._fail(new, RuntimeError(f"it could not be copied ({type(error).__name__}: {error})"))
             raise
-        for blobs, *rest in jobs:
-            job = functools.partial(self._write_contents, blobs, *rest)
-            self._writer.submit(sum(blob.nbytes for blob in blobs), job)
+        for contents, event_after in jobs:
+            nbytes = sum(blob.nbytes for blob, *_ in contents)
+            self._writer.submit(nbytes, functools.partial(self._write_contents, contents, event_after))
         copies = tuple([s for s in storages if isinstance(s, Tensor)])
         mark = mark_after(copies) if event and copies else None
         return Operands(layout.tree, storages, mark, layout.nbytes, tuple(opaque), shared), copied
 
-    def _copied(self, new: _New) -> list[tuple[list[Blob], list[Tensor], list[Tensor], Any]]:
-        """Copies of new contents on their devices, the sums behind their fingerprints, and events after them."""
-        jobs = []
+    def _copied(self, new: _New) -> list[tuple[list[_Content], Any]]:
+        """New contents, copied on their devices, in portions that several threads can write, and events after them."""
+        jobs: list[tuple[list[_Content], Any]] = []
         for device, pairs in new.items():
             context = getattr(module_of(device.type), "device", None)
             with context(device) if context is not None else contextlib.nullcontext():
                 copies = [copy_storage(*span) for _, span in pairs]
                 sums = fingerprints.sums(copies)  # another stream may have written meanwhile
-                jobs.append(([blob for blob, _ in pairs], copies, sums, mark_after(tuple(copies))))
+                mark = mark_after(tuple(copies))
+            size = _AT_ONCE
+            for found in zip([blob for blob, _ in pairs], copies, sums):
+                if size + found[0].nbytes > _AT_ONCE:
+                    jobs.append(([], mark))
+                    size = 0
+                jobs[-1][0].append(found)
+                size += found[0].nbytes
         return jobs
 
     def _fail(self, new: _New, error: Exception) -> None:
@@ -148,24 +158,17 @@ class StoreFormat:
     def _fetcher(self) -> Fetcher:
         return self._fetchers.setdefault(threading.get_ident(), Fetcher())
 
-    def _write_contents(self, blobs: list[Blob], copies: list[Tensor], sums: list[Tensor], event: Any) -> None:
-        """Bring new contents to the host and append them to the data files."""
-        waiting = deque(zip(blobs, copies))
+    def _write_contents(self, contents: list[_Content], event: Any) -> None:
+        """Bring a portion of new contents to the host and append them to the data files."""
+        blobs, copies, sums = zip(*contents)
+        is_large = blobs[0].nbytes > _AT_ONCE  # and alone in its portion
         try:
-            for blob, rows in zip(blobs, self._fetcher().borrow(sums, event)):
+            flats = self._fetcher().borrow(sums if is_large else sums + copies, event)
+            for blob, copy, rows, flat in itertools.zip_longest(blobs, copies, flats[: len(sums)], flats[len(sums) :]):
                 if fingerprints.from_sums(rows.numpy().tobytes(), blob.nbytes) != blob.digest:
-                    raise ChangedMeanwhile("another stream wrote to a tensor while it was captured")
-            while waiting:
-                some = [waiting.popleft()]
-                size = some[0][0].nbytes
-                while waiting and size + waiting[0][0].nbytes <= _AT_ONCE:
-                    some.append(waiting.popleft())
-                    size += some[-1][0].nbytes
-                if size > _AT_ONCE:
-                    self._store.write(some[0][0], self._in_pieces(some[0][1], event))
-                    continue
-                for (blob, _), flat in zip(some, self._fetcher().borrow([copy for _, copy in some], event)):
-                    self._store.write(blob, [buffer_of(flat)])
+                    self._store.fail(blob, ChangedMeanwhile("another stream wrote to a tensor while it was captured"))
+                else:
+                    self._store.write(blob, self._in_pieces(copy, event) if is_large else [buffer_of(flat)])
         except Exception as error:
             for blob in blobs:
                 if blob.place is None and blob.error is None:

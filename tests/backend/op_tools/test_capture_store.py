@@ -296,6 +296,36 @@ def test_a_full_disk_loses_what_does_not_fit_and_nothing_else(
     assert any("1 captures were dropped" in fact for fact in capture.summary())
 
 
+def test_large_contents_go_in_pieces_and_many_in_portions(
+    device: str, fingerprinted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_format, "_AT_ONCE", 1000)
+    tensors = [torch.full((n,), float(n), device=device) for n in (10, 100, 300, 5, 251, 1)]
+    with op_tools.OpCapture(ops=["torch.cat"], format="store") as capture:
+        torch.cat(tensors)
+    (payload,) = parts(capture, "input")
+    assert all(same_bits(mine, theirs.cpu()) for mine, theirs in zip(payload["args"][0], tensors))
+    assert same_bits(parts(capture, "output")[0]["result"], torch.cat(tensors).cpu())
+
+
+def test_a_wait_that_is_interrupted_loses_its_call_alone(
+    device: str, fingerprinted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.full((8,), 5.0, device=device)
+    with op_tools.OpCapture(ops=["torch.exp"], format="store") as capture:
+        with monkeypatch.context() as patched:
+            patched.setattr(capture.writer, "reserve", _interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                torch.exp(x)
+        torch.exp(x)
+    assert [payload["args"][0].tolist() for payload in parts(capture, "input")] == [[5.0] * 8]
+    assert capture.writer._bytes == 0
+
+
+def _interrupt(nbytes: int) -> bool:
+    raise KeyboardInterrupt
+
+
 def test_a_tensor_that_another_stream_changes_meanwhile_is_not_taken_for_what_it_was(
     device: str, fingerprinted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

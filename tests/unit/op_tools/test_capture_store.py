@@ -184,6 +184,21 @@ def test_an_index_that_cannot_be_read_is_one_failure(tmp_path: Path, head: str, 
         captures.read(tmp_path / "x.store" / "input.pth")
 
 
+def test_an_empty_content_lies_within_its_file(tmp_path: Path) -> None:
+    store = segments.StoreWriter(tmp_path / "x.store", "7")
+    blobs = []
+    for content in (b"abc", b""):
+        blobs.append(store.claim(content, len(content))[0])
+        store.write(blobs[-1], [content])
+    done: list[Any] = []
+    call = {"folder": "torch.add/7/1/now", "op": "torch.add", "id": 1, "step": 0, "bytes": 3}
+    store.add(call, {"input": ('"value":null', blobs)}, done.append)
+    store.close()
+    assert done == [None]
+    flats = stored.CaptureStore(store.folder)._contents(_places(store.folder, 1, "input"))
+    assert [flat.numel() for flat in flats] == [3, 0]
+
+
 def test_a_second_store_of_the_same_second_has_its_own_folder(tmp_path: Path) -> None:
     assert len({write(tmp_path, (torch.ones(4),)) for _ in range(3)}) == 3
 
@@ -239,6 +254,6 @@ def test_an_export_writes_the_chosen_calls_and_skips_what_cannot_be_read(
     assert "is cut off" in told.err
 
 
-def _places(store: Path, number: int) -> list[list[int]]:
+def _places(store: Path, number: int, part: str = "output") -> list[list[int]]:
     lines = [json.loads(line) for line in (store / segments.INDEX).read_text().splitlines()]
-    return next(line["parts"]["output"]["blobs"] for line in lines if line.get("id") == number)
+    return next(line["parts"][part]["blobs"] for line in lines if line.get("id") == number)
