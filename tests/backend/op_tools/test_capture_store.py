@@ -374,6 +374,35 @@ def test_a_queue_that_is_full_drops_and_says_so(
         assert payload["result"].numel() == 100_000
 
 
+class _Numbers(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return torch.exp(torch.full((4,), float(number)))
+
+
+@pytest.mark.usefixtures("on_cpu_too")
+def test_training_is_the_same_and_forked_workers_write_nothing(device: str, fingerprinted: str) -> None:
+    def train() -> list[list[float]]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2).to(device)
+        losses = []
+        for batch in torch.utils.data.DataLoader(_Numbers(), num_workers=1):
+            loss = F.dropout(model(batch.to(device)), 0.5).square().sum()
+            loss.backward()
+            losses.append(loss.tolist())
+        return [losses, model.weight.grad.tolist()]
+
+    bare = train()
+    with op_tools.OpCapture(format="store") as capture:
+        assert train() == bare
+    store = stored.opened(capture._files.folder)
+    assert not store.torn
+    assert {call.op for call in store.calls.values()}.isdisjoint({"torch.exp", "torch.full"})
+    assert sum(call.op == "torch.nn.functional.linear" for call in store.calls.values()) == 4
+
+
 @pytest.mark.skipif(ditorch.backend.name != "cuda", reason="a GPU is needed")
 def test_a_gpu_computes_fingerprints_itself() -> None:
     found = fingerprints._method(torch.device("cuda", 0))
