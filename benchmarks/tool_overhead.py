@@ -2,19 +2,22 @@
 
 The step is that of a small GPT (4 layers, width 256, 4 x 128 tokens) with SGD. Rows: the bare step, a no-op
 TorchFunctionMode (the floor of anything that sees Python-level operators), an active tool that matches no
-operator, and every tool on all operators. OpCapture is timed while its queue has room; how fast it drains is
-compared with writing the same number of bytes to a plain file. The bare step and the tools are the best of three
-runs each, except OpCapture and OpAutoCompare, which run once.
+operator, and every tool on all operators. OpCapture runs in both formats and is timed while its queue has room; how
+fast it drains is compared with plain files of as many bytes, written by as many threads. A remark has bytes and seconds
+per step until everything is on disk. The bare step and the tools are the best of three runs each, except OpCapture and
+OpAutoCompare, which run once.
 
     python benchmarks/tool_overhead.py --device cuda              # the console is off
     python benchmarks/tool_overhead.py --device cuda --console full
     python benchmarks/tool_overhead.py --device cpu --tiny        # launching dominates, as on a GPU
+    python benchmarks/tool_overhead.py --device cuda --only OpCapture,OpCapture-store
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import os
@@ -22,6 +25,7 @@ import platform
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,8 +38,11 @@ from torch.overrides import TorchFunctionMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-ONCE = {"OpCapture", "OpAutoCompare"}  # which fill their queues first, and the disk
-TOOLS = ["OpObserve", "OpTimeMeasure", "OpDtypeCast", "OpOverflowCheck", "OpFallback", "OpCapture", "OpAutoCompare"]
+ONCE = {"OpCapture", "OpCapture-store", "OpAutoCompare"}  # which fill their queues first, and the disk
+TOOLS = [
+    *("OpObserve", "OpTimeMeasure", "OpDtypeCast", "OpOverflowCheck", "OpFallback"),
+    *("OpCapture", "OpCapture-store", "OpAutoCompare"),
+]
 
 
 class Block(nn.Module):
@@ -124,17 +131,26 @@ class Bench:
         return inside / steps, left, len(printed.getvalue()) // (steps + 1), entered
 
 
-def raw_write_speed(folder: Path, nbytes: int) -> float:
-    """Bytes per second of plain writes to the same disk."""
+def raw_write_speed(folder: Path, nbytes: int, threads: int = 1) -> float:
+    """Bytes per second of plain writes to the same disk, a file for each thread."""
     block = os.urandom(1 << 20) * 8
-    count = max(1, nbytes // len(block))
-    path = folder / "raw.bin"
+    count = max(1, nbytes // len(block) // threads)
+    paths = [folder / f"raw-{number}.bin" for number in range(threads)]
+
+    def write(path: Path) -> None:
+        with path.open("wb", buffering=0) as handle:
+            for _ in range(count):
+                handle.write(block)
+
+    writers = [threading.Thread(target=write, args=(path,)) for path in paths]
     began = time.perf_counter()
-    with path.open("wb", buffering=0) as handle:
-        for _ in range(count):
-            handle.write(block)
-    speed = count * len(block) / (time.perf_counter() - began)
-    path.unlink()
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    speed = threads * count * len(block) / (time.perf_counter() - began)
+    for path in paths:
+        path.unlink()
     return speed
 
 
@@ -161,29 +177,32 @@ def measure(bench: Bench, only: list[str]) -> tuple[list[dict[str, Any]], int, l
     for name in TOOLS:
         if only and name not in only:
             continue
-        kind = getattr(op_tools, name)
+        base_name, _, kept_as = name.partition("-")
+        kind = functools.partial(getattr(op_tools, base_name), **({"format": kept_as} if kept_as else {}))
         runs = [bench.timed(kind, bench.steps) for _ in range(1 if name in ONCE else 3)]
         seconds, left, printed, tool = min(runs, key=lambda run: run[0])  # as the bare step is taken
         rows.append({"mode": name, "seconds": seconds, "printed": printed, "leaving": left})
-        if name == "OpCapture":
-            remarks.append(_drain_remark(tool, bench))
+        if base_name == "OpCapture":
+            whole = (seconds * (bench.steps + 1) + left) / (bench.steps + 1)
+            remarks.append(_drain_remark(name, tool, bench, whole, base))
+            shutil.rmtree(tool.folder, ignore_errors=True)
     for row in rows:
         row["ratio"] = row["seconds"] / base
         row["us_per_op"] = (row["seconds"] - base) / max(calls, 1) * 1e6
     return rows, calls, remarks
 
 
-def _drain_remark(tool: Any, bench: Bench) -> str:
-    written = tool.bytes_written
-    raw = raw_write_speed(Path(os.environ["OP_TOOLS_RESULTS_DIR"]), min(written, 1 << 31))
-    one = written / max(tool.write_seconds, 1e-9)
+def _drain_remark(name: str, tool: Any, bench: Bench, whole: float, base: float) -> str:
+    written, steps = tool.bytes_written, bench.steps + 1
+    threads = tool.writer._wanted_threads
+    raw = raw_write_speed(Path(os.environ["OP_TOOLS_RESULTS_DIR"]), min(written, 1 << 32), threads)
     speed = written / max(tool.writer.busy_seconds, 1e-9)
     room = "had room" if not tool.writer.waited else "was full at times"
     return (
-        f"OpCapture: {written / 1e6 / (bench.steps + 1):.0f} MB per step, "
-        f"queue of {tool.writer.max_bytes / 1e6:.0f} MB {room} "
-        f"(peak {tool.writer.peak_bytes / 1e6:.0f} MB); drains {speed / 1e6:.0f} MB/s (one writer {one / 1e6:.0f}), "
-        f"a plain file takes {raw / 1e6:.0f} MB/s: {speed / raw:.0%}"
+        f"{name}: {written / 1e6 / steps:.0f} MB per step ({tool.bytes_captured / 1e6 / steps:.0f} MB of tensors) in "
+        f"{tool.files_written} files, {whole:.3f} s per step until they are written ({whole / base:.0f} x bare); "
+        f"queue of {tool.writer.max_bytes / 1e6:.0f} MB {room} (peak {tool.writer.peak_bytes / 1e6:.0f} MB); "
+        f"drains {speed / 1e6:.0f} MB/s, {threads} plain files take {raw / 1e6:.0f} MB/s: {speed / raw:.0%}"
     )
 
 

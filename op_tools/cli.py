@@ -74,6 +74,55 @@ def _replay_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+_EXPORTS: Final = """\
+examples:
+  %(prog)s op_tools_results --list
+      which operators are in the stores, how often, with which ids
+  %(prog)s op_tools_results --to exported --ops torch.nn.functional.linear --steps 0
+  %(prog)s op_tools_results/op_capture_results/4711-2026-11-16-06-00-00.store --to exported --ids 37,40:50
+
+The files are those of OP_CAPTURE_FORMAT=seed: OPERATOR/PROCESS/ID/TIME/input.pth, output.pth, grad_inputs.pth,
+grad_outputs.pth and metadata. `op_tools replay` reads stores as they are and needs no export.
+exit code: 0 all were written, 1 some could not be read, 2 a mistake in the command or a disk that is full, 130 Ctrl-C
+"""
+
+
+def _export_parser(parser: argparse.ArgumentParser) -> None:
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXPORTS
+    sources = "a capture store, a folder with stores below it, or the path of calls in a store"
+    parser.add_argument("source", type=Path, nargs="+", metavar="STORE", help=sources)
+    parser.add_argument("--to", type=Path, metavar="DIR", help="the folder to write to")
+    parser.add_argument("--ops", metavar="LIST", help="only these operators: names or regular expressions, with commas")
+    parser.add_argument("--ids", metavar="LIST", help="only these calls: numbers or ranges A:B, with commas")
+    parser.add_argument("--steps", metavar="LIST", help="only calls of these training steps, written in the same way")
+    parser.add_argument("--list", action="store_true", help="show the calls by operator and write nothing")
+
+
+def run_export(given: argparse.Namespace) -> int:
+    """Turn the chosen calls of stores into files; the result is the exit code."""
+    from .files.export import Choice, choose, export, overview, parse_ranges
+
+    try:
+        ids, steps = (
+            None if text is None else parse_ranges(text, option)
+            for text, option in ((given.ids, "--ids"), (given.steps, "--steps"))
+        )
+        choice = Choice(given.ops, ids, steps)
+        if given.list:
+            print(overview(choose(given.source, choice)))
+            return 0
+        if given.to is None:
+            raise settings.SettingsError("--to DIR is missing: where are the files to go? (--list shows the calls)")
+        return export(given.source, given.to, choice)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: what was written is complete", file=sys.stderr)
+        return 130
+
+
 def _plain_switches(arguments: Sequence[str]) -> list[str]:
     """`--only_run_forward True` is an older way to write `--only_run_forward`."""
     plain: list[str] = []
@@ -98,8 +147,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("run", help="run a script, as it is, under one or several tools", add_help=False)
     _replay_parser(commands.add_parser("replay", help="run captured operators again"))
     records = commands.add_parser("records", help="show what was recorded: tables and findings")
-    records.add_argument("file", type=Path, help="a records file, or a folder: the newest one under it")
+    records.add_argument("file", type=Path, help="a records file, a capture store, or a folder with records")
     records.add_argument("--all", action="store_true", help="of a folder, every records file under it")
+    _export_parser(commands.add_parser("export", help="turn calls of a capture store into files"))
     commands.add_parser("losscmp", help="compare the losses of several runs", add_help=False)
     listed = commands.add_parser("settings", help="list the environment variables, their values and defaults")
     listed.add_argument("--json", action="store_true", help="as JSON")
@@ -113,6 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if options.command == "settings":
         return settings_table.show(options.json, options.all)
+    if options.command == "export":
+        return run_export(options)
     return run_replay(options) if options.command == "replay" else show_records(options.file, options.all)
 
 
@@ -147,7 +199,7 @@ def run_replay(given: argparse.Namespace) -> int:
         folders = list(dict.fromkeys(found for folder in given.folder for found in find(folder)))
         if not folders:
             named = ", ".join(str(f) for f in given.folder)
-            raise settings.SettingsError(f"{named}: no capture (input.pth) under it")
+            raise settings.SettingsError(f"{named}: no capture under it")
         return _replay_folders(folders, options, given)
     except ValueError as error:  # a mistake of the user's, told in one line
         print(error, file=sys.stderr)
@@ -155,8 +207,10 @@ def run_replay(given: argparse.Namespace) -> int:
 
 
 def _check_usage(given: argparse.Namespace, dtype: torch.dtype | None) -> None:
+    from .files.captures import exists
+
     for folder in given.folder:
-        if not folder.exists():
+        if not exists(folder):
             raise settings.SettingsError(f"{folder}: no such file or folder")
     if dtype is not None and not dtype.is_floating_point:
         raise settings.SettingsError(f"--dtype {given.dtype}: a floating dtype is needed, such as bfloat16 or float32")
@@ -206,6 +260,8 @@ def show_records(given: Path, everything: bool = False) -> int:
         print(f"{given}: no such file or folder", file=sys.stderr)
         return 2
     files = [given]
+    if (given / "calls.jsonl").is_file():
+        return run_export(argparse.Namespace(source=[given], ops=None, ids=None, steps=None, list=True))
     if given.is_dir():
         files = sorted(given.rglob("*.sqlite"), key=lambda file: file.stat().st_mtime)
         if not files:

@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None, prog: str = "python -m op_tools
     sys.argv = [str(script), *options.arguments]
     sys.path[0] = str(script.resolve().parent)
     try:
-        with settings.console_shown(options.console), contextlib.ExitStack() as started:
+        with settings.run_defaults(options.console), contextlib.ExitStack() as started:
             for tool in tools:
                 started.enter_context(tool)
             if tools[0].view.on and not tools[0].view.full:

@@ -43,6 +43,7 @@ for _prefix, _tool in _TOOLS.items():
     _declare(f"{_prefix}_LIST", "list", "", "only these operators: names or regular expressions, separated by commas")
     _declare(f"{_prefix}_DISABLE_LIST", "list", "", "not these operators")
 _declare = SETTINGS.group("OpCapture", "docs/op_tools.md")
+_declare("OP_CAPTURE_FORMAT", "choice", "seed", "files per call, or a store of each content", ("seed", "store"))
 _declare("OP_CAPTURE_QUEUE_MB", "number", "", "MiB of copies that may wait", minimum=1, computed="by free memory")
 _declare("OP_CAPTURE_WHEN_FULL", "choice", "block", "what to do when the queue is full", ("block", "drop"))
 _declare("OP_CAPTURE_WRITERS", "number", 2, "threads that write", minimum=1)
@@ -95,18 +96,21 @@ def options(variable: str) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def console_shown(level: str | None) -> Iterator[None]:
-    """What tools show that start meanwhile: this level, else what the variable says, else the summary."""
-    variable = "OP_TOOLS_CONSOLE"
-    before = os.environ.get(variable)
-    os.environ[variable] = level or before or "summary"
+def run_defaults(console: str | None) -> Iterator[None]:
+    """What holds for tools that `op_tools run` starts: this console level, and its own defaults of some variables."""
+    defaults = {"OP_TOOLS_CONSOLE": "summary", "OP_CAPTURE_FORMAT": "store"}
+    before = {variable: os.environ.get(variable) for variable in defaults}
+    for variable, default in defaults.items():
+        os.environ[variable] = before[variable] or default
+    os.environ["OP_TOOLS_CONSOLE"] = console or os.environ["OP_TOOLS_CONSOLE"]
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
+        for variable, value in before.items():
+            if value is None:
+                del os.environ[variable]
+            else:
+                os.environ[variable] = value
 
 
 def console_level() -> str:

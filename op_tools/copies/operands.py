@@ -76,6 +76,10 @@ class Operands(NamedTuple):
         """The tree with tensors over the storages, or over these bytes of them; nothing is copied."""
         return tensors_over(self.tree, [bytes_of(s) for s in self.storages] if flats is None else flats)
 
+    def copies(self) -> tuple[Tensor, ...]:
+        """The storages that are copies; a capture store stands for those that it has."""
+        return tuple([s for s in self.storages if isinstance(s, Tensor)])
+
 
 class Layout:
     """How the tensors of a call lie in its storages; worked out once for calls that look alike."""
@@ -119,14 +123,34 @@ class Layouts:
         touch is: autograd adds to one in place only while nobody else holds its memory, and a Python object for its
         storage would count.
         """
-        around = 0 if gradients else _ALL if whole else self._around
+        found = self._find(number, tensors, value, whole, gradients)
+        if found is None:
+            return stage(value, event, self._margin(whole, gradients), self.copy)
+        layout, ids = found
+        copy = self.copy
+        copies = tuple([copy(tensors[at], start, end) for at, start, end in layout.parts])
+        mark = mark_after(copies) if event else None
+        return Operands(layout.tree, copies, mark, layout.nbytes, (), layout, ids, copy)
+
+    def of(self, number: int, tensors: list[Tensor], value: Any) -> Layout | None:
+        """How the tensors in `value` lie in their storages; None where that cannot be shared with other calls."""
+        found = self._find(number, tensors, value, False, False)
+        return None if found is None else found[0]
+
+    def _margin(self, whole: bool, gradients: bool) -> int:
+        return 0 if gradients else _ALL if whole else self._around
+
+    def _find(
+        self, number: int, tensors: list[Tensor], value: Any, whole: bool, gradients: bool
+    ) -> tuple[Layout, tuple[int, ...]] | None:
+        """The layout, and which storages these are."""
         if not number:
-            return stage(value, event, around, self.copy)
+            return None
         key: list[Any] = [number, whole, gradients]
         storages: dict[int, int] = {}
         for tensor in tensors:
             if not is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
-                return stage(value, event, around, self.copy)
+                return None
             if gradients:
                 key += (storages.setdefault(start_of_storage(tensor), len(storages)), tensor.storage_offset())
             else:
@@ -137,12 +161,9 @@ class Layouts:
         if layout is None:
             if len(self._known) >= _MAX_LAYOUTS:
                 self._known.clear()
-            layout = self._known[tuple(key)] = _lay_out(value, tensors, [], around, gradients)
-        copy = self.copy
-        copies = tuple([copy(tensors[at], start, end) for at, start, end in layout.parts])
-        mark = mark_after(copies) if event else None
-        ids = () if gradients else tuple(storages)
-        return Operands(layout.tree, copies, mark, layout.nbytes, (), layout, ids, copy)
+            layout = lay_out(value, tensors, [], self._margin(whole, gradients), gradients)
+            self._known[tuple(key)] = layout
+        return layout, () if gradients else tuple(storages)
 
 
 def measure(value: Any) -> int:
@@ -154,7 +175,7 @@ def stage(value: Any, event: bool = True, around: int = 0, copy: Copy | None = N
     """Copy every storage under `value` on its own device (`stage((args, kwargs))`)."""
     tensors = list(tensors_in(value))
     opaque: list[str] = []
-    layout = _lay_out(value, tensors, opaque, around)
+    layout = lay_out(value, tensors, opaque, around)
     copy = copy or copy_storage
     copies = tuple([copy(tensors[at], start, end) for at, start, end in layout.parts])
     ids = tuple([tensors[at].untyped_storage()._cdata for at, _, _ in layout.parts])
@@ -170,7 +191,8 @@ def start_of_storage(tensor: Tensor) -> int:
     return address - int(tensor.storage_offset()) * tensor.element_size()
 
 
-def _lay_out(value: Any, tensors: list[Tensor], opaque: list[str], around: int, gradients: bool = False) -> Layout:
+def lay_out(value: Any, tensors: list[Tensor], opaque: list[str], around: int = 0, gradients: bool = False) -> Layout:
+    """How `tensors`, which are all in `value`, lie in their storages; adds to `opaque` what cannot be copied."""
     keys: dict[int, int] = {}  # of a tensor: its storage
     spans: dict[int, tuple[int, int, int]] = {}  # of a storage: a tensor in it, first and last byte that are needed
     for number, tensor in enumerate(tensors):
@@ -225,7 +247,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def copy_storage(sample: Tensor, start: int, end: int) -> Tensor:
-    """A copy of these bytes of the storage that a tensor lies in, with as few launches as will do."""
+    """A copy, on the device, of these bytes of the storage that a tensor lies in, with as few launches as will do."""
     size = sample.element_size()
     if not (sample.is_conj() or sample.is_neg()):
         if start == 0 and end == sample.numel() * size:

@@ -57,10 +57,14 @@ class Writer:
     def reserve(self, nbytes: int) -> bool:
         """Claim room for a job; False when it was refused because the queue is full."""
         with self._change:
-            while (self._bytes and self._bytes + nbytes > self.max_bytes) or self._unfinished >= self.max_jobs:
+            while (
+                self._bytes and nbytes and self._bytes + nbytes > self.max_bytes
+            ) or self._unfinished >= self.max_jobs:
                 if self.drop_when_full:
                     self.dropped += 1
                     return False
+                if not self._unfinished:
+                    break  # all that is claimed belongs to jobs that are not queued yet, the caller's own among them
                 self.waited += 1
                 self._awaited += 1
                 self._change.notify_all()

@@ -345,7 +345,12 @@ def _write_all(descriptor: int, buffers: list[Any]) -> None:
 
 def save_text(path: str, text: str) -> None:
     """Write a small file, whole or not at all (`save_text("input.json", "{}")`)."""
+    save_bytes(path, text.encode("utf-8", "surrogatepass"))
+
+
+def save_bytes(path: str, content: bytes) -> None:
+    """The same with bytes (`save_bytes("output.pth", read)`)."""
     partial = _partial(path)
     with open(partial, "wb", buffering=0) as file:
-        _write_all(file.fileno(), [text.encode("utf-8", "surrogatepass")])
+        _write_all(file.fileno(), [content])
     os.replace(partial, path)

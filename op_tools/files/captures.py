@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import zipfile
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any, Final
 import torch
 
 from ..call.description import Tensor
-from . import archive, plain_archive
+from . import archive, plain_archive, stored
 from .archive import ArchiveError
+from .segments import INDEX
 
 PARTS: Final = ("input", "output", "grad_outputs", "grad_inputs")
 _MAX_VALUES: Final = 1_000_000  # in one file; a real call has a few, a foreach call of an optimizer thousands
@@ -32,18 +34,52 @@ class CannotReplay(ArchiveError):
 
 
 def find(folder: Path) -> list[Path]:
-    """All folders under `folder` that hold a capture or part of one, in order (`find(Path("op_tools_results"))`).
+    """All captures under `folder`, whole or not, in order (`find(Path("op_tools_results"))`).
 
-    What OpAutoCompare saves has two sides; `cpu` holds the answers to `device`, not a call of its own.
+    A capture is a folder, or the path of a call in a store. What OpAutoCompare saves has two sides; `cpu` holds the
+    answers to `device`, not a call of its own.
     """
-    if folder.is_file():
+    if folder.is_file() and not stored.is_store(folder.parent):
         return [folder.parent]
-    found = {
-        Path(place)
-        for place, _, files in os.walk(folder)
-        if any(f"{part}.pth" in files for part in PARTS) and (Path(place) == folder or not is_cpu_side(Path(place)))
-    }
+    found = set(_in_store(folder))
+    for place, _, files in os.walk(folder):
+        path = Path(place)
+        if INDEX in files:
+            found.update(_in_store(path))
+        elif any(f"{part}.pth" in files for part in PARTS) and (path == folder or not is_cpu_side(path)):
+            found.add(path)
     return sorted(found, key=lambda path: [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in path.parts])
+
+
+def _in_store(folder: Path) -> list[Path]:
+    try:
+        return stored.calls_below(folder)
+    except ArchiveError:  # whoever reads it says what is wrong
+        return [folder]
+
+
+def exists(path: Path) -> bool:
+    """Whether there is such a file or folder, on disk or in a store (`exists(Path("run.store/torch.add"))`)."""
+    return path.exists() or bool(_in_store(path)) or has_part(path)
+
+
+def has_part(path: Path) -> bool:
+    """Whether a part of a capture was saved (`has_part(folder / "grad_outputs.pth")`)."""
+    if path.exists():
+        return True
+    call = stored.call_at(path.parent)
+    return call is not None and path.suffix == ".pth" and path.stem in call[1].lines
+
+
+def nbytes_of(folder: Path) -> int:
+    """How large a capture is, 0 where that is unknown (`nbytes_of(folder)`)."""
+    try:
+        call = stored.call_at(folder)
+        if call is not None:
+            return call[1].nbytes
+        return sum(entry.stat().st_size for entry in os.scandir(folder) if entry.name.endswith(".pth"))
+    except (OSError, ArchiveError):
+        return 0
 
 
 def is_cpu_side(folder: Path) -> bool:
@@ -60,18 +96,8 @@ def read(path: Path) -> dict[str, Any]:
     >>> read(Path("capture/input.pth"))["name"]  # doctest: +SKIP
     'torch.add'
     """
-    if not path.is_file():  # opening a pipe would block
-        raise ArchiveError(f"{path}: {'is not a regular file' if path.exists() else 'is missing'}")
     try:
-        payload = plain_archive.load(path)
-        is_plain, size = payload is not None, path.stat().st_size
-        if not is_plain:
-            _check_records(path, size)
-            with torch.serialization.safe_globals(_PLAIN_DATA):
-                payload = torch.load(path, map_location="cpu", weights_only=True)
-            _check_tree(payload, size)  # the plain form never claims more than its size
-            if _is_of_ditorch(payload):
-                payload = _converted(payload, path.stem)
+        payload = encoded(path)
         _check_format(payload)
         decoded = {key: archive.decode(value) for key, value in payload.items()}
         return {**decoded, "as_tuples": _kinds_lost(payload)}
@@ -84,7 +110,31 @@ def read(path: Path) -> dict[str, Any]:
     raise ArchiveError(f"{path}: {problem}")
 
 
-def _check_records(path: Path, size: int) -> None:
+def encoded(path: Path) -> Any:
+    """What is in one file of a capture, as it was written (`encoded(Path("capture/input.pth"))["name"]`)."""
+    if not path.is_file():  # opening a pipe would block
+        call = None if path.exists() else stored.call_at(path.parent)
+        if call is None or path.stem not in call[1].lines:
+            raise ArchiveError("is not a regular file" if path.exists() else "is missing")
+        payload = call[0].payload(call[1], path.stem)
+        return _by_torch(payload, len(payload.getbuffer())) if isinstance(payload, io.BytesIO) else payload
+    payload = plain_archive.load(path)
+    if payload is None:  # the plain form never claims more than its size
+        payload = _by_torch(path, path.stat().st_size)
+        if _is_of_ditorch(payload):
+            payload = _converted(payload, path.stem)
+    return payload
+
+
+def _by_torch(file: Path | io.BytesIO, size: int) -> Any:
+    _check_records(file, size)
+    with torch.serialization.safe_globals(_PLAIN_DATA):
+        payload = torch.load(file, map_location="cpu", weights_only=True)
+    _check_tree(payload, size)
+    return payload
+
+
+def _check_records(path: Path | io.BytesIO, size: int) -> None:
     """Captures are stored, not compressed: a file that unpacks to more than its size is not a capture."""
     try:
         with zipfile.ZipFile(path) as records:

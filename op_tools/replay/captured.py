@@ -19,7 +19,7 @@ from ..copies.invocation import Region, Site
 from ..copies.materialise import Copier, is_strided, place_of
 from ..files import archive
 from ..files.archive import ArchiveError
-from ..files.captures import CannotReplay, is_cpu_side, read
+from ..files.captures import CannotReplay, has_part, is_cpu_side, read
 from ..files.header import read_header
 
 _FLOATS: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -88,7 +88,7 @@ class CapturedOp:
     @property
     def has_backward(self) -> bool:
         """Whether gradients were captured as well (`op.has_backward`)."""
-        return (self.folder / "grad_outputs.pth").exists()
+        return has_part(self.folder / "grad_outputs.pth")
 
     def captured(self, part: str) -> Any:
         """`output`, `grad_outputs` or `grad_inputs` as captured, None where that was not saved.
@@ -99,7 +99,7 @@ class CapturedOp:
             return self._parts[part]
         path = self.folder / f"{part}.pth"
         # ditorch saved gradients of the last autograd node, which may be within the operator
-        if not path.exists() or (self._of_ditorch and part == "grad_inputs"):
+        if not has_part(path) or (self._of_ditorch and part == "grad_inputs"):
             return None
         payload = read(path)
         key = "result" if part == "output" else part

@@ -23,6 +23,7 @@ from ..call.equality import same_bits
 from ..compat import no_torch_function
 from ..files.archive import ArchiveError, unknown_in
 from ..files.captures import CannotReplay, one_line
+from ..files.stored import free_memory
 from ..judge import golden, verdict
 from .bits import differences, on_host, same
 from .captured import CapturedOp
@@ -383,22 +384,9 @@ def _warm_up(device: torch.device) -> None:
 # --- memory -----------------------------------------------------------------------------------------------
 
 
-def _free_memory() -> int | None:
-    """Free bytes of the machine or of the container, whichever is less; None where unknown."""
-    found = []
-    with contextlib.suppress(OSError, StopIteration, ValueError, IndexError), open("/proc/meminfo") as handle:
-        line = next(line for line in handle if line.startswith("MemAvailable"))
-        found.append(int(line.split()[1]) * 1024)
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        most, used = ((group / f"memory.{what}").read_text() for what in ("max", "current"))
-        found.append(max(0, int(most) - int(used)))
-    return min(found, default=None)
-
-
 def _memory_for_one(needed: int) -> int | None:
     """The most bytes that a call may take; None (no limit) for small calls and where free memory is unknown."""
-    free = _free_memory() if needed > _ASK_ABOVE else None
+    free = free_memory() if needed > _ASK_ABOVE else None
     return None if free is None else int(free * _MAX_SHARE_OF_FREE)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from .. import lifecycle
+from ..files.captures import nbytes_of
 from ..judge import verdict
 from .check import Check, replay
 from .outcome import ERROR, Options, Outcome, op_from
@@ -53,7 +54,7 @@ def _overlapped(folders: Sequence[Path], options: Options) -> Iterator[Outcome]:
     with ThreadPoolExecutor(judges, "op_tools-judge") as pool:
         try:
             for folder in folders:
-                yield from done(0 if _nbytes(folder) > _LARGE else judges)
+                yield from done(0 if nbytes_of(folder) > _LARGE else judges)
                 check = Check(folder, options, rules)
                 check.run()
                 waiting.append(pool.submit(check.conclude))
@@ -61,13 +62,6 @@ def _overlapped(folders: Sequence[Path], options: Options) -> Iterator[Outcome]:
             yield from done(0)
             raise
         yield from done(0)
-
-
-def _nbytes(folder: Path) -> int:
-    try:
-        return sum(entry.stat().st_size for entry in os.scandir(folder) if entry.name.endswith(".pth"))
-    except OSError:
-        return 0
 
 
 # --- in processes --------------------------------------------------------------------------------------------

@@ -5,25 +5,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
-import os
 import threading
-import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import torch
 
 from .. import settings
-from ..call.description import Described, Descriptions, Tensor, TensorMeta, describe, labelled
+from ..call.description import Described, Descriptions, Tensor, describe, labelled
 from ..call.devices import accelerator_type, autocast_dtype, get_rng_state, quiet
 from ..copies.invocation import Invocation, Region, Site
-from ..copies.operands import MAX_BORROWED, Fetcher, Layouts, Operands, mark_after, measure
+from ..copies.operands import Layouts, Operands, mark_after
 from ..copies.queue import Writer
-from ..files import archive
-from ..files.header import content, header
+from ..files.header import header
+from ..files.seed_layout import BACKWARD_PARTS, FORWARD_PARTS, SeedFormat
+from ..files.store_format import ChangedMeanwhile, QueueFull, StoreFormat
+from ..native import fingerprints
 from ..view import console, store
 from ..watch.intercept import Call
 from .base import Tool
@@ -31,8 +29,9 @@ from .base import Tool
 _MEBI: Final = 1 << 20
 _PATIENCE: Final = 1.0  # seconds before writing starts, so that a burst of captures is not slowed down
 _GIVE_UP_AFTER: Final = 3  # failed writes in a row
-_FORWARD: Final = ("input", "output")
-_BACKWARD: Final = ("grad_inputs", "grad_outputs")
+_DROPPED: Final = "captures were dropped: the queue was full (OP_CAPTURE_WHEN_FULL)"
+_MAX_JOBS: Final = 50_000  # in the queue of a store, where a call may need no copies at all
+FORMATS: Final = settings.options("OP_CAPTURE_FORMAT")
 
 
 class OpCapture(Tool):
@@ -56,24 +55,35 @@ class OpCapture(Tool):
         "bytes": "INTEGER",
     }
     wants_pointers = False
+    run_options: ClassVar[dict[str, dict[str, Any]]] = {
+        "format": {"choices": FORMATS, "help": "files per call as documented, or each content once (the default)"},
+    }
     writer: Writer
+
+    def __init__(self, *args: Any, format: str | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if format is not None and format not in FORMATS:
+            raise settings.SettingsError(f"OpCapture(format={format!r}): choose from {', '.join(FORMATS)}")
+        self._format = format
 
     def prepare(self) -> None:
         self.folder = settings.results_dir() / "op_capture_results"
         drop = settings.choice("OP_CAPTURE_WHEN_FULL") == "drop"
         threads = int(settings.number("OP_CAPTURE_WRITERS"))
         megabytes = settings.number("OP_CAPTURE_QUEUE_MB", _default_queue() / _MEBI)
-        self.writer = Writer(int(megabytes * _MEBI), threads, drop, _PATIENCE)
+        in_store = (self._format or settings.choice("OP_CAPTURE_FORMAT")) == "store"
+        patience, max_jobs = (_PATIENCE / 10, _MAX_JOBS) if in_store else (_PATIENCE, 1 << 30)
+        self.writer = Writer(int(megabytes * _MEBI), threads, drop, patience, max_jobs)
         self._label, self._rank = settings.process_label(), settings.rank()
-        self._root = str(self.folder)
+        self._files: SeedFormat | StoreFormat
+        self._files = (
+            StoreFormat(self.folder, self._label, self.writer) if in_store else SeedFormat(self.folder, self.writer)
+        )
         self._inputs, self._outputs, self._grads = Layouts(), Layouts(), Layouts()
         self._gradients = Descriptions()
         self._shown: deque[_Shown | str] = deque()  # blocks, and operators that were left alone
         self._showing = threading.Lock()
-        self._fetchers: dict[int, Fetcher] = {}
-        self.bytes_written = 0
-        self.files_written = 0
-        self.write_seconds = 0.0
+        self.bytes_captured = 0
         self._broken = 0
         self._dropped = 0
 
@@ -84,41 +94,41 @@ class OpCapture(Tool):
             with self._counting:
                 self._dropped += 1
             return
-        nbytes = _bytes_in(call.inputs, call.tensors)
-        if not self.writer.reserve(nbytes):
-            self.found(call, "dropped", "captures were dropped: the queue was full (OP_CAPTURE_WHEN_FULL)", once=True)
-            return
-        claimed = _Claim(self.writer, nbytes)
         device = call.device
         rng = None
         if call.traits.random is not False:
             rng = {"cpu": torch.get_rng_state(), "device": get_rng_state(device), "type": str(device)}
         region = Region(device.type, torch.is_grad_enabled(), autocast_dtype(device.type), None, rng)
+        arguments = (call.args, call.kwargs)
         with quiet():
-            staged = self._inputs.stage(call.inputs.number, call.tensors, (call.args, call.kwargs), event=False)
-        call.notes[self] = (staged, region, claimed)
+            staged = self._files.stage(self._inputs, call.inputs.number, call.tensors, arguments, event=False)
+        if staged is None:
+            self.found(call, "dropped", _DROPPED, once=True)
+            return
+        call.notes[self] = (staged[0], region, _Claim(self.writer, staged[1]))
 
     def after(self, call: Call) -> None:
         noted = call.notes.pop(self, None)
         if noted is None:
             return
         inputs, region, claimed = noted
-        nbytes = _bytes_in(call.outputs, call.results)
-        if not self.writer.reserve(nbytes):
-            return
         with quiet():
-            outputs = self._outputs.stage(call.outputs.number, call.results, call.result)
+            staged = self._files.stage(self._outputs, call.outputs.number, call.results, call.result)
+            if staged is None:
+                return
+            outputs, nbytes = staged
             if outputs.event is None:
-                inputs = inputs._replace(event=mark_after(inputs.storages))
+                inputs = inputs._replace(event=mark_after(inputs.copies()))
         self.calls[call.op] += 1
-        folder = f"{self._root}/{call.op}/{self._label}/{call.id}/{store.time_label()}"
+        folder = f"{call.op}/{self._label}/{call.id}/{store.time_label()}"
         call.notes[self] = folder
         total = nbytes + claimed.take()
         if inputs.opaque:
             kinds = ", ".join(inputs.opaque)
             self.found(call, "not-captured", f"arguments of type {kinds} were not captured", once=True)
         shown = self._to_show(call, None)  # here, not on the writer's thread: shown in the order of the calls
-        job = functools.partial(self._write, call, folder, _FORWARD, (inputs, outputs), region, shown)
+        parts = dict(zip(FORWARD_PARTS, (inputs, outputs)))
+        job = functools.partial(self._write, call, folder, parts, region, shown)
         self.writer.submit(total, job)
         if self.view.full or self.only is not None:
             self._settle()
@@ -135,19 +145,23 @@ class OpCapture(Tool):
         found: list[list[Tensor]] = [[], []]
         to_inputs = self._gradients.of(tuple(grad_inputs), {}, found[0], False)
         from_outputs = self._gradients.of(tuple(grad_outputs), {}, found[1], False)
-        nbytes = _bytes_in(to_inputs, found[0]) + _bytes_in(from_outputs, found[1])
-        if not self.writer.reserve(nbytes):
+        staged = self._files.stage(self._grads, from_outputs.number, found[1], tuple(grad_outputs), event=False)
+        if staged is None:
             return
-        outputs = self._grads.stage(from_outputs.number, found[1], tuple(grad_outputs), event=False)
-        inputs = self._grads.stage(to_inputs.number, found[0], tuple(grad_inputs))
+        outputs, claimed = staged[0], _Claim(self.writer, staged[1])
+        staged = self._files.stage(self._grads, to_inputs.number, found[0], tuple(grad_inputs))
+        if staged is None:
+            return
+        inputs, nbytes = staged
         if inputs.event is None:
-            outputs = outputs._replace(event=mark_after(outputs.storages))
+            outputs = outputs._replace(event=mark_after(outputs.copies()))
         described = None
         if self.view.full:
             described = (describe(tuple(g for g in grad_outputs if g is not None)), describe(tuple(grad_inputs)))
         shown = self._to_show(call, described)
-        job = functools.partial(self._write, call, folder, _BACKWARD, (inputs, outputs), None, shown)
-        self.writer.submit(nbytes, job)
+        parts = dict(zip(BACKWARD_PARTS, (inputs, outputs)))
+        job = functools.partial(self._write, call, folder, parts, None, shown)
+        self.writer.submit(nbytes + claimed.take(), job)
         if self.only is not None:
             self._settle()
 
@@ -161,50 +175,52 @@ class OpCapture(Tool):
     # -- on threads of the writer ----------------------------------------------------------------------
 
     def _write(
-        self,
-        call: Call,
-        folder: str,
-        parts: tuple[str, ...],
-        staged: tuple[Operands, ...],
-        region: Region | None,
-        shown: _Shown | None,
+        self, call: Call, folder: str, parts: dict[str, Operands], region: Region | None, shown: _Shown | None
     ) -> None:
+        facts: dict[str, Any] = {"name": call.op}
+        if region is not None:
+            made_at = Site(call.location, "", call.step, self._rank)
+            facts = header(Invocation(call.id, call.op, call.function, call.traits, made_at, region))
+        sizes = {part: staged.nbytes for part, staged in parts.items()}
+        done = functools.partial(self._written, call, folder, sizes, shown)
+        self._files.write(folder, {"id": call.id, "step": call.step}, parts, facts, done)
+
+    def _written(
+        self, call: Call, folder: str, sizes: dict[str, int], shown: _Shown | None, error: Exception | None
+    ) -> None:
+        """Parts of a call are on disk, or could not be written."""
         try:
-            began = time.perf_counter()
-            facts = {"name": call.op}
-            if region is not None:
-                made_at = Site(call.location, "", call.step, self._rank)
-                facts = header(Invocation(call.id, call.op, call.function, call.traits, made_at, region))
-            written = _Files(folder, self._fetchers.setdefault(threading.get_ident(), Fetcher()))
-            event = next((s.event for s in reversed(staged) if s.event is not None), None)
-            described = []
-            for part, one in zip(parts, staged):
-                of_part = facts if part == "input" else {"name": call.op}
-                described.append(f'"{part}": {written.add(part, one._replace(event=event), of_part)}')
+            path = f"{self._files.folder}/{folder}"
+            if error is not None:
                 with self._counting:
-                    self.bytes_written += one.nbytes
-                    self.files_written += 1
-            readable = {"torch": torch.__version__, **{key: fact for key, fact in facts.items() if key != "rng"}}
-            written.describe(
-                "metadata.json" if "input" in parts else "grad_metadata.json",
-                f'{json.dumps(readable, default=str)[:-1]}, "tensors": {{{", ".join(described)}}}}}',
-            )
+                    self._broken += not isinstance(error, (QueueFull, ChangedMeanwhile))
+                    self._dropped += 1
+                if isinstance(error, QueueFull):
+                    self.found(call, "dropped", _DROPPED, once=True)
+                else:
+                    self.failed(call, error, f"a capture could not be written to {path}")
+                return
             site = self.site(call)
-            for part, one in zip(parts, staged):
-                self.record(call.id, site, part, f"{folder}/{part}.pth", one.nbytes)
+            for part, nbytes in sizes.items():
+                self.record(call.id, site, part, f"{path}/{part}.pth", nbytes)
             with self._counting:
-                self.write_seconds += time.perf_counter() - began
+                self.bytes_captured += sum(sizes.values())
                 self._broken = 0
             if shown is not None:
-                shown.paths = [Path(f"{folder}/{part}.pth") for part in parts]
-        except Exception as error:
-            with self._counting:
-                self._broken += 1
-                self._dropped += 1
-            self.failed(call, error, f"a capture could not be written to {folder}")
+                shown.paths = [Path(f"{path}/{part}.pth") for part in sizes]
         finally:
             if shown is not None:
                 shown.done = True
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of tensors in the files of the last run (`capture.bytes_written`)."""
+        return self._files.bytes_written
+
+    @property
+    def files_written(self) -> int:
+        """How many files the last run has written (`capture.files_written`)."""
+        return self._files.files
 
     # -- what is shown --------------------------------------------------------------------------------
 
@@ -247,11 +263,15 @@ class OpCapture(Tool):
 
     def finish(self) -> None:
         self.writer.close()
+        self._files.close()
         self._show_done()
-        self._fetchers.clear()
+        for device, why in fingerprints.BROKEN.items():
+            self.slowed(f"fingerprints on {device}", f"slower kernels or the host compute them: {why}")
 
     def summary(self) -> list[str]:
-        facts = [f"{self.files_written} files, {self.bytes_written / 1e6:.1f} MB in {self.folder}"]
+        facts = [f"{self.files_written} files, {self.bytes_written / 1e6:.1f} MB in {self._files.folder}"]
+        if self.bytes_captured > self.bytes_written:
+            facts[0] += f"; {self.bytes_captured / 1e6:.1f} MB of tensors, each content written once"
         if self.writer.waited:
             facts.append("the run waited for the disk: the queue was full (OP_CAPTURE_QUEUE_MB, OP_CAPTURE_WHEN_FULL)")
         lost = self.writer.dropped + self._dropped
@@ -296,67 +316,3 @@ def _default_queue() -> int:
             free, total = torch.cuda.mem_get_info()
             return int(min(total // 16, free // 4))
     return 512 * _MEBI
-
-
-def _bytes_in(described: Described, tensors: list[Tensor]) -> int:
-    return sum([t.nbytes for t in tensors]) if described.number else measure(tensors)
-
-
-class _Files:
-    """Writes the files of one call; calls with the same layout share what can be prepared once."""
-
-    def __init__(self, folder: str, fetcher: Fetcher) -> None:
-        self._folder, self._fetcher = folder, fetcher
-
-    def add(self, part: str, staged: Operands, facts: dict[str, Any]) -> str:
-        """Write one part; returns the description of its tensors as JSON."""
-        layout = staged.layout
-        known = layout.notes.get(part) if layout is not None else None
-        if known is None or facts.get("rng") is not None:
-            described: str = self._add_odd(part, staged, facts)
-            if layout is not None:
-                try:
-                    sizes = [end - start for _, start, end in layout.parts]
-                    payload = content(part, layout.tree)
-                    pickled = b"".join([archive.fragment(v, sizes) for pair in payload.items() for v in pair])
-                    layout.notes[part] = (pickled, described)
-                except archive.NotPlain:
-                    pass
-            return described
-        pickled, known_text = known
-        fragments = [archive.fragment(archive.encode(v)) for pair in facts.items() for v in pair]
-        borrow, event, storages = self._fetcher.borrow, staged.event, staged.storages
-        buffers: list[Any]
-        if staged.nbytes <= MAX_BORROWED:
-            buffers = [_buffer(flat) for flat in borrow(storages, event)]
-        else:
-            buffers = [functools.partial(lambda s: _buffer(borrow([s], event)[0]), s) for s in storages]
-        self._with_folder(lambda: archive.save_fragments(f"{self._folder}/{part}.pth", [*fragments, pickled], buffers))
-        return str(known_text)
-
-    def _add_odd(self, part: str, staged: Operands, facts: dict[str, Any]) -> str:
-        value = self._fetcher.unpack(staged)
-        payload = {**{key: archive.encode(v) for key, v in facts.items()}, **content(part, value)}
-        self._with_folder(lambda: archive.save(Path(f"{self._folder}/{part}.pth"), payload))
-        return json.dumps(_described(part, value), default=str)
-
-    def describe(self, name: str, text: str) -> None:
-        self._with_folder(lambda: archive.save_text(f"{self._folder}/{name}", text))
-
-    def _with_folder(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except FileNotFoundError:  # the first file of a call creates the folder
-            os.makedirs(self._folder, exist_ok=True)
-            write()
-
-
-def _buffer(flat: Tensor) -> Any:
-    array: Any = flat.numpy()
-    return memoryview(array) if flat.numel() else b""
-
-
-def _described(part: str, value: Any) -> dict[str, Any]:
-    described = describe(*value) if part == "input" else describe((value,) if part == "output" else value)
-    rows = labelled(described, {"input": "inputs", "output": "outputs"}.get(part, part))
-    return {label: p.as_dict() if isinstance(p, TensorMeta) else p for label, p in rows}

@@ -107,7 +107,7 @@ def test_several_writers_lose_no_counts(device: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("OP_CAPTURE_WRITERS", "4")
     x = torch.randn(4, device=device)
     with op_tools.OpCapture() as capture:
-        capture.files_written, capture.bytes_written = SlowToAdd(0), SlowToAdd(0)
+        capture._files.files, capture._files.bytes_written = SlowToAdd(0), SlowToAdd(0)
         for _ in range(20):
             x.exp()
     rows = capture.records()

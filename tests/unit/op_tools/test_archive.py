@@ -20,7 +20,7 @@ from op_tools.call.description import Descriptions, tensors_in
 from op_tools.copies.operands import Fetcher, Layouts, stage
 from op_tools.files import archive, captures
 from op_tools.files.archive import ArchiveError
-from op_tools.tools import capture
+from op_tools.files.seed_layout import CallFiles
 
 DTYPES = [
     torch.float32,
@@ -227,7 +227,7 @@ def test_the_second_of_two_calls_that_look_alike_is_written_as_faithfully(make: 
             described = seen.of(args, {}, tensors, False)
             staged = layouts.stage(described.number, tensors, (args, {}))
             assert staged.layout is not None
-            files = capture._Files(f"{folder}/{number}", Fetcher())
+            files = CallFiles(f"{folder}/{number}", Fetcher())
             told = files.add("input", staged, {"name": "torch.add", "id": number, "autocast": None})
             payload = captures.read(Path(f"{folder}/{number}/input.pth"))
             loaded = payload["args"]

@@ -546,7 +546,7 @@ def test_the_run_goes_on_and_the_exit_code_and_files_tell(capsys: pytest.Capture
 
 MISTAKES = [
     (["nowhere"], "nowhere: no such file or folder"),
-    (["empty"], "no capture (input.pth) under it"),
+    (["empty"], "no capture under it"),
     (["tree", "--run_times", "0"], "must run at least once"),
     (["tree", "--dtype", "flaot16"], "did you mean torch.float16"),
     (["tree", "--dtype", "int32"], "a floating dtype is needed"),

@@ -124,6 +124,21 @@ def test_a_job_larger_than_the_queue_still_gets_through() -> None:
     writer.close()
 
 
+def test_a_job_that_is_claimed_in_two_parts_does_not_wait_for_itself() -> None:
+    writer = Writer(max_bytes=10)
+    done: list[bool] = []
+
+    def claim() -> None:
+        done.extend((writer.reserve(1000), writer.reserve(5), writer.reserve(0)))
+
+    thread = threading.Thread(target=claim, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert done == [True, True, True]
+    writer.submit(1005, lambda: None)
+    writer.close()
+
+
 def test_many_small_jobs_are_bounded_by_their_number() -> None:
     writer = Writer(max_bytes=1 << 30, max_jobs=3)
     go = threading.Event()

@@ -1,0 +1,227 @@
+"""Reads capture stores, which `segments.py` writes; they may be cut off, damaged or hostile.
+
+A call in a store has a path, as if the store were a folder of captures: `run.store/torch.add/4711/12/2026-11-16`,
+and below that `input.pth` and so on. Nothing of that is on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ..view.console import note
+from . import plain_json
+from .archive import ArchiveError
+from .segments import INDEX, MAGIC, VERSION, segment_name
+
+_MAX_LINE: Final = 1 << 28  # bytes of the description of one call
+_MAX_SHARE_OF_FREE: Final = 0.5  # of the memory that one call may fill
+_ASK_ABOVE: Final = 32 << 20  # bytes of a call for which the free memory is looked up
+
+
+class StoredCall(NamedTuple):
+    """A call in a store: what it is, and where the lines are that describe its parts."""
+
+    folder: str  # below the store
+    op: str
+    id: int
+    step: int
+    lines: Mapping[str, tuple[int, int]]  # by part: first byte of the line, its length
+    nbytes: int  # of its tensors
+
+
+class CaptureStore:
+    """A store on disk (`CaptureStore(Path("run.store")).calls["torch.add/1/1/t"].op`).
+
+    `torn` says what of it could not be read, "" where nothing is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.calls: dict[str, StoredCall] = {}
+        self.torch = ""
+        self.torn = ""
+        self._read_index()
+
+    def _read_index(self) -> None:
+        path, damaged, end = self.folder / INDEX, 0, 0
+        for line, start in _lines(path):
+            whole = line.endswith(b"\n")
+            try:
+                facts = json.loads(line)
+                if start == 0:
+                    self._check_head(path, facts)
+                else:
+                    self._add(facts, start, len(line))
+            except ArchiveError:
+                raise
+            except (ValueError, TypeError, KeyError, RecursionError):
+                damaged, end = damaged + 1, end + (not whole)
+        if not self.torch:
+            raise ArchiveError(f"{path}: is empty or cut off: there is no call in it")
+        if end:
+            self.torn = "its last call was being written when the run ended, and is not there"
+        if damaged > end:
+            lost = damaged - end
+            self.torn = f"{lost} damaged line{'s were' if lost > 1 else ' was'} left out"
+
+    def _check_head(self, path: Path, facts: Any) -> None:
+        if not isinstance(facts, dict) or facts.get("format") != MAGIC:
+            raise ArchiveError(f"{path}: is not the index of a capture store")
+        if facts.get("version") != VERSION:
+            raise ArchiveError(f"{path}: has version {facts.get('version')!r}, this op_tools reads {VERSION}")
+        if facts.get("byteorder") != sys.byteorder:
+            raise ArchiveError(f"{path}: was written on a machine of another byte order")
+        self.torch = str(facts.get("torch") or "unknown")
+
+    def _add(self, facts: dict[str, Any], start: int, length: int) -> None:
+        op, folder = str(facts["op"]), str(facts["folder"])
+        if not facts["parts"] or {"", ".", ".."} & set(folder.split("/")) or "\0" in folder:
+            raise ValueError(folder)
+        number, step = int(facts["id"]), int(facts["step"])
+        known = self.calls.get(folder)
+        lines = dict.fromkeys(facts["parts"], (start, length))
+        nbytes = int(facts["bytes"])
+        if known is not None:
+            lines, nbytes = {**known.lines, **lines}, nbytes + known.nbytes
+        self.calls[folder] = StoredCall(folder, op, number, step, lines, nbytes)
+
+    # -- a part of a call -----------------------------------------------------------------------------
+
+    def part(self, call: StoredCall, part: str) -> dict[str, Any]:
+        """What the index says about a part of a call: `value` or `archive`, `blobs` and `tensors`."""
+        start, length = call.lines[part]
+        with open(self.folder / INDEX, "rb") as file:
+            file.seek(start)
+            found = json.loads(file.read(length))["parts"][part]
+        if not isinstance(found, dict):
+            raise ArchiveError("is not a part of a call")
+        return found
+
+    def payload(self, call: StoredCall, part: str) -> Any:
+        """The encoded content of a part, as `archive.save` takes it; of an odd part, a file that holds it."""
+        found = self.part(call, part)
+        flats = self._contents(found["blobs"])
+        if found.get("archive"):
+            return io.BytesIO(flats[0].numpy().tobytes())
+        return plain_json.loads(found["value"], [flat.untyped_storage() for flat in flats])
+
+    def _contents(self, places: Any) -> list[torch.Tensor]:
+        """The bytes at some places of the data files, each in memory of its own."""
+        for place in places:
+            if len(place) != 3 or not all(type(number) is int and number >= 0 for number in place):
+                raise ArchiveError("a place in the data files makes no sense")
+        needed = sum(nbytes for _, _, nbytes in places)
+        free = free_memory() if needed > _ASK_ABOVE else None
+        if free is not None and needed > free * _MAX_SHARE_OF_FREE:
+            raise ArchiveError(f"needs {needed / 2**30:,.1f} GiB; {free / 2**30:,.1f} GiB are free here")
+        flats = []
+        with contextlib.ExitStack() as stack:
+            files: dict[int, Any] = {}
+            for number, start, nbytes in places:
+                path = self.folder / segment_name(number)
+                if number not in files:
+                    if not path.is_file():
+                        raise ArchiveError(f"its data file {path.name} is missing")
+                    files[number] = stack.enter_context(open(path, "rb", buffering=0))
+                file = files[number]
+                if start + nbytes > os.fstat(file.fileno()).st_size:
+                    raise ArchiveError(f"its data file {path.name} is cut off")
+                flat = torch.empty(nbytes, dtype=torch.uint8)
+                rest = memoryview(flat.numpy())  # type: ignore[arg-type]
+                while len(rest):
+                    done = os.preadv(file.fileno(), [rest], start)
+                    if not done:
+                        raise ArchiveError(f"its data file {path.name} is cut off")
+                    start, rest = start + done, rest[done:]
+                flats.append(flat)
+        return flats
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
+    """The lines of an index, and where they begin."""
+    start = 0
+    with open(path, "rb") as file:
+        while line := file.readline(_MAX_LINE):
+            yield line, start
+            start += len(line)
+
+
+# --- paths ---------------------------------------------------------------------------------------------------
+
+
+def is_store(folder: Path) -> bool:
+    """Whether a folder is a capture store (`is_store(Path("run.store"))`)."""
+    return (folder / INDEX).is_file()
+
+
+def opened(folder: Path) -> CaptureStore:
+    """A store, read once while it does not grow; what is missing in it is said once (`opened(folder).calls`)."""
+    found = (folder / INDEX).stat()
+    return _opened(folder, found.st_size, found.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=16)
+def _opened(folder: Path, size: int, changed: int) -> CaptureStore:
+    store = CaptureStore(folder)
+    if store.torn:
+        note(f"{folder}: {store.torn}")
+    return store
+
+
+def within(path: Path) -> tuple[CaptureStore, str] | None:
+    """The store that a path leads into, and the rest of the path; None where it leads to none.
+
+    >>> within(Path("run.store/torch.add/4711/12/2026-11-16-06-00-00/input.pth"))  # doctest: +SKIP
+    """
+    if path.is_file():  # the index, a data file, or something else
+        path = path.parent
+    for parent in (path, *path.parents):
+        if is_store(parent):
+            rest = path.relative_to(parent).as_posix()
+            return opened(parent), "" if rest == "." else rest
+        if parent.exists():  # there are no folders in a store
+            return None
+    return None
+
+
+def calls_below(path: Path) -> list[Path]:
+    """The paths of the calls in a store, or below a path within it (`calls_below(Path("run.store/torch.add"))`)."""
+    found = within(path)
+    if found is None:
+        return []
+    store, rest = found
+    return [store.folder / name for name in store.calls if not rest or f"{name}/".startswith(f"{rest}/")]
+
+
+def call_at(path: Path) -> tuple[CaptureStore, StoredCall] | None:
+    """The call in a store that has this path (`call_at(Path("run.store/torch.add/4711/12/…"))`)."""
+    found = within(path)
+    if found is None or found[1] not in found[0].calls:
+        return None
+    return found[0], found[0].calls[found[1]]
+
+
+# --- memory --------------------------------------------------------------------------------------------------
+
+
+def free_memory() -> int | None:
+    """Free bytes of the machine or of the container, whichever is less; None where unknown."""
+    found = []
+    with contextlib.suppress(OSError, StopIteration, ValueError, IndexError), open("/proc/meminfo") as handle:
+        line = next(line for line in handle if line.startswith("MemAvailable"))
+        found.append(int(line.split()[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        most, used = ((group / f"memory.{what}").read_text() for what in ("max", "current"))
+        found.append(max(0, int(most) - int(used)))
+    return min(found, default=None)
