@@ -128,6 +128,8 @@ def encoded(path: Path) -> Any:
 
 def _by_torch(file: Path | io.BytesIO, size: int) -> Any:
     _check_records(file, size)
+    if isinstance(file, io.BytesIO):
+        file.seek(0)
     with torch.serialization.safe_globals(_PLAIN_DATA):
         payload = torch.load(file, map_location="cpu", weights_only=True)
     _check_tree(payload, size)

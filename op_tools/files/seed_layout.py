@@ -40,7 +40,7 @@ class SeedFormat:
         self, layouts: Layouts, number: int, tensors: list[Tensor], value: Any, event: bool = True
     ) -> tuple[Operands, int] | None:
         """A snapshot of `value`, and the bytes that it takes in the queue; None where the queue is full."""
-        nbytes = sum([t.nbytes for t in tensors]) if number else measure(tensors)
+        nbytes = measure(tensors)
         if not self._writer.reserve(nbytes):
             return None
         try:
@@ -133,7 +133,9 @@ class CallFiles:
     def _with_folder(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except FileNotFoundError:  # the first file of a call creates the folder
+        except (FileNotFoundError, RuntimeError):  # which PyTorch raises; the first file of a call creates the folder
+            if os.path.isdir(self._folder):
+                raise
             os.makedirs(self._folder, exist_ok=True)
             write()
 
