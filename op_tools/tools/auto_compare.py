@@ -8,6 +8,7 @@ of the calls.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import threading
 import time
@@ -41,6 +42,7 @@ _WATCHING_COST: Final = 1e-5  # seconds that the interceptor needs for a call, w
 _MAX_GRADIENT_KINDS: Final = 20_000
 _MAX_WAITING: Final = 2_000  # jobs
 _MAX_CORES: Final = 4  # for one comparison, unless it is large
+_part_numbers: Final = itertools.count()
 
 _COLUMNS: Final = {
     "call_id": "INTEGER",
@@ -250,6 +252,9 @@ class OpAutoCompare(Tool):
         kind = (job.call.op, job.call.numbers[0])
         for judge in self._live:
             found = None if kind in judge.never_settles else judge.settle(job)
+            if found is PENDING:
+                self._submit_parts(job)
+                return True
             if found is not None:
                 job.judgement, job.number = found, self._teller.number()
                 self._teller.tell(job, at_once=False)
@@ -281,6 +286,26 @@ class OpAutoCompare(Tool):
         if self._at_once:
             job.done.wait()
 
+    def _submit_parts(self, job: Job) -> None:
+        """Queue the parts of a job, which is told when the last of them is judged."""
+        self._queue.reserve(sum([part.nbytes for part in job.parts]))
+        for part in job.parts:
+            for judge in self._admitting:
+                judge.admit(part)
+            part.number = -1 - next(_part_numbers)
+        job.number = self._teller.number()
+        for part in job.parts:
+            self._queue.submit(part.nbytes, functools.partial(self._work, part))
+        if self._at_once:
+            job.done.wait()
+
+    def _tell(self, job: Job) -> None:
+        """Tell a judged job; of a part, the job that it is a part of, once all of it is judged."""
+        if job.whole is None:
+            self._teller.tell(job)
+        elif job.whole.add(job):
+            self._teller.tell(job.whole.job)
+
     # -- judge, on the worker threads -----------------------------------------------------------------
 
     def _work(self, job: Job) -> None:
@@ -301,7 +326,7 @@ class OpAutoCompare(Tool):
         for judge in self._leaving:
             judge.leave(job, seconds)
         job.judgement = found
-        self._teller.tell(job)
+        self._tell(job)
 
     def _judge(self, job: Job) -> Judgement | None:
         workers = self._workers
@@ -321,7 +346,7 @@ class OpAutoCompare(Tool):
             if found is not None:
                 job.judgement = found
                 kind = (job.call.op, job.call.numbers[0])
-                for other in self._learning:
+                for other in self._learning if job.whole is None else ():
                     if kind not in other.never_settles:
                         other.learn(job)
                 return found
@@ -415,10 +440,11 @@ def _setup(tool: OpAutoCompare, rules: Rules, queue_bytes: int) -> Setup:
         queue_bytes,
         int(settings.number("OP_AUTOCOMPARE_MAX_BYTES")),
         settings.number("OP_AUTOCOMPARE_MAX_SECONDS"),
-        finish=tool._teller.tell,
+        finish=tool._tell,
         again=lambda job: tool._queue.submit(0, functools.partial(tool._work, job)),
         wait=tool.wait,
         report=lambda message: tool.slowed(message.split(":")[0], message),
+        skip=tool._teller.skip,
     )
 
 
