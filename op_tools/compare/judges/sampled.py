@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 import threading
 from collections.abc import Hashable, Sequence
 from typing import Any, Final
 
-
 from ... import settings
 from ...call import facts
 from ...call.description import Tensor, map_tensors, tensors_in
+from ...call.traits import traits_of
 from ...copies.invocation import Region
 from ...copies.materialise import place_of
 from ...copies.operands import Layout, Operands, Ref, is_plain, mark_after, stage
 from ...judge.sampling.axes import Axes, Names, axes_of
 from ...judge.sampling.reduction import Chosen, Cut, Index, cut_tensor
+from ...judge.sampling.totals import Reduced, Total, total_of
 from ...judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row
 from ..ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, arguments_kind
 
@@ -73,7 +75,7 @@ class Kind:
 class _Taken:
     """What is kept of a call until its backward."""
 
-    kind: Kind
+    kind: Kind | Total
     index: Index = dataclasses.field(default_factory=dict)
     before: tuple[Any, Sequence[Tensor]] | None = None  # slices of arguments that the call writes to
     held: tuple[Any, ...] | None = None  # (args, kwargs), aliases of the run's tensors
@@ -84,9 +86,10 @@ class _Taken:
 class Sample:
     """The parts of one job, and what they come to."""
 
-    def __init__(self, judge: Sampled, job: Job, groups: Sequence[tuple[Kind, Cut, Index]]) -> None:
+    def __init__(self, judge: Sampled, job: Job, groups: Sequence[tuple[Kind | None, Cut | None, Index]]) -> None:
         self.judge, self.job, self.groups = judge, job, groups
         self.parts: list[Job] = []
+        self.counted: int | None = None
         self._lock = threading.Lock()
         self._left = 0
 
@@ -128,10 +131,14 @@ class Sample:
                 if found is not None:
                     self.judge.setup.skip(job.live, found.reason, job.phase)
                 continue
-            kind, cut, index = self.groups[number]
+            kind, _, index = self.groups[number]
             judged = found.rows
+            if kind is None:  # by another call: its first result stands for that of this one
+                judged = tuple([row._replace(op=job.call.op, index=None) for row in judged])
+                if number and found.verdict == RIGHT:
+                    continue
             if found.verdict == WRONG:
-                judged = tuple([self._placed(row, kind, cut, index, part) for row in judged])
+                judged = judged if kind is None else tuple([self._placed(row, kind, index, part) for row in judged])
                 if whole.verdict != WRONG:  # what is saved and shown
                     job.golden, job.values, job.args, job.kwargs = part.golden, part.values, part.args, part.kwargs
                     job.unasked = part.unasked
@@ -140,7 +147,7 @@ class Sample:
         self.judge.count(job, self.parts, self.groups)
         job.judgement = dataclasses.replace(whole, rows=tuple(rows))
 
-    def _placed(self, row: Row, kind: Kind, cut: Cut, index: Index, part: Job) -> Row:
+    def _placed(self, row: Row, kind: Kind, index: Index, part: Job) -> Row:
         """A wrong row, with the place of its worst element in the whole result."""
         if row.verdict != WRONG or row.where is None:
             return row
@@ -190,7 +197,8 @@ class Sampled(Judge):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self._always = settings.choice("OP_AUTOCOMPARE_COVERAGE") == "sample"
-        self._kinds: dict[Hashable, Kind | None] = {}
+        self._kinds: dict[Hashable, Kind | Total | None] = {}
+        self._rng = random.Random(0)
         self._numbers: dict[Hashable, int] = {}
         self._lock = threading.Lock()
         self.calls = self.compared = self.elements = 0
@@ -209,6 +217,8 @@ class Sampled(Judge):
         if kind is None:
             return False
         taken = call.notes[self] = _Taken(kind)
+        if isinstance(kind, Total):
+            return True
         if kind.writes:
             tensors = live.tensors
             cut = kind.forward()
@@ -216,21 +226,29 @@ class Sampled(Judge):
             taken.before = self._slices(kind, (live.args, live.kwargs), taken.index)
         return True
 
-    def _find(self, call: ComparedCall) -> Kind | None:
+    def _is_large(self, elements: int | None, work: int = 0) -> bool:
+        if self._always:
+            return True
+        if self.setup.shown:  # tables show both sides: only what could not be compared else
+            return 8 * (elements or 0) > self.setup.max_bytes
+        return (elements or 0) >= _MIN_ELEMENTS or work >= _MIN_WORK
+
+    def _find(self, call: ComparedCall) -> Kind | Total | None:
         """The kind of a call that is to be sampled; None for all others."""
         live, traits = call.live, call.traits
-        total = sum([t.numel() for t in live.tensors])
-        if not total or traits.collective or traits.factory:
+        count = sum([t.numel() for t in live.tensors])
+        if not count or traits.collective or traits.factory:
             return None
         if traits.random and not call.op.endswith("attention"):  # which has a rule only where it draws nothing
             return None
-        if not self._always and total < _MIN_ELEMENTS >> 4:
+        if not self._always and count < _MIN_ELEMENTS >> 4:
             return None
         if not self.setup.is_stock(call.op, call.function) or facts.has_free_vectors(call.op):
             return None
         axes = axes_of(call.op, live.args, live.kwargs)
         if axes is None:
-            return None
+            total = total_of(call.op, call.function, live.args, live.kwargs)
+            return total if total is not None and self._is_large(total.elements(live.args, live.kwargs)) else None
         device, tensors = live.device, live.tensors
         if axes.prepare is not None:
             tensors = list(tensors_in(axes.prepare(live.args, live.kwargs)))
@@ -241,10 +259,7 @@ class Sampled(Judge):
             return None
         kind = Kind(axes, tensors, writes)
         chosen = kind.chosen(kind.forward(), tensors)
-        large = kind.elements >= _MIN_ELEMENTS or kind.work >= _MIN_WORK
-        if self.setup.shown and not self._always:  # tables show both sides: only what could not be compared else
-            large = 8 * kind.elements > self.setup.max_bytes
-        if not (large or self._always) or not chosen.counts:
+        if not self._is_large(kind.elements, kind.work) or not chosen.counts:
             return None
         if chosen.elements > max(kind.elements // 2, _MAX_WHOLE):
             return None
@@ -322,6 +337,10 @@ class Sampled(Judge):
     def _forward(self, job: Job, taken: _Taken) -> Judgement | None:
         kind, live, call = taken.kind, job.live, job.call
         assert isinstance(call, ComparedCall)
+        if isinstance(kind, Total):
+            parts = kind.forward(live.args, live.kwargs, live.result, self._rng)
+            self._keep(taken, live, call)
+            return self._from_totals(job, kind, parts)
         results = live.results
         if not (kind.axes.lists and not results) and not _fit(kind.axes.results, results, kind):
             return None
@@ -347,6 +366,40 @@ class Sampled(Judge):
         sample = Sample(self, job, [(kind, cut, index)])
         sample.parts.append(self._part(job, kind, cut, tree, before, (*after, result), made))
         self._keep(taken, live, call)
+        return self._pending(job, sample)
+
+    def _from_totals(self, job: Job, total: Total, reduced: Sequence[Reduced]) -> Judgement | None:
+        """The judgement on a call by other calls that stand for it."""
+        if not reduced:
+            return None
+        call = job.call
+        assert isinstance(call, ComparedCall)
+        sample = Sample(self, job, [(None, None, {})] * len(reduced))
+        for number, each in enumerate(reduced):
+            backward = job.phase == BACKWARD
+            value = (list(each.sent), list(each.found)) if backward else (None, None, each.result)
+            before, after = stage((each.args, each.kwargs), event=False), stage(value, event=False)
+            mark = mark_after((*before.storages, *after.storages))
+            before, after = before._replace(event=mark), after._replace(event=mark)
+            # inputs of partial results are in float64: what autocast rounds does not apply
+            region = call.region._replace(grad_enabled=backward, rounded_to=None)
+            own = dataclasses.replace(
+                call,
+                op=each.op,
+                function=each.function,
+                traits=traits_of(each.function),
+                numbers=(0, 0),
+                before=before,
+                notes={},
+                region=region,
+                places=None,
+                drawn=None,
+            )
+            part = Job(own, job.phase, event=job.event, live=job.live, before=before, snapshot=after)
+            part.nbytes = before.nbytes + after.nbytes
+            part.unasked = tuple([n for n, g in enumerate(each.found) if g is None])
+            sample.parts.append(part)
+        sample.counted = total.elements(*(job.live.args, job.live.kwargs)) if job.phase == FORWARD else None
         return self._pending(job, sample)
 
     def _pending(self, job: Job, sample: Sample) -> Judgement:
@@ -385,6 +438,8 @@ class Sampled(Judge):
             return self._backward_from_slices(job, taken, positions)
         if [t._version for t in _unique(taken.held)] != list(taken.versions):
             return Judgement(NOT_COMPARABLE, "its arguments were changed before its backward")
+        if isinstance(kind, Total):
+            return self._from_totals(job, kind, kind.backward(*taken.held, sent, found, self._rng))
         if len([g for g in sent if g is not None]) and len(sent) != len(kind.axes.results):
             return None
         tensors = list(tensors_in(taken.held if kind.axes.prepare is None else kind.axes.prepare(*taken.held)))
@@ -451,10 +506,12 @@ class Sampled(Judge):
 
     # -- telling --------------------------------------------------------------------------------------------
 
-    def count(self, job: Job, parts: Sequence[Job], groups: Sequence[tuple[Kind, Cut, Index]]) -> None:
+    def count(self, job: Job, parts: Sequence[Job], groups: Sequence[tuple[Kind | None, Cut | None, Index]]) -> None:
         """Count the elements that were judged, of all."""
         judged = whole = 0
         for part, (kind, _, _) in zip(parts, groups):
+            if kind is None:
+                continue
             values = part.snapshot.tree if part.snapshot is not None else ()
             refs = [r for r in _refs(values[2] if job.phase == FORWARD else values[1])]
             judged += sum([math.prod(ref.shape) for ref in refs])

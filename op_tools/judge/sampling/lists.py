@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from ...call import facts
 from ...call.description import Tensor
 from ...call.operators.registry import last_name
