@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -25,19 +25,29 @@ Prepare = Callable[[tuple[Any, ...], dict[str, Any]], tuple[tuple[Any, ...], dic
 Names = tuple[str | None, ...]  # of the dimensions of one tensor; None for one that is never cut
 
 
+class Product(NamedTuple):
+    """A call that is `beta · added + alpha · a sum of products`: random sums over rows and columns check it."""
+
+    operands: tuple[int, int]  # their positions
+    over: frozenset[str]  # axes over which sums may be taken
+    added: int | None = None
+    alpha: float = 1
+    beta: float = 1
+
+
 @dataclasses.dataclass(frozen=True)
 class Axes:
     """What runs over what in one kind of call.
 
-    `flat` treats all tensors with as many elements as the result as one long row. `projected` are axes of a map that is
-    linear in each argument, over which random sums may be taken. `beside` says whose gradient comes with that of which
-    argument: that of a bias with that of the weight.
+    `flat` treats all tensors with as many elements as the result as one long row. `beside` says whose gradient comes
+    with that of which argument: that of a bias with that of the weight.
     """
 
     tensors: tuple[Names, ...]  # of each tensor among the arguments, in order
     results: tuple[Names, ...]
     whole: frozenset[str] = frozenset()  # never cut: what is computed depends on all of it
-    projected: tuple[str, ...] = ()
+    ordered: frozenset[str] = frozenset()  # places along it must stay in order, unless `prepare` is done
+    product: Product | None = None
     beside: Mapping[int, int] = dataclasses.field(default_factory=dict)
     flat: bool = False
     lists: bool = False  # tensors side by side in lists: each has an axis of its own

@@ -23,7 +23,7 @@ def convolution(call: Arguments) -> Axes | None:
     if isinstance(bias, Tensor):
         call.call(bias, (outside,))
         beside[call.position(bias)] = call.position(weight)
-    return call.axes(("n", outside, *rest), projected=() if grouped else ("n", "o"), beside=beside)
+    return call.axes(("n", outside, *rest), beside=beside)
 
 
 @rule("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "interpolate", "max_pool1d", "avg_pool1d", "pad", "unfold")

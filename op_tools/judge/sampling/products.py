@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...call.description import Tensor
-from .axes import Arguments, Axes, Names, batch_names, rule
+from .axes import Arguments, Axes, Names, Product, batch_names, rule
 
 
 @rule("linear")
@@ -24,7 +24,10 @@ def linear(call: Arguments) -> Axes | None:
     if bias is not None:
         call.call(bias, ("m",))
         beside[call.position(bias)] = call.position(weight)
-    return call.axes((*rows, "m"), projected=(*_longest(x.shape[:-1], rows), "m"), beside=beside)
+    positions = call.position(x), call.position(weight)
+    over = frozenset((*_longest(x.shape[:-1], rows), "m", "k"))
+    product = Product(positions, over, None if bias is None else call.position(bias))
+    return call.axes((*rows, "m"), product=product, beside=beside)
 
 
 @rule("mm", "bmm", "matmul", "__matmul__", "__rmatmul__")
@@ -63,7 +66,11 @@ def _product(call: Arguments, left: Any, right: Any, added: Any) -> Axes | None:
         call.call(added, tuple([None if size == 1 else name for name, size in zip(names, added.shape)]))
         if added.dim() == 1 and shape[-1] == added.shape[0] > 1:
             beside[call.position(added)] = call.position(right)
-    return call.axes(result, projected=("n", "m"), beside=beside)
+    positions, place = (call.position(left), call.position(right)), None
+    if isinstance(added, Tensor):
+        place = call.position(added)
+    scales = call.kwargs.get("alpha", 1), call.kwargs.get("beta", 1)
+    return call.axes(result, product=Product(positions, frozenset("nmk"), place, *scales), beside=beside)
 
 
 @rule("einsum")
@@ -81,7 +88,8 @@ def einsum(call: Arguments) -> Axes | None:
             return None
         call.call(tensor, tuple([letter if size != 1 else None for letter, size in zip(term, tensor.shape)]))
     result = tuple([letter if call.is_named(letter) else None for letter in wanted])
-    return call.axes(result, projected=tuple([n for n in result if n is not None][-2:]))
+    product = Product((0, 1), frozenset(given)) if len(terms) == 2 else None
+    return call.axes(result, product=product)
 
 
 def _longest(shape: Sequence[int], names: Names) -> tuple[str, ...]:

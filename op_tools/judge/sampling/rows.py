@@ -102,7 +102,11 @@ def attention(call: Arguments) -> Axes | None:
         return None
     found = call.axes(names)
     # the mask is one more tensor, after the three
-    return None if found is None else Axes((*found.tensors, ("n", None)), found.results, prepare=_with_mask)
+    return (
+        None
+        if found is None
+        else Axes((*found.tensors, ("n", None)), found.results, prepare=_with_mask, ordered=frozenset("n"))
+    )
 
 
 def _with_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

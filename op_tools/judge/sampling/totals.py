@@ -6,6 +6,7 @@ that is judged, and some chunks are done again on the CPU, so that the partial r
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -15,6 +16,7 @@ import torch
 from ...call.description import Tensor, tensors_in
 from ...call.operators.registry import last_name
 from .places import choose
+from .reduction import VARIANTS
 
 _CHUNKS: Final = 8192
 _CHECKED: Final = 6  # chunks or rows that the CPU does again
@@ -98,7 +100,9 @@ class Norm(Total):
         return sum([t.numel() for t in tensors]) if all(t.is_contiguous() for t in tensors) else None
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, rng: random.Random) -> list[Reduced]:
-        partial, checked, expected = [], [], []
+        partial: list[Tensor] = []
+        checked: list[Tensor] = []
+        expected: list[Tensor] = []
         tensors = list(tensors_in(args))
         for tensor in tensors:
             rows, tail = _chunks(tensor.detach(), 1024)
@@ -161,11 +165,12 @@ class CrossEntropy(Total):
 
     def _weights(self, named: dict[str, Any]) -> Tensor:
         """By how much a mean is divided, in float64."""
-        target = named["target"]
-        counted = target != named["ignore_index"]
+        target: Tensor = named["target"]
+        counted: Tensor = target != named["ignore_index"]
         if named["weight"] is None:
             return counted.sum(dtype=torch.float64)
-        return (named["weight"].double()[target.clamp(min=0)] * counted).sum()
+        weights: Tensor = named["weight"].double()[target.clamp(min=0)]
+        return (weights * counted).sum()
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, rng: random.Random) -> list[Reduced]:
         named = self._named(args, kwargs)
@@ -231,7 +236,12 @@ def _chunks(x: Tensor, most: int = _CHUNKS) -> tuple[Tensor, Tensor]:
 
 
 def _index(size: int, count: int, device: torch.device, rng: random.Random) -> Tensor:
-    return torch.tensor(choose(size, 1, count, rng), dtype=torch.int64).to(device)
+    return _index_of(size, count, device, rng.randrange(VARIANTS))
+
+
+@functools.lru_cache(maxsize=512)
+def _index_of(size: int, count: int, device: torch.device, seed: int) -> Tensor:
+    return torch.tensor(choose(size, 1, count, random.Random(seed)), dtype=torch.int64).to(device)
 
 
 def _picked(x: Tensor, places: Tensor) -> Tensor:
