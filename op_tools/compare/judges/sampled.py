@@ -8,10 +8,11 @@ adds the places that stand out (`judge/sampling/suspects`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -41,6 +42,7 @@ _MAX_WHOLE: Final = 1 << 25  # elements of a call that cannot be cut and is comp
 _FIRST_NUMBER: Final = 1 << 40  # of kinds of cut calls: none of the descriptions of a run
 _SHARE: Final = 20  # of the memory of a device that arguments may take which wait for their backward
 _WHERE_UNKNOWN: Final = 1 << 28
+_MAX_COPIED: Final = 1 << 30  # bytes of arguments that are copied on the device before a call that writes to them
 _CHANGED: Final = "its arguments were changed before its backward"
 _DRAWS_NOTHING: Final = "attention"  # its rule knows only calls without dropout
 
@@ -53,6 +55,7 @@ class _Taken:
 
     kind: Kind | Total
     index: Index = dataclasses.field(default_factory=dict)
+    copies: Any = None  # of (args, kwargs) that the call writes to
     before: Slices | None = None  # of arguments that the call writes to, or that its backward needs as they were
     part: ComparedCall | None = None  # of a random call: what its forward has found belongs to its backward
     held: tuple[Any, Any] | None = None  # (args, kwargs), aliases of the run's tensors
@@ -101,7 +104,10 @@ class Sampled(Judge):
         if kind is None:
             return False
         taken = call.notes[self] = _Taken(kind)
-        if isinstance(kind, Kind) and (kind.writes or kind.random):
+        if isinstance(kind, Kind) and kind.writes and not kind.axes.lists and not kind.random:
+            if sum([t.nbytes for t in live.tensors]) <= _MAX_COPIED:
+                taken.copies = _copies((live.args, live.kwargs))
+        if isinstance(kind, Kind) and (kind.writes or kind.random) and taken.copies is None:
             taken.index = kind.chosen(kind.forward(), live.tensors).index(live.device)
             taken.before = self._slices(kind, (live.args, live.kwargs), taken.index)
         return True
@@ -188,7 +194,7 @@ class Sampled(Judge):
         if not cut.axes or not index:
             return index
         try:
-            with quiet(), golden.neutral(bool(call.found)), torch.autocast(job.call.region.device, enabled=False):
+            with quiet(), golden.neutral(bool(call.found)), _no_autocast(job.call.region.device):
                 more = suspects.find(kind.axes, cut.axes, call, self._rng)
         except (RuntimeError, NotImplementedError):  # no kernel for a wider dtype, no memory
             return index
@@ -210,7 +216,7 @@ class Sampled(Judge):
             found = None
         if found is None and job.phase == FORWARD:
             del call.notes[self]
-            if taken.before is not None:  # what the call has overwritten is lost
+            if taken.before is not None or taken.copies is not None:  # what the call has overwritten is lost
                 return Judgement(NOT_COMPARABLE, "its results do not have the shapes that its arguments say")
         return found
 
@@ -227,14 +233,16 @@ class Sampled(Judge):
         after: Slices = ((None, None), [])
         if taken.before is not None:
             index, before = taken.index, taken.before
-            if kind.writes:
-                after = self._slices(kind, value, index)
         else:
+            earlier = value if taken.copies is None else taken.copies
             index = kind.chosen(cut, live.tensors).index(live.device)
-            rounded = call.region.rounded_to
-            whole = suspects.Call(call.function, live.args, live.kwargs, rounded, live.results)
+            whole = suspects.Call(call.function, *earlier, call.region.rounded_to, live.results)
             index = self._suspects(kind, cut, job, whole, index)
-            before = self._slices(kind, value, index)
+            before = self._slices(kind, earlier, index)
+            if taken.copies is not None:
+                taken.index, taken.before, taken.copies = index, before, None
+        if kind.writes:
+            after = self._slices(kind, value, index)
         names, made = iter(kind.axes.results), list(after[1])
 
         def cut_result(tensor: Tensor) -> Any:
@@ -393,6 +401,30 @@ class Sampled(Judge):
             f"{self.calls:,} comparisons of large calls by a sample: {self.compared:,} of {self.elements:,} elements; "
             f"of {self.ranked:,}, all elements took part on the device (OP_AUTOCOMPARE_COVERAGE=full compares all)"
         ]
+
+
+@contextlib.contextmanager
+def _no_autocast(device: str) -> Iterator[None]:
+    """No autocast; `torch.autocast` itself would forget the run's cached weights on leaving."""
+    enabled = torch.is_autocast_enabled(device)
+    torch.set_autocast_enabled(device, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, enabled)
+
+
+def _copies(value: Any) -> Any:
+    """Copies of all tensors on the device; those at the same place in memory are one."""
+    made: dict[Any, Tensor] = {}
+
+    def copy(tensor: Tensor) -> Tensor:
+        key = place_of(tensor)
+        if key not in made:
+            made[key] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return made[key]
+
+    return map_tensors(value, copy)
 
 
 def _pending(job: Job, sample: Sample) -> Judgement:

@@ -76,6 +76,8 @@ class Axes:
 
     def cut_for_gradient(self, position: int) -> frozenset[str]:
         """The same for the gradient of one of the arguments."""
+        if self.lists:
+            return self.cut_for_results()
         names = self.tensors[self.beside.get(position, position)]
         return frozenset(n for n in names if n is not None) - self.whole
 

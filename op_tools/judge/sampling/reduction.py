@@ -29,7 +29,8 @@ def cut_tensor(tensor: Tensor, names: Names, index: Index, flat: bool = False) -
     """The slices of a tensor, in memory of their own (`cut_tensor(x, ("n", "k"), {"n": rows})`)."""
     tensor = tensor.detach()
     if flat:
-        return tensor.reshape(-1).index_select(0, index[names[0] or ""]) if names else tensor.clone()
+        places = index.get(names[0] or "") if names else None
+        return tensor.clone() if places is None else tensor.reshape(-1).index_select(0, places)
     dims = [n for n, name in enumerate(names) if name in index]
     if not dims:
         return tensor.clone()

@@ -256,6 +256,8 @@ def _run_wide(
     def widen(tensor: Tensor) -> Tensor:
         cut = part(tensor, next(own))
         wider = _widened(cut, wide, call.rounded_to) if cut.is_floating_point() else cut
+        if wider is cut:  # which the call may write to
+            wider = cut.clone()
         number = len(leaves)
         leaves.append(wider.detach().requires_grad_() if number in call.found else wider)
         return leaves[-1]
