@@ -104,10 +104,12 @@ class Sampled(Judge):
         if kind is None:
             return False
         taken = call.notes[self] = _Taken(kind)
-        if isinstance(kind, Kind) and kind.writes and not kind.axes.lists and not kind.random:
-            if sum([t.nbytes for t in live.tensors]) <= _MAX_COPIED:
-                taken.copies = _copies((live.args, live.kwargs))
-        if isinstance(kind, Kind) and (kind.writes or kind.random) and taken.copies is None:
+        if isinstance(kind, Total) or not (kind.writes or kind.random):
+            return True
+        affordable = sum([t.nbytes for t in live.tensors]) <= _MAX_COPIED
+        if affordable and not kind.axes.lists and not kind.random:
+            taken.copies = _copies((live.args, live.kwargs))
+        else:
             taken.index = kind.chosen(kind.forward(), live.tensors).index(live.device)
             taken.before = self._slices(kind, (live.args, live.kwargs), taken.index)
         return True
