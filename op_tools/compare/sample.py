@@ -62,6 +62,8 @@ class Kind:
         if len(axes.results) != len(results):
             return False
         for names, tensor in zip(axes.results, results):
+            if axes.flat and not names:  # of one element
+                continue
             if not is_plain(tensor) or (self._shape is not None and tensor.shape != self._shape):
                 return False
             shape = (tensor.numel(),) if axes.flat and names else tensor.shape

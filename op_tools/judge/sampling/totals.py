@@ -186,7 +186,21 @@ class CrossEntropy(Total):
         checked = self._rows(named, chosen)._replace(result=rows[chosen].float())
         if named["reduction"] == "mean":
             rows = rows / self._weights(named)
-        return [Reduced("torch.sum", torch.sum, (rows,), {}, result.detach().clone()), checked]
+        return [self._summed(rows, x, result), checked]
+
+    def _summed(self, rows: Tensor, x: Tensor, result: Tensor) -> Reduced:
+        """The sum of these losses by the same function, which rounds as the whole call does: a row of two logits each.
+
+        A loss of l has logits 0 and log(exp(l) - 1). The weights, which are all one, have the dtype of the whole call.
+        """
+        rows = rows.clamp(min=1e-30)
+        other = rows + torch.log(-torch.expm1(-rows))
+        few, first = torch.stack((torch.zeros_like(rows), other), 1), torch.zeros_like(rows, dtype=torch.int64)
+        if last_name(self.op) == "nll_loss":
+            few = torch.stack((-rows, rows), 1)
+        weight = torch.ones(2, dtype=x.dtype, device=x.device)
+        named = {"weight": weight, "reduction": "sum"}
+        return Reduced(self.op, self.function, (few, first), named, result.detach().clone())
 
     def backward(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], sent: Any, found: Any, rng: random.Random
