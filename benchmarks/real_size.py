@@ -470,7 +470,7 @@ def _broken(name: str, fault: Callable[[Any], Any]) -> Callable[[], None]:
             found = func(*args, **(kwargs or {}))
             kernels = {
                 "linear": ("mm", "addmm", "linear"),
-                "scaled_dot_product_attention": ("_scaled_dot", "_fused_sdp"),
+                "scaled_dot_product_attention": ("_scaled_dot",),
             }
             plain = func._schema.name.removeprefix("aten::")
             if any(plain.startswith(k) if k.startswith("_") else plain == k for k in kernels.get(name, (name,))):
@@ -519,8 +519,8 @@ def _line(found: dict[str, Any]) -> str:
     )
     memory = f"host {found['host_bytes'] / 2**30:.2f} GiB, device {found['device_share']:.1%}"
     return (
-        f"{found['model']:<8} {found['tool']:<15} all-in {found['all_in']:7.1f} x  marginal {found['marginal']:7.1f} x  "
-        f"{memory}, written {found['written_bytes'] / 2**20:.1f} MiB{share}"
+        f"{found['model']:<8} {found['tool']:<15} all-in {found['all_in']:7.1f} x  marginal {found['marginal']:7.1f} x "
+        f" {memory}, written {found['written_bytes'] / 2**20:.1f} MiB{share}"
     )
 
 

@@ -130,7 +130,8 @@ class Sample:
             if _says_nothing(found):
                 continue
             judged = list(self._rows(part, found, group, number))
-            if found.verdict == WRONG and whole.verdict != WRONG:  # what is saved and shown
+            stands_in = part.call.op != self.job.call.op  # there is no call of this operator to save
+            if found.verdict == WRONG and whole.verdict != WRONG and not stands_in:  # what is saved and shown
                 job.golden, job.values, job.args, job.kwargs = part.golden, part.values, part.args, part.kwargs
                 job.unasked = part.unasked
             whole = whole + Judgement(found.verdict, found.reason, (), found.probes)

@@ -135,7 +135,7 @@ class Sampled(Judge):
         tensors = live.tensors
         if axes.prepare is not None:
             tensors = list(tensors_in(axes.prepare(live.args, live.kwargs)))
-        writes = bool(traits.mutates or facts.may_mutate(call.op, live.kwargs) or traits.facts.writes)
+        writes = bool(traits.mutates or facts.may_mutate(call.op, live.kwargs) or traits.facts.writes or axes.writes)
         if writes and not axes.lists and len({t.untyped_storage()._cdata for t in tensors}) != len(tensors):
             return None
         kind = Kind(axes, tensors, writes, draws)

@@ -50,6 +50,7 @@ class Axes:
     product: Product | None = None
     beside: Mapping[int, int] = dataclasses.field(default_factory=dict)
     flat: bool = False
+    writes: bool = False  # to its arguments, though its name does not say so
     lists: bool = False  # tensors side by side in lists: each has an axis of its own
     prepare: Prepare | None = None  # writes out an argument that depends on places: a causal mask
 

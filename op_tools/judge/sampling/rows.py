@@ -66,7 +66,7 @@ def batch_norm(call: Arguments) -> Axes | None:
     names: Names = (None, "c", *[None] * (x.dim() - 2))
     for tensor in call.tensors:
         call.call(tensor, names if tensor is x else ("c",))
-    return call.axes(names)
+    return call.axes(names, writes=bool(call.get(5, "training", False)) and call.get(1, "running_mean") is not None)
 
 
 @rule("group_norm")
