@@ -220,8 +220,11 @@ def ref_of(copy: Tensor, number: int, requires_grad: bool = False) -> Ref:
     return Ref(number, copy.dtype, tuple(copy.shape), copy.stride(), 0, requires_grad, False, False)
 
 
-def with_more(index: Index, more: Sequence[Index]) -> Index:
-    """The places, and those that stand out."""
-    if not more:
-        return index
-    return {name: torch.cat([places, *[m[name] for m in more if name in m]]) for name, places in index.items()}
+def with_more(index: Index, more: Sequence[Index], some: frozenset[str]) -> Index:
+    """The places, and along axes of which there are only some those that stand out."""
+    found = dict(index)
+    for name in some:
+        added = [m[name] for m in more if name in m]
+        if added:
+            found[name] = torch.cat([index[name], *added])
+    return found

@@ -29,7 +29,7 @@ from ...copies.queue import MemoryBudget, Reservation
 from ...judge import golden
 from ...judge.sampling import suspects
 from ...judge.sampling.axes import Names, axes_of
-from ...judge.sampling.reduction import Cut, Index, cut_tensor
+from ...judge.sampling.reduction import Chosen, Cut, Index, cut_tensor
 from ...judge.sampling.totals import Reduced, Total, total_of
 from ...judge.verdict import NOT_COMPARABLE, Judgement
 from ..ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, arguments_kind
@@ -191,17 +191,19 @@ class Sampled(Judge):
         with self._lock:
             return self._numbers.setdefault(key, _FIRST_NUMBER + len(self._numbers))
 
-    def _suspects(self, kind: Kind, cut: Cut, job: Job, call: suspects.Call, index: Index) -> Index:
-        """The places with those that stand out on the device."""
-        if not cut.axes or not index:
+    def _suspects(self, kind: Kind, chosen: Chosen, job: Job, call: suspects.Call, device: torch.device) -> Index:
+        """The places for the next call, with those that stand out on the device."""
+        index, cut = chosen.index(device), chosen.cut
+        if not chosen.some:
             return index
+        call = call._replace(each=chosen.more)
         try:
             with quiet(), golden.neutral(bool(call.found)), _no_autocast(job.call.region.device):
                 more = suspects.find(kind.axes, cut.axes, call, self._rng)
         except (RuntimeError, NotImplementedError):  # no kernel for a wider dtype, no memory
             return index
         self.ranked += bool(more)
-        return with_more(index, more)
+        return with_more(index, more, chosen.some)
 
     # -- judging --------------------------------------------------------------------------------------------
 
@@ -237,9 +239,8 @@ class Sampled(Judge):
             index, before = taken.index, taken.before
         else:
             earlier = value if taken.copies is None else taken.copies
-            index = kind.chosen(cut, live.tensors).index(live.device)
             whole = suspects.Call(call.function, *earlier, call.region.rounded_to, live.results)
-            index = self._suspects(kind, cut, job, whole, index)
+            index = self._suspects(kind, kind.chosen(cut, live.tensors), job, whole, live.device)
             before = self._slices(kind, earlier, index)
             if taken.copies is not None:
                 taken.index, taken.before, taken.copies = index, before, None
@@ -342,7 +343,7 @@ class Sampled(Judge):
                 continue
             gradients = {n: g for n in some if (g := found[n]) is not None}
             whole = suspects.Call(job.call.function, *held, job.call.region.rounded_to, (), sent, gradients)
-            index = self._suspects(kind, cut, job, whole, chosen.index(tensors[0].device))
+            index = self._suspects(kind, chosen, job, whole, tensors[0].device)
             ways[cut] = index, self._slices(kind, held, index)
         return ways
 

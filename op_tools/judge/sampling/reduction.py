@@ -56,9 +56,11 @@ class Chosen:
         needed = [*axes.tensors, judged]
         if axes.lists:
             each = max(16, 8192 // max(1, len(cut.axes)))
-            self.counts = {name: min(sizes[name], each) for name in sorted(cut.axes)}
+            self.counts, self.more = {name: min(sizes[name], each) for name in sorted(cut.axes)}, 0
         else:
-            self.counts = places.counts(sizes, sorted(cut.axes), needed, [*rest, 1], axes.flat)
+            whole = max(rest, default=1) if None in judged else 1  # of a row of what is judged, if it is made of rows
+            self.counts, self.more = places.counts(sizes, sorted(cut.axes), needed, [*rest, whole], axes.flat)
+        self.some = frozenset([name for name, count in self.counts.items() if count < sizes[name]])
         self.elements = sum([r * self._product(names) for names, r in zip(axes.tensors, rest)])
         self._made: dict[Any, list[Index]] = {}
         self._uses = 0

@@ -18,7 +18,6 @@ from ...call.description import Tensor, map_tensors, tensors_in
 from .axes import Axes, Names, Product
 from .reduction import VARIANTS, Index
 
-_EACH: Final = 4  # places from one ranking
 _BLOCKS: Final = 256
 _AT_ONCE: Final = 1 << 25  # elements of a tensor in a wider dtype
 _HALVES: Final = (torch.float16, torch.bfloat16)
@@ -34,19 +33,20 @@ class Call(NamedTuple):
     results: Sequence[Tensor]  # of a forward
     sent: Sequence[Tensor | None] = ()
     found: dict[int, Tensor] = {}  # noqa: RUF012  # gradients that are judged, by position
+    each: int = 2  # places from one ranking
 
 
 class _Worst:
     """The worst places so far, by axis."""
 
-    def __init__(self, cut: frozenset[str]) -> None:
-        self._cut = cut
+    def __init__(self, cut: frozenset[str], count: int) -> None:
+        self._cut, self._count = cut, count
         self._values: list[Tensor] = []
         self._places: list[dict[str, Tensor]] = []
 
     def add(self, names: Names, rank: Tensor, start: dict[str, int] | None = None) -> None:
         """Rank some elements, whose dimensions have these names and begin at `start`."""
-        values, places = _largest(rank.reshape(-1))
+        values, places = _largest(rank.reshape(-1), self._count)
         found = {}
         for name, size in zip(reversed(names), reversed(rank.shape)):
             if name in self._cut and name is not None:
@@ -60,7 +60,7 @@ class _Worst:
         if not self._values:
             return {}
         values = torch.cat(self._values)
-        best = values.topk(min(_EACH, values.numel())).indices if len(self._values) > 1 else None
+        best = values.topk(min(self._count, values.numel())).indices if len(self._values) > 1 else None
         found: Index = {}
         for name in self._places[0]:
             every = torch.cat([places[name] for places in self._places])
@@ -68,11 +68,11 @@ class _Worst:
         return found
 
 
-def _largest(rank: Tensor) -> tuple[Tensor, Tensor]:
+def _largest(rank: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
     """Some of the largest numbers of a long row, and where they are: the largest ones of its blocks."""
     count = rank.numel()
     if count <= _BLOCKS * _BLOCKS:
-        values, places = rank.topk(min(_EACH, count))
+        values, places = rank.topk(min(wanted, count))
         return values, places
     length = count // _BLOCKS
     values, places = rank[: length * _BLOCKS].view(_BLOCKS, length).max(1)
@@ -80,7 +80,7 @@ def _largest(rank: Tensor) -> tuple[Tensor, Tensor]:
     if length * _BLOCKS < count:
         last, place = rank[length * _BLOCKS :].max(0, keepdim=True)
         values, places = torch.cat((values, last)), torch.cat((places, place + length * _BLOCKS))
-    values, best = values.topk(_EACH)
+    values, best = values.topk(wanted)
     return values, places[best]
 
 
@@ -138,7 +138,7 @@ def _by_projection(
             more = _placed(_summed(signs, (name,), added, own, None, None), own, name, rest)
             expected = expected + product.beta * more
         size_of = torch.linalg.vector_norm(judged.detach(), 2, dim=names.index(name), dtype=wide)
-        worst = _Worst(cut)
+        worst = _Worst(cut, call.each)
         worst.add(rest, (ours - expected).abs() / (size_of + expected.abs() + torch.finfo(wide).tiny))
         yield worst.places()
 
@@ -204,7 +204,7 @@ def _by_wider_run(axes: Axes, cut: frozenset[str], call: Call) -> list[Index]:
     wide = torch.float32 if low else torch.float64
     names = axes.tensors[: len(tensors)]
     step_name, size, step = _steps(axes, cut, tensors, names)
-    by_size, by_share = _Worst(cut), _Worst(cut)
+    by_size, by_share = _Worst(cut, call.each), _Worst(cut, call.each)
     for start in range(0, size, step):
         count = min(step, size - start)
 
