@@ -102,6 +102,8 @@ class Sampled(Judge):
             if call.numbers[0] and len(self._kinds) < _MAX_KINDS:
                 self._kinds[key] = kind
         if kind is None:
+            if call.numbers[0] and len(self.never_settles) < _MAX_KINDS:
+                self.never_settles.add((call.op, call.numbers[0]))
             return False
         taken = call.notes[self] = _Taken(kind)
         if isinstance(kind, Total) or not (kind.writes or kind.random):
@@ -238,7 +240,7 @@ class Sampled(Judge):
         if taken.before is not None:
             index, before = taken.index, taken.before
         else:
-            earlier = value if taken.copies is None else taken.copies
+            earlier: tuple[Any, Any] = value if taken.copies is None else taken.copies
             whole = suspects.Call(call.function, *earlier, call.region.rounded_to, live.results)
             index = self._suspects(kind, kind.chosen(cut, live.tensors), job, whole, live.device)
             before = self._slices(kind, earlier, index)
