@@ -152,12 +152,15 @@ class Sample:
         """How many elements of results or gradients were judged, and how many there are."""
         judged = whole = 0
         for part, (kind, _) in zip(self.parts, self.groups):
-            if kind is None or part.snapshot is None:
+            if part.snapshot is None:
                 continue
             tree = part.snapshot.tree
             values = tree[1] if part.phase == BACKWARD else tree[2] if tree[2] is not None else tree[0]
-            judged += sum([math.prod(ref.shape) for ref in _refs(values)])
-            if part.phase == FORWARD:
+            there = sum([math.prod(ref.shape) for ref in _refs(values)])
+            judged += there
+            if kind is None:  # what stands for a call is all judged
+                whole += there
+            elif part.phase == FORWARD:
                 whole += sum([_product(names, kind.sizes) for names in kind.axes.results])
             else:
                 whole += sum([n for place, n in enumerate(kind.arguments) if place not in part.unasked])
