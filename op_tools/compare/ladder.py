@@ -79,6 +79,8 @@ class Job:
     alone: bool = False  # nothing else ran on the device during the call
     suspicion: str = ""  # memory beside an argument changed, and something else may have done it
     piece: bool = False  # of a larger job
+    whole: Any = None  # of a part of a sampled job: what takes its judgement
+    parts: Sequence[Job] = ()  # of a sampled job that is pending
     nbytes: int = 0
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -139,6 +141,7 @@ class Setup:
     again: Callable[[Job], None]  # a job that was PENDING goes down the ladder again
     wait: Callable[[], None]  # until all jobs so far are judged
     report: Callable[[str], None]  # a failure of a judge, told once each
+    skip: Callable[[Any, str, str], None] = lambda call, reason, phase: None  # a phase that is not compared, and why
 
     def __post_init__(self) -> None:
         if self.shown or self.rules.standard != "ulp" or self.rules.tolerances:

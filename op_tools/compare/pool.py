@@ -270,11 +270,12 @@ class Pool:
         """Copy a call to its process; whether it has gone there. The numbers of trees and spans are filled in."""
         worker = lease.worker
         weight, lease.nbytes = lease.nbytes or message.nbytes + _CALL_COST, 0
-        if message.phase == "backward":
+        alone = len(parts) == 1  # a backward whose arguments the worker has
+        if alone:
             self._weigh(worker, weight)
         size = sum([padded(s.nbytes) for part in parts for s in part.storages])
         if size > _RING:
-            if message.phase == "forward":
+            if not alone:
                 self._weigh(worker, -weight)
                 return False
             parts, size = (), 0  # too large for the ring: the worker hands the call back, with its arguments

@@ -7,9 +7,7 @@ of the calls.
 
 from __future__ import annotations
 
-import functools
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -22,21 +20,19 @@ from .. import settings
 from ..call.description import Finding, Tensor, describe, tensors_in
 from ..call.site import module_path
 from ..call.traits import OpTraits
-from ..compare import cores
 from ..compare.choose import MODES, Chooser, kind_of, parse_budget
 from ..compare.judges.collectives import Collectives
-from ..compare.judges.host import Host
-from ..compare.ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, gradient_kind, make_ladder
+from ..compare.judging import Judging
+from ..compare.ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, gradient_kind
 from ..compare.memory import Guarded
 from ..compare.repeat import Repeater, Unjudged
 from ..compare.snapshots import Snapshots
-from ..compare.teller import Blame, Teller
+from ..compare.teller import Blame
 from ..compat import in_func_transform
 from ..copies.invocation import Region, Site
 from ..copies.operands import Fetcher, Operands
-from ..copies.queue import Writer
 from ..judge import golden, references
-from ..judge.verdict import WRONG, Judgement, Rules
+from ..judge.verdict import WRONG
 from ..native import measuring
 from ..view import console, rows
 from ..watch.inside import is_wrapper
@@ -45,8 +41,6 @@ from .base import Tool
 
 _WATCHING_COST: Final = 1e-5  # seconds that the interceptor needs for a call, whether or not it is compared
 _MAX_GRADIENT_KINDS: Final = 20_000
-_MAX_WAITING: Final = 2_000  # jobs
-_MAX_CORES: Final = 4  # for one comparison, unless it is large
 
 _COLUMNS: Final = {
     "call_id": "INTEGER",
@@ -98,31 +92,14 @@ class OpAutoCompare(Tool):
 
     def prepare(self) -> None:
         self._chooser = _chooser(self._mode, self._budget)
-        self._sampled = self._chooser.chooses
-        queue_bytes = int(settings.number("OP_AUTOCOMPARE_QUEUE_BYTES"))
-        threads = int(settings.number("OP_AUTOCOMPARE_THREADS", max(1, min(4, cores.available() - 2))))
-        self._at_once = self.only is not None or threads < 1
-        self._threads = max(1, threads)
-        # more threads would compete for the GIL, more cores for each do not
-        self._cores = max(1, min(_MAX_CORES, (cores.available() - 1) // self._threads))
-        # how much of a worker thread's time the run itself loses: all of it where there is no core to spare
-        self._share = 1.0 if cores.available() <= threads + 1 else 0.5
-        self._queue = Writer(queue_bytes, self._threads, max_jobs=_MAX_WAITING)
-        rules = Rules.from_environment()
+        self._chooses = self._chooser.chooses
         references.load(settings.read("OP_AUTOCOMPARE_REFERENCES"))
-        self._teller = Teller(self, functools.partial(self._queue.submit, 0), rules.standard)
-        self._ladder = make_ladder(_setup(self, rules, queue_bytes))
-        self._live = tuple([judge for judge in self._ladder if judge.live])
-        self._background = tuple([judge for judge in self._ladder if not judge.live])
-        self._expecting, self._admitting, self._leaving, self._learning = [
-            tuple([judge for judge in self._ladder if getattr(type(judge), name) is not getattr(Judge, name)])
-            for name in ("expects", "admit", "leave", "learn")
-        ]
         self._repeater, self._unjudged = Repeater(), Unjudged()
         self._snapshots = Snapshots(self._copies_are_wrong)
-        self.judge(Host).snapshots = self._snapshots
+        look = _choice("look", self._precheck, "OP_AUTOCOMPARE_FIRST_LOOK")
+        self._judging = Judging(self, self._chooser, look, self._snapshots)
+        self._teller = self._judging.teller
         self._gradient_kinds: dict[Any, int] = {}
-        self._workers = threading.local()
         self._collectives: Collectives | None = self.judge(Collectives)
         if self._collectives is not None:
             self._collectives.start(self, self._teller, self._chooser)
@@ -186,7 +163,7 @@ class OpAutoCompare(Tool):
             in_backward=around is not None and around.backward,
         )
         look = (call.op, call.inputs.number)
-        for judge in self._expecting:
+        for judge in self._judging.expecting:
             if look not in judge.never_settles and judge.expects(compared):
                 call.notes[self] = compared
                 break
@@ -195,7 +172,7 @@ class OpAutoCompare(Tool):
                 call.notes[self] = compared
         if call.traits.random is not False:
             compared.drawn = self._repeater.before(call)
-        if self._sampled:
+        if self._chooses:
             self._chooser.spend(kind, time.perf_counter() - started)
 
     def _module_of(self, call: Call) -> str:
@@ -251,16 +228,16 @@ class OpAutoCompare(Tool):
         compared.record_site = self.site(call)
         compared.event = self._teller.lineage.made_from(call.inputs.data_ptrs, call.outputs.data_ptrs)
         job = Job(compared, FORWARD, event=compared.event, live=call, local=Guarded in compared.notes)
-        if self._settle_live(job):
-            if self._sampled:
+        if self._judging.settle_live(job):
+            if self._chooses:
                 self._chooser.settle(compared.kind)
         elif compared.before is None and not self._keep_arguments(compared, self._snapshots.arguments(compared)):
             del call.notes[self]  # it left its arguments alone, and they cannot be copied
         else:
             job.snapshot = self._snapshots.values(compared)
-            self._submit(job, compared)
+            self._judging.submit(job, compared)
         compared.live = weakref.proxy(call)  # which holds it
-        if self._sampled:
+        if self._chooses:
             self._chooser.spend(compared.kind, time.perf_counter() - started)
 
     def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
@@ -280,113 +257,25 @@ class OpAutoCompare(Tool):
         grads = (grad_outputs, grad_inputs)
         kind = gradient_kind(*grads, call.unasked)
         job = Job(compared, BACKWARD, event=event, live=call, grads=grads, grad_kind=kind, unasked=call.unasked)
-        if not self._settle_live(job) and self._has_arguments(compared):
+        if not self._judging.settle_live(job) and self._judging.has_arguments(compared):
             given = [g for g in (*grad_outputs, *grad_inputs) if g is not None]
             number = _number_of(kind, given, self._gradient_kinds)
             job.snapshot = self._snapshots.stage(number, given, grads, gradients=True)
             job.on_device = describe(tuple(grad_inputs)) if self.view.full else None
             job.grads = None
-            if self._sampled:
+            if self._chooses:
                 self._chooser.begin(compared.kind)
-            self._submit(job, compared)
-        if self._sampled:
+            self._judging.submit(job, compared)
+        if self._chooses:
             self._chooser.spend(compared.kind, time.perf_counter() - started)
 
     def after_backward_passes(self, graph_is_kept: bool) -> None:
         if self._collectives is not None:
             self._collectives.backward_ended()
 
-    def _settle_live(self, job: Job) -> bool:
-        """Whether a judge settles the job now, from the run's own tensors."""
-        kind = (job.call.op, job.call.numbers[0])
-        for judge in self._live:
-            found = None if kind in judge.never_settles else judge.settle(job)
-            if found is not None:
-                job.judgement, job.number = found, self._teller.number()
-                self._teller.tell(job, at_once=False)
-                return True
-        return False
-
-    def _has_arguments(self, compared: ComparedCall) -> bool:
-        """Whether there is a snapshot of the arguments, or one can still be had."""
-        for judge in self._live if compared.before is None else ():
-            found = judge.arguments(compared)
-            if isinstance(found, str):
-                self._teller.skip(compared.live, found, BACKWARD)
-                return False
-            if found is not None:
-                compared.before = found
-        return compared.before is not None or any(judge in compared.notes for judge in self._background)
-
-    def _submit(self, job: Job, compared: ComparedCall) -> None:
-        job.before = compared.before
-        assert job.snapshot is not None
-        job.nbytes = size = (job.before.nbytes if job.before is not None else 0) + job.snapshot.nbytes
-        if compared.drawn is not None and compared.drawn.staged is not None:
-            size += compared.drawn.staged.nbytes
-        self._queue.reserve(size)  # where a run waits: Ctrl-C comes before the job has a number
-        for judge in self._admitting:
-            judge.admit(job)
-        job.number = self._teller.number()
-        self._queue.submit(size, functools.partial(self._work, job))
-        if self._at_once:
-            job.done.wait()
-
-    # -- judge, on the worker threads -----------------------------------------------------------------
-
-    def _work(self, job: Job) -> None:
-        started = time.perf_counter()  # not the thread's own time: where cores are short, waiting is what it costs
-        found: Judgement | None = None
-        try:
-            if not self._teller.abandoned:
-                found = self._judge(job)
-        except Exception as error:
-            job.error = error
-        seconds = time.perf_counter() - started
-        if self._sampled:
-            kind = getattr(job.call, "kind", None)
-            self._chooser.spend(kind, seconds * self._share)
-            self._chooser.settle(kind)
-        if found is PENDING:
-            return
-        for judge in self._leaving:
-            judge.leave(job, seconds)
-        job.judgement = found
-        self._teller.tell(job)
-
     def in_background(self, nbytes: int, work: Callable[[Fetcher], None]) -> None:
         """Have a worker thread do something with so many bytes of copies."""
-        self._queue.reserve(nbytes)
-        self._queue.submit(nbytes, lambda: work(self._fetcher()))
-
-    def _fetcher(self) -> Fetcher:
-        """That of the worker thread that asks."""
-        workers = self._workers
-        if not hasattr(workers, "fetcher"):
-            workers.fetcher, workers.limit = self._snapshots.fetcher(), 0
-        found: Fetcher = workers.fetcher
-        return found
-
-    def _judge(self, job: Job) -> Judgement | None:
-        fetcher, workers = self._fetcher(), self._workers
-        # jobs are judged side by side on the cores that are there; a large one gets those of others that wait
-        limit = max(self._cores, min(self._threads, self._threads * job.nbytes // self._queue.max_bytes))
-        if workers.limit != limit:
-            cores.limit_kernels(limit)
-            workers.limit = limit
-        job.fetcher = fetcher
-        for judge in self._background:
-            found = judge.settle(job)
-            if found is PENDING:
-                return found
-            if found is not None:
-                job.judgement = found
-                kind = (job.call.op, job.call.numbers[0])
-                for other in self._learning:
-                    if kind not in other.never_settles:
-                        other.learn(job)
-                return found
-        return None
+        self._judging.in_background(nbytes, work)
 
     # -- tell, at the end -----------------------------------------------------------------------------
 
@@ -401,13 +290,7 @@ class OpAutoCompare(Tool):
             teller.abandoned = True  # what is queued is dropped; what was found is kept
             raise
         finally:
-            for judge in self._ladder:
-                judge.close()
-            self._queue.close()
-            teller.wait()
-            for judge in self._ladder:
-                judge.release()
-            self._snapshots.release()
+            self._judging.close()
             assert self._store is not None
             self.csv_path = teller.write_table(self._store, self.table_name, self._run_key, self.only is None)
 
@@ -416,7 +299,7 @@ class OpAutoCompare(Tool):
             self._collectives.close()
 
     def summary(self) -> list[str]:
-        notes = [line for judge in self._ladder for line in judge.summary()]
+        notes = [line for judge in self._judging.ladder for line in judge.summary()]
         notes += [self._chooser.describe(), INTERCEPTOR.sums.why_unheard()]
         told = self._teller.summary(self._chooser.left_out, notes, self.compiled)
         return [*told, f"comparisons in {self.csv_path}"]
@@ -455,15 +338,11 @@ class OpAutoCompare(Tool):
 
     def judge(self, kind: type[Judge]) -> Any:
         """The judge of that class in this run's ladder, or None (`comparison.judge(Workers)`)."""
-        return next((judge for judge in self._ladder if isinstance(judge, kind)), None)
+        return self._judging.judge(kind)
 
     def wait(self) -> None:
         """Wait until every call so far is compared (`comparison.wait()`)."""
-        self._queue.drain()
-        for judge in self._background:
-            if judge.drain():
-                self._queue.drain()  # what was handed back
-        self._teller.wait()
+        self._judging.wait()
 
     def records(self) -> list[dict[str, Any]]:
         """All rows so far, in the order of the calls (`comparison.records()[0]["verdict"]`)."""
@@ -480,25 +359,6 @@ class OpAutoCompare(Tool):
     def decode_row(self, row: dict[str, Any]) -> None:
         row.pop("described", None)
         row["allclose"] = bool(row["allclose"])
-
-
-def _setup(tool: OpAutoCompare, rules: Rules, queue_bytes: int) -> Setup:
-    """What the judges of a run share."""
-    return Setup(
-        rules,
-        tool.view.full,
-        tool._at_once,
-        tool._sampled,
-        _choice("look", tool._precheck, "OP_AUTOCOMPARE_FIRST_LOOK"),
-        tool._threads,
-        queue_bytes,
-        int(settings.number("OP_AUTOCOMPARE_MAX_BYTES")),
-        settings.number("OP_AUTOCOMPARE_MAX_SECONDS"),
-        finish=tool._teller.tell,
-        again=lambda job: tool._queue.submit(0, functools.partial(tool._work, job)),
-        wait=tool.wait,
-        report=lambda message: tool.slowed(message.split(":")[0], message),
-    )
 
 
 def _why_unknown(call: Call, sent: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> str:

@@ -73,7 +73,7 @@ class Workers(Judge):
                 setup.report(f"no worker processes: {type(error).__name__}: {error}")
 
     def admit(self, job: Job) -> None:
-        if self.pool is not None and job.phase == FORWARD and self._may_send(job):
+        if self.pool is not None and (job.phase == FORWARD or job.whole is not None) and self._may_send(job):
             assert isinstance(job.call, ComparedCall)
             lease = self.pool.lease(job.nbytes)
             if lease is not None:
@@ -106,7 +106,7 @@ class Workers(Judge):
         assert self.pool is not None
         assert job.snapshot is not None
         assert job.fetcher is not None
-        backward, keep = job.phase == BACKWARD, lease.memory
+        backward, keep = job.phase == BACKWARD and job.whole is None, lease.memory
         if backward:
             lease.tried.wait()
             if not (lease.there and sendable(job.snapshot)):
@@ -116,7 +116,7 @@ class Workers(Judge):
             assert job.before is not None
             parts = [job.before, job.snapshot]
             layouts = [part.layout for part in parts if part.layout is not None]
-            if not (call.region.grad_enabled and any(map(needs_gradients, layouts))):
+            if job.whole is not None or not (call.region.grad_enabled and any(map(needs_gradients, layouts))):
                 keep = 0
         message = Message(job.number, job.phase, call.wire(), job.nbytes, keep, unasked=job.unasked)
         sent = self.pool.send(lease, message, parts, job.fetcher, job)

@@ -1,0 +1,99 @@
+"""A call cut down to some places: an ordinary call of the same operator whose results equal the whole call's there."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ...call.description import Tensor
+from . import places
+from .axes import Axes, Names
+
+Index = dict[str, Tensor]  # by axis: the places, on the device
+
+VARIANTS: Final = 4  # choices of places for a kind of call, used in turn
+
+
+class Cut(NamedTuple):
+    """Which axes a call is cut along, and the names of the dimensions of the tensors that are judged."""
+
+    axes: frozenset[str]
+    judged: tuple[Names, ...]
+
+
+def cut_tensor(tensor: Tensor, names: Names, index: Index, flat: bool = False) -> Tensor:
+    """The slices of a tensor, in memory of their own (`cut_tensor(x, ("n", "k"), {"n": rows})`)."""
+    tensor = tensor.detach()
+    if flat:
+        places = index.get(names[0] or "") if names else None
+        return tensor.clone() if places is None else tensor.reshape(-1).index_select(0, places)
+    dims = [n for n, name in enumerate(names) if name in index]
+    if not dims:
+        return tensor.clone()
+    if len(dims) > 1:  # the one first that leaves least
+        dims.sort(key=lambda n: index[names[n] or ""].numel() / tensor.shape[n])
+    for dim in dims:
+        tensor = tensor.index_select(dim, index[names[dim] or ""])
+    return tensor
+
+
+class Chosen:
+    """The places at which calls of one kind are judged, for one way to cut them."""
+
+    def __init__(self, axes: Axes, cut: Cut, tensors: Sequence[Tensor], sizes: dict[str, int]) -> None:
+        self.cut = cut
+        self._sizes, self._shape = sizes, _judged_shape(axes, cut, tensors, sizes)
+        shapes = [(t.numel(),) if axes.flat and names else tuple(t.shape) for t, names in zip(tensors, axes.tensors)]
+        rest = [
+            math.prod([size for size, name in zip(shape, names) if name is None])
+            for shape, names in zip(shapes, axes.tensors)
+        ]
+        judged = cut.judged[0] if cut.judged else ()
+        needed = [*axes.tensors, judged]
+        if axes.lists:
+            each = max(16, 8192 // max(1, len(cut.axes)))
+            self.counts, self.more = {name: min(sizes[name], each) for name in sorted(cut.axes)}, 0
+        else:
+            whole = max(rest, default=1) if None in judged else 1  # of a row of what is judged, if it is made of rows
+            self.counts, self.more = places.counts(sizes, sorted(cut.axes), needed, [*rest, whole], axes.flat)
+        self.some = frozenset([name for name, count in self.counts.items() if count < sizes[name]])
+        self.elements = sum([r * self._product(names) for names, r in zip(axes.tensors, rest)])
+        self._made: dict[Any, list[Index]] = {}
+        self._uses = 0
+
+    def _product(self, names: Names) -> int:
+        return math.prod([self.counts.get(n, self._sizes[n]) for n in names if n is not None])
+
+    def index(self, device: torch.device) -> Index:
+        """The places for the next call."""
+        made = self._made.get(device)
+        if made is None:
+            made = self._made[device] = []
+        self._uses += 1
+        number = self._uses % VARIANTS
+        while len(made) <= number:
+            made.append(self._choose(device, random.Random(len(made))))
+        return made[number]
+
+    def _choose(self, device: torch.device, rng: random.Random) -> Index:
+        found = {}
+        for name, count in self.counts.items():
+            chosen = places.choose(self._sizes[name], self._shape.get(name, 1), count, rng)
+            found[name] = torch.tensor(chosen, dtype=torch.int64).to(device)
+        return found
+
+
+def _judged_shape(axes: Axes, cut: Cut, tensors: Sequence[Tensor], sizes: dict[str, int]) -> dict[str, int]:
+    """By axis: how many elements one step along it is, in the tensor that is judged."""
+    found: dict[str, int] = {}
+    for names in cut.judged:
+        inner = 1
+        for name in reversed(names):
+            if name is not None:
+                found.setdefault(name, max(1, inner))
+                inner *= sizes[name]
+    return found

@@ -1,0 +1,265 @@
+"""Calls that make one number of all elements: `sum`, `mean`, norms, and losses that are a mean over rows.
+
+Such a number cannot be cut. The device adds up chunks in float64; from these partial results the CPU makes the total
+that is judged, and some chunks are done again on the CPU, so that the partial results are not taken on trust.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ...call.description import Tensor, tensors_in
+from ...call.operators.registry import last_name
+from .places import choose
+from .reduction import VARIANTS
+
+_CHUNKS: Final = 8192
+_CHECKED: Final = 6  # chunks or rows that the CPU does again
+_SAMPLE: Final = 2048
+_AT_ONCE: Final = 1 << 25  # elements in float64 on the device
+
+
+class Reduced(NamedTuple):
+    """A call in place of the whole one, on tensors of the device; what it must return, or the gradients of it."""
+
+    op: str
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any = None
+    sent: Sequence[Tensor | None] = ()
+    found: Sequence[Tensor | None] = ()
+
+
+class Total:
+    """How calls of one function are judged from partial results; None from a method where that cannot be done."""
+
+    def __init__(self, op: str, function: Callable[..., Any]) -> None:
+        self.op, self.function = op, function
+
+    def elements(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+        """How many there are; None for calls of another form, such as those along a dimension."""
+        if len(args) != 1 or [v for v in kwargs.values() if v is not None] or not isinstance(args[0], Tensor):
+            return None
+        return args[0].numel() if _is_long(args[0]) else None
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, rng: random.Random) -> list[Reduced]:
+        """The calls that judge its result."""
+        raise NotImplementedError
+
+    def backward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], sent: Any, found: Any, rng: random.Random
+    ) -> list[Reduced]:
+        """The calls that judge its gradients."""
+        raise NotImplementedError
+
+
+class Sum(Total):
+    """`sum` and `mean` of all elements."""
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, rng: random.Random) -> list[Reduced]:
+        x = args[0].detach()
+        rows, tail = _chunks(x)
+        partial = rows.sum(1, dtype=torch.float64)
+        chosen = _index(rows.shape[0], _CHECKED, x.device, rng)
+        checked = Reduced("torch.sum", torch.sum, (rows.index_select(0, chosen), 1), {}, partial[chosen].float())
+        if tail.numel():
+            partial = torch.cat((partial, tail.sum(dtype=torch.float64).reshape(1)))
+        if last_name(self.op) == "mean":
+            partial *= partial.numel() / x.numel()
+        return [Reduced(self.op, self.function, (partial,), {}, result.detach().clone()), checked]
+
+    def backward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], sent: Any, found: Any, rng: random.Random
+    ) -> list[Reduced]:
+        x, (g,), (gradient, *_) = args[0], sent, found
+        if gradient.shape != x.shape:
+            return []
+        chosen = _index(x.numel(), _SAMPLE, x.device, rng)
+        few = x.detach().reshape(-1)[chosen].requires_grad_()
+        if last_name(self.op) == "mean":
+            g = g.double() * (few.numel() / x.numel())
+        picked = _picked(gradient, chosen)
+        return [Reduced(self.op, self.function, (few,), {}, None, [g.clone()], [picked])]
+
+
+class Norm(Total):
+    """The norm of all elements, of one tensor or of each in a list."""
+
+    def elements(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+        power = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
+        others = [v for k, v in kwargs.items() if k not in ("ord", "p") and v is not None]
+        tensors = list(tensors_in(args))
+        if power not in (2, 2.0, "fro") or len(args) > 2 or others or not tensors:
+            return None
+        return sum([t.numel() for t in tensors]) if all(t.is_contiguous() for t in tensors) else None
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, rng: random.Random) -> list[Reduced]:
+        partial: list[Tensor] = []
+        checked: list[Tensor] = []
+        expected: list[Tensor] = []
+        tensors = list(tensors_in(args))
+        for tensor in tensors:
+            rows, tail = _chunks(tensor.detach(), 1024)
+            found = torch.linalg.vector_norm(rows, 2, dim=1, dtype=torch.float64)
+            if len(checked) < 16 or rng.random() < 0.1:
+                place = rng.randrange(rows.shape[0])
+                checked.append(rows[place].clone())
+                expected.append(found[place].float())
+            if tail.numel():
+                found = torch.cat((found, torch.linalg.vector_norm(tail, 2, dtype=torch.float64).reshape(1)))
+            partial.append(found)
+        several = isinstance(args[0], (list, tuple))
+        values = [r.detach().clone() for r in tensors_in(result)]
+        rest = args[1:]
+        return [
+            Reduced(
+                self.op,
+                self.function,
+                ((partial if several else partial[0]), *rest),
+                kwargs,
+                values if several else values[0],
+            ),
+            Reduced("torch._foreach_norm", torch._foreach_norm, (checked,), {}, expected),
+        ]
+
+
+class CrossEntropy(Total):
+    """`cross_entropy` and `nll_loss` of class indices, as a mean or sum over rows."""
+
+    _NAMES: Final = (
+        "input",
+        "target",
+        "weight",
+        "size_average",
+        "ignore_index",
+        "reduce",
+        "reduction",
+        "label_smoothing",
+    )
+
+    def _named(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        return {"weight": None, "ignore_index": -100, "reduction": "mean", **dict(zip(self._NAMES, args)), **kwargs}
+
+    def elements(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+        named = self._named(args, kwargs)
+        x, target = named["input"], named["target"]
+        if named.get("size_average") is not None or named.get("reduce") is not None or x.dim() != 2:
+            return None
+        if target.dim() != 1 or named["reduction"] == "none" or target.is_floating_point():
+            return None
+        if named["weight"] is not None and named.get("label_smoothing"):
+            return None  # of smoothed losses, the weights are shared otherwise
+        return int(x.numel())
+
+    def _rows(self, named: dict[str, Any], some: Any) -> Reduced:
+        """The losses of some rows, one for each."""
+        more = {k: v for k, v in named.items() if k not in ("input", "target") and v is not None}
+        x, target = named["input"].detach()[some], named["target"][some]
+        return Reduced(self.op, self.function, (x, target), {**more, "reduction": "none"})
+
+    def _weights(self, named: dict[str, Any]) -> Tensor:
+        """By how much a mean is divided, in float64."""
+        target: Tensor = named["target"]
+        counted: Tensor = target != named["ignore_index"]
+        if named["weight"] is None:
+            return counted.sum(dtype=torch.float64)
+        weights: Tensor = named["weight"].double()[target.clamp(min=0)]
+        return (weights * counted).sum()
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, rng: random.Random) -> list[Reduced]:
+        named = self._named(args, kwargs)
+        x = named["input"]
+        step = max(1, _AT_ONCE // x.shape[1])
+        losses = []
+        for start in range(0, x.shape[0], step):
+            part = self._rows(named, slice(start, start + step))
+            widened = {k: v.double() if isinstance(v, Tensor) else v for k, v in part.kwargs.items()}
+            losses.append(part.function(part.args[0].double(), part.args[1], **widened))
+        rows = torch.cat(losses)
+        chosen = _index(x.shape[0], 4 * _CHECKED, x.device, rng)
+        checked = self._rows(named, chosen)._replace(result=rows[chosen].float())
+        if named["reduction"] == "mean":
+            rows = rows / self._weights(named)
+        return [self._summed(rows, x, result), checked]
+
+    def _summed(self, rows: Tensor, x: Tensor, result: Tensor) -> Reduced:
+        """The sum of these losses by the same function, which rounds as the whole call does: a row of two logits each.
+
+        A loss of l has logits 0 and log(exp(l) - 1). The weights, which are all one, have the dtype of the whole call.
+        """
+        rows = rows.clamp(min=1e-30)
+        other = rows + torch.log(-torch.expm1(-rows))
+        few, first = torch.stack((torch.zeros_like(rows), other), 1), torch.zeros_like(rows, dtype=torch.int64)
+        if last_name(self.op) == "nll_loss":
+            few = torch.stack((-rows, rows), 1)
+        weight = torch.ones(2, dtype=x.dtype, device=x.device)
+        named = {"weight": weight, "reduction": "sum"}
+        return Reduced(self.op, self.function, (few, first), named, result.detach().clone())
+
+    def backward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], sent: Any, found: Any, rng: random.Random
+    ) -> list[Reduced]:
+        named = self._named(args, kwargs)
+        x, (g,), gradient = named["input"], sent, found[0]
+        if gradient is None or any(f is not None for f in found[1:]):
+            return []
+        chosen = _index(x.shape[0], 4 * _CHECKED, x.device, rng)
+        part = self._rows(named, chosen)
+        if named["reduction"] == "mean":
+            g = g.double() / self._weights(named)
+        few = (part.args[0].requires_grad_(), part.args[1])
+        others = [None] * (len(list(tensors_in((few, part.kwargs)))) - 1)
+        kwargs = {**part.kwargs, "reduction": "sum"}
+        return [part._replace(args=few, kwargs=kwargs, sent=[g.clone()], found=[gradient.detach()[chosen], *others])]
+
+
+_TOTALS: Final[dict[str, type[Total]]] = {
+    "sum": Sum,
+    "mean": Sum,
+    "norm": Norm,
+    "vector_norm": Norm,
+    "_foreach_norm": Norm,
+    "cross_entropy": CrossEntropy,
+    "nll_loss": CrossEntropy,
+}
+
+
+def total_of(op: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Total | None:
+    """How a call is judged from partial results; None where no rule knows it."""
+    kind = _TOTALS.get(last_name(op)) if op.startswith("torch.") else None
+    found = None if kind is None else kind(op, function)
+    return found if found is not None and found.elements(args, kwargs) is not None else None
+
+
+def _is_long(x: Tensor) -> bool:
+    return x.is_contiguous() and x.is_floating_point()
+
+
+def _chunks(x: Tensor, most: int = _CHUNKS) -> tuple[Tensor, Tensor]:
+    """All elements as rows of equal length, and those that are left over."""
+    flat = x.reshape(-1)
+    length = max(1, -(-flat.numel() // most))
+    count = flat.numel() // length
+    return flat[: count * length].view(count, length), flat[count * length :]
+
+
+def _index(size: int, count: int, device: torch.device, rng: random.Random) -> Tensor:
+    return _index_of(size, count, device, rng.randrange(VARIANTS))
+
+
+@functools.lru_cache(maxsize=512)
+def _index_of(size: int, count: int, device: torch.device, seed: int) -> Tensor:
+    return torch.tensor(choose(size, 1, count, random.Random(seed)), dtype=torch.int64).to(device)
+
+
+def _picked(x: Tensor, places: Tensor) -> Tensor:
+    """Elements by their place in order, without a copy of what is expanded."""
+    if not any(x.stride()):
+        return x.detach().as_strided((1,), (1,)).expand(places.shape).clone()
+    return x.detach().reshape(-1)[places]

@@ -1,0 +1,169 @@
+"""OP_AUTOCOMPARE_COVERAGE=sample: faults are found at a sample of the elements, and healthy code stays silent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ditorch
+import op_tools
+from op_tools.compare.judges.sampled import Sampled
+
+soft = pytest.mark.skipif(ditorch.backend.name != "soft", reason="faults are planted in the software accelerator")
+
+
+@pytest.fixture(autouse=True)
+def _sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OP_AUTOCOMPARE_COVERAGE", "sample")
+
+
+def _network(device: str) -> Callable[[], torch.Tensor]:
+    torch.manual_seed(0)
+    table, weight = torch.randn(200, 96, device=device), torch.randn(130, 96, device=device)
+    bias, scale = torch.randn(130, device=device), torch.randn(130, device=device)
+    images, kernel = torch.randn(6, 5, 20, 20, device=device), torch.randn(60, 5, 3, 3, device=device)
+    parameters = [table, weight, bias, scale, kernel]
+    for parameter in parameters:
+        parameter.requires_grad_()
+    tokens, targets = torch.randint(200, (8, 60)).to(device), torch.randint(130, (480,)).to(device)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=True)
+
+    def step() -> torch.Tensor:
+        x = F.embedding(tokens, table)
+        q = x.view(8, 60, 4, 24).transpose(1, 2)
+        x = x + F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).reshape(8, 60, 96)
+        y = F.layer_norm(F.gelu(F.linear(x, weight, bias)), (130,), scale, bias)
+        z = F.relu(F.batch_norm(F.conv2d(images, kernel), None, None, training=True), inplace=True)
+        loss = F.cross_entropy(y.flatten(0, 1), targets) + F.dropout(z, 0.1).square().mean() + F.softmax(y, -1).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+def test_a_healthy_network_is_right_and_unchanged(device: str, low: torch.dtype | None) -> None:
+    losses = []
+    for watched in (False, True):
+        step = _network(device)
+        torch.manual_seed(1)
+        tool = op_tools.OpAutoCompare() if watched else None
+        if tool is not None:
+            tool.start()
+        with torch.autocast("cuda", dtype=low or torch.bfloat16, enabled=low is not None):
+            losses.append([step().item() for _ in range(2)])
+        if tool is not None:
+            tool.stop()
+            wrong = [row for row in tool.records() if row["verdict"] != "right"]
+            assert not wrong, wrong[0]
+            assert not [f for f in tool.findings() if f.kind not in ("difference",)]
+            assert tool.judge(Sampled).calls > 60
+            assert not tool._teller.coverage.missed
+    assert losses[0] == losses[1]
+
+
+def _linear(device: str) -> Any:
+    x, w = (
+        torch.randn(300, 64, device=device, requires_grad=True),
+        torch.randn(200, 64, device=device, requires_grad=True),
+    )
+    return lambda: F.linear(x, w).backward(torch.randn(300, 200, device=device))
+
+
+def _add_(device: str) -> Any:
+    x, y = torch.randn(300, 200, device=device), torch.randn(300, 200, device=device)
+    return lambda: x.add_(y)
+
+
+def _split(device: str) -> Any:
+    x = torch.randn(300, 200, device=device)
+    return lambda: torch.max(x, 1)
+
+
+def _layer_norm(device: str) -> Any:
+    x = torch.randn(400, 96, device=device, requires_grad=True)
+    return lambda: F.layer_norm(x, (96,)).backward(torch.randn(400, 96, device=device))
+
+
+@soft
+@pytest.mark.parametrize(
+    ("make", "fault", "phase"),
+    [
+        (_linear, "mm: noise=1e-2, dtype=float32", "forward"),
+        (_linear, "mm: noise=1e-2, dtype=float32, phase=backward", "backward"),
+        (_linear, "mm: element=0.5, dtype=float32, phase=forward", "forward"),
+        (_linear, "mm: element=0.5, dtype=float32, phase=backward", "backward"),
+        (_linear, "mm: nan, dtype=float32, phase=forward", "forward"),
+        (_linear, "mm: accumulate=bfloat16, dtype=float32", "forward"),
+        (_add_, "add_.Tensor: element=0.5", "forward"),
+        (_add_, "add_.Tensor: drop_write", "forward"),
+        (_layer_norm, "native_layer_norm: element=0.5, dtype=float32", "forward"),
+        (_layer_norm, "native_layer_norm_backward: element=0.5, dtype=float32", "backward"),
+    ],
+)
+def test_planted_faults_are_found(device: str, make: Any, fault: str, phase: str) -> None:
+    from ditorch.soft import faults
+
+    torch.manual_seed(0)
+    call = make(device)
+    with op_tools.OpAutoCompare() as tool, faults.plant(fault):
+        call()
+    assert any(b.phase == phase for b in tool.blames), [r["verdict"] for r in tool.records()]
+    assert tool.judge(Sampled).calls
+
+
+class Broken(TorchDispatchMode):
+    """A kernel for products that goes wrong beyond some row."""
+
+    def __init__(self, fault: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func._schema.name in ("aten::mm", "aten::linear") and found.dtype == torch.float32 and found.shape[0] > 9000:
+            with torch._C.DisableTorchFunction():
+                self.fault(found)
+        return found
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda y: y[8192:].copy_(y[: y.shape[0] - 8192].clone()),  # an index that wraps around
+        lambda y: y.view(-1)[-40:].zero_(),  # the last elements are not written
+        lambda y: y.copy_(y.view(y.shape[1], y.shape[0]).t().contiguous()),  # the layout of another tensor
+        lambda y: y[4000:4001].mul_(1.01),  # one row
+    ],
+)
+def test_errors_of_a_whole_region_are_found(device: str, fault: Any) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(9100, 16, device=device), torch.randn(40, 16, device=device)
+    with op_tools.OpAutoCompare() as tool, Broken(fault):
+        F.linear(x, w)
+    assert [b.op for b in tool.blames] == ["torch.nn.functional.linear"]
+    assert "in a sample" in tool.blames[0].reason
+
+
+def test_calls_beyond_the_limit_are_sampled_and_small_ones_are_not(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OP_AUTOCOMPARE_COVERAGE", "auto")
+    monkeypatch.setenv("OP_AUTOCOMPARE_MAX_BYTES", "1000000")
+    large, small = torch.randn(1100, 1000, device=device), torch.randn(100, 1000, device=device)
+    with op_tools.OpAutoCompare() as tool:
+        small.mul(2)
+        assert list(tool.judge(Sampled)._kinds.values()) == [None]
+        large.mul(2)
+        large.sum()
+    assert tool.judge(Sampled).calls == 2
+    assert {row["verdict"] for row in tool.records()} == {"right"}
+    assert not tool._teller.coverage.missed
+    assert any("by a sample" in line for line in tool.summary())
