@@ -133,8 +133,8 @@ class CallFiles:
     def _with_folder(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except (FileNotFoundError, RuntimeError):  # which PyTorch raises; the first file of a call creates the folder
-            if os.path.isdir(self._folder):
+        except (FileNotFoundError, RuntimeError) as error:  # the first file of a call creates the folder
+            if isinstance(error, RuntimeError) and "does not exist" not in str(error):  # as PyTorch says it
                 raise
             os.makedirs(self._folder, exist_ok=True)
             write()

@@ -86,7 +86,7 @@ def test_rows_are_the_same_as_without(device: str, one_process: Any) -> None:
     one_process.judge(Workers).pool._answered = note
     losses = train(device)
     helped = plain(one_process)
-    assert sum(right for _, right in answered) > 40
+    assert sum(right for _, right in answered) > 15, "the first call of a kind stays here, and so does its backward"
     assert {op.rpartition(".")[2] for op, right in answered if not right} <= {"dropout", "randint"}, "random ones"
     one_process.stop()
     os.environ["OP_AUTOCOMPARE_PROCESSES"] = "0"
@@ -126,6 +126,7 @@ def test_the_run_goes_on_when_a_process_is_killed(device: str, one_process: Any)
     train(device, steps=1)
     one_process.wait()
     x = torch.randn(4, 4, device=device, requires_grad=True)
+    torch.exp(x)  # the first of its kind stays here
     y = torch.exp(x)
     one_process.wait()
     (helper,) = one_process.judge(Workers).pool._processes
@@ -151,10 +152,12 @@ def test_a_process_that_is_killed_while_it_works(device: str, one_process: Any) 
     for _ in range(calls):
         x = torch.tanh(x)
     end = time.monotonic() + 30
-    while len(helper.flights) < calls and time.monotonic() < end:
+    expected = calls - 2  # calls whose neighbours are guarded stay here: the first of a kind, and a sample
+    while len(helper.flights) < expected and time.monotonic() < end:
         time.sleep(0.01)
-    assert len(helper.flights) >= calls
+    sent = len(helper.flights)
     os.kill(helper.process.pid, signal.SIGKILL)
+    assert sent >= expected
     rows = [row["verdict"] for row in one_process.records() if "tanh" in row["name"]]
     assert rows == ["right"] * 2 * calls, "they are compared here"
 

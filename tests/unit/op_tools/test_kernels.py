@@ -171,8 +171,8 @@ def test_another_gpu_source_or_triton_has_another_place(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {index}")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(kernels.importlib.metadata, "version", lambda name: "3.6")
-    cases = [("triton_measures", torch.float32, 0), ("triton_measures", torch.float16, 0)]
-    cases += [("triton_measures", torch.float32, 1), ("triton_statistics", torch.float32, 0)]
+    cases = [("triton_measures.py", torch.float32, 0), ("triton_measures.py", torch.float16, 0)]
+    cases += [("triton_measures.py", torch.float32, 1), ("triton_statistics.py", torch.float32, 0)]
     places = [kernels._cache_path(*case) for case in cases]
     monkeypatch.setattr(kernels.importlib.metadata, "version", lambda name: "3.7")
     places += [kernels._cache_path(*cases[0])]
