@@ -168,7 +168,7 @@ class OnGpu:
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
             raise ImportError
-        self._kernels = Kernels(device.index, "triton_fingerprints", arguments=4)
+        self._kernels = Kernels(device.index, "fingerprints", arguments=4)
         self._device = device
         self._rows = torch.empty((_ROWS, 2), dtype=torch.int64, device=device)
         self._host = torch.empty((_ROWS, 2), dtype=torch.int64, pin_memory=True)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ..call.devices import quiet
+from ..compat import in_fake_mode, in_func_transform
 from .kernels import Kernels
 
 Tensor = torch.Tensor
@@ -244,9 +245,13 @@ def put_together(rows: Any, starts: list[int]) -> Any:
 BROKEN: Final[dict[int, str]] = {}  # GPUs whose kernel does not work, and why
 
 
-@functools.cache
 def fused(index: int) -> Kernels | None:
-    """The kernels of a GPU, or None where no compiler is there or its answer is not the right one."""
+    """The kernels of a GPU, or None where no compiler is there, its answer is wrong, or tensors have no memory."""
+    return None if in_fake_mode() or in_func_transform() else _tried(index)
+
+
+@functools.cache
+def _tried(index: int) -> Kernels | None:
     try:
         with quiet():
             kernels = Kernels(index, "statistics", arguments=4)

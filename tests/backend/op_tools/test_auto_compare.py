@@ -571,15 +571,15 @@ def test_views_whose_place_a_value_decides(device: str) -> None:
 def test_an_interrupt_while_the_run_waits_loses_no_later_call(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(2, device=device)
     with op_tools.OpAutoCompare(ops=["torch.add"]) as compared:
-        reserve = compared._queue.reserve
+        reserve = compared._judging._queue.reserve
 
         def interrupted(nbytes: int) -> bool:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(compared._queue, "reserve", interrupted)
+        monkeypatch.setattr(compared._judging._queue, "reserve", interrupted)
         with pytest.raises(KeyboardInterrupt):
             torch.add(x, x)
-        monkeypatch.setattr(compared._queue, "reserve", reserve)
+        monkeypatch.setattr(compared._judging._queue, "reserve", reserve)
         for _ in range(3):
             torch.add(x, x)
     assert len({row["call_id"] for row in compared.records()}) == 3
