@@ -82,7 +82,7 @@ def watched(tool: str) -> Walk:
 
 def _settle(tool: Any) -> None:
     """Wait for what the tool does in the background, outside of the count of its own waiting."""
-    queue = getattr(tool, "writer", None) or getattr(tool, "_queue", None)
+    queue = getattr(tool, "writer", None) or getattr(getattr(tool, "_judging", None), "_queue", None)
     if queue is not None:
         queue.drain()
 

@@ -389,13 +389,7 @@ class Tool(Hooks):
         return console.html_table(list(rows[0]), [list(row.values()) for row in rows])
 
     def __rich__(self) -> Any:
-        from rich.table import Table
-
-        rows = self.records()[:_MAX_SHOWN]
-        shown = Table(*(rows[0] if rows else ()), title=self.name)
-        for row in rows:
-            shown.add_row(*map(str, row.values()))
-        return shown
+        return console.rich_table(self.name, self.records()[:_MAX_SHOWN])
 
 
 def _as_json(**described: Described) -> dict[str, Any]:

@@ -44,9 +44,6 @@ class OpCapture(Tool):
     name = "OpCapture"
     prefix = "OP_CAPTURE"
     feature = "op_capture"
-    order = 40
-    wants_backward = True
-    looks_inside = True
     columns: ClassVar[dict[str, str]] = {
         "call_id": "INTEGER",
         "site": "INTEGER",
@@ -54,6 +51,8 @@ class OpCapture(Tool):
         "path": "TEXT",
         "bytes": "INTEGER",
     }
+    order = 40
+    wants_backward = looks_inside = True
     wants_pointers = False
     run_options: ClassVar[dict[str, dict[str, Any]]] = {
         "format": {"choices": FORMATS, "help": "files per call as documented, or each content once (the default)"},

@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -285,3 +285,13 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     head = "".join(f"<th>{escape(str(h))}</th>" for h in header)
     body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def rich_table(title: str, rows: Sequence[Mapping[str, Any]]) -> Any:
+    """A table of rich, for terminals (`rich.print(rich_table("OpObserve", rows))`)."""
+    from rich.table import Table
+
+    shown = Table(*(rows[0] if rows else ()), title=title)
+    for row in rows:
+        shown.add_row(*map(str, row.values()))
+    return shown
