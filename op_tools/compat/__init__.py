@@ -173,6 +173,7 @@ conj_view: Final = torch._conj
 neg_view: Final = torch._neg_view
 storage_class_names: Final = _dtype_to_storage_type_map
 aten_operator_names: Final = torch._C._dispatch_get_all_op_names  # "aten::add.Tensor", and those of other libraries
+foreach_norm: Final = torch._foreach_norm
 takes_numbers_as_tensors: Final = torch._C._should_allow_numbers_as_tensors  # ("add"): a number for any tensor
 autograd_nodes: Final = torch._C._functions  # the classes of the nodes that PyTorch defines in C++
 CPU_KERNELS: Final = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)

@@ -15,6 +15,7 @@ import torch
 
 from ...call.description import Tensor, tensors_in
 from ...call.operators.registry import last_name
+from ...compat import foreach_norm
 from .places import choose
 from .reduction import VARIANTS
 
@@ -125,7 +126,7 @@ class Norm(Total):
                 kwargs,
                 values if several else values[0],
             ),
-            Reduced("torch._foreach_norm", torch._foreach_norm, (checked,), {}, expected),
+            Reduced("torch._foreach_norm", foreach_norm, (checked,), {}, expected),
         ]
 
 
