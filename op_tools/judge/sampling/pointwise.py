@@ -53,7 +53,8 @@ def pointwise(call: Arguments) -> Axes | None:
     if (last in _SHAPE_OF_FIRST or last.endswith("_")) and shape != call.tensors[0].shape:
         return None
     alike = [t.shape == shape and t.is_contiguous() for t in call.tensors]
-    if shape.numel() > 1 and all(a or t.dim() == 0 for a, t in zip(alike, call.tensors)):
+    asks_for_layout = any(isinstance(v, torch.memory_format) for v in (*call.args, *call.kwargs.values()))
+    if shape.numel() > 1 and not asks_for_layout and all(a or t.dim() == 0 for a, t in zip(alike, call.tensors)):
         names: tuple[Names, ...] = tuple([("e",) if a else () for a in alike])
         return Axes(names, (("e",),), flat=True)
     return Axes(tuple([batch_names(t.shape, "e") for t in call.tensors]), (batch_names(shape, "e"),))

@@ -167,3 +167,12 @@ def test_calls_beyond_the_limit_are_sampled_and_small_ones_are_not(
     assert {row["verdict"] for row in tool.records()} == {"right"}
     assert not tool._teller.coverage.missed
     assert any("by a sample" in line for line in tool.summary())
+
+
+def test_a_call_that_asks_for_a_layout_keeps_its_rank(device: str) -> None:
+    images = torch.randn(4, 3, 20, 20, device=device)
+    with op_tools.OpAutoCompare() as tool:
+        images.to(memory_format=torch.channels_last).contiguous(memory_format=torch.contiguous_format)
+        images.clone(memory_format=torch.channels_last)
+    assert not tool.blames
+    assert "every call that computes was compared" in tool.summary()[0]
