@@ -114,7 +114,9 @@ def run_export(given: argparse.Namespace) -> int:
             return 0
         if given.to is None:
             raise settings.SettingsError("--to DIR is missing: where are the files to go? (--list shows the calls)")
-        return export(given.source, given.to, choice)
+        done, failed = export(given.source, given.to, choice)
+        print(done)
+        return 1 if failed else 0
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -113,8 +113,8 @@ def export_call(store: CaptureStore, call: StoredCall, target: Path) -> int:
     return written
 
 
-def export(sources: Sequence[Path], target: Path, choice: Choice) -> int:
-    """Write the chosen calls below a folder and say what was done; the result is the exit code.
+def export(sources: Sequence[Path], target: Path, choice: Choice) -> tuple[str, int]:
+    """Write the chosen calls below a folder; the result is what was done, and how many calls could not be read.
 
     >>> export([Path("op_tools_results")], Path("exported"), Choice(ops="torch.add"))  # doctest: +SKIP
     """
@@ -141,8 +141,7 @@ def export(sources: Sequence[Path], target: Path, choice: Choice) -> int:
             console.print_error(f"{store.folder / call.folder}: {error}")
         advance()
     lost = f"; {failed} could not be read" if failed else ""
-    print(f"{len(chosen) - failed} calls, {files} files, {needed / 1e6:.1f} MB in {target}{lost}")
-    return 1 if failed else 0
+    return f"{len(chosen) - failed} calls, {files} files, {needed / 1e6:.1f} MB in {target}{lost}", failed
 
 
 def _with_progress(chosen: Chosen) -> Iterator[tuple[tuple[CaptureStore, StoredCall], Callable[[], Any]]]:
