@@ -249,15 +249,26 @@ def children(value: Any) -> tuple[tuple[str, ...] | None, list[Any]] | None:
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Every tensor in nested containers, in order (`list(tensors_in(([x], {"y": y})))`)."""
+    found: list[Tensor] = []
+    _collect(value, found)
+    return iter(found)
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        yield value
+        found.append(value)
         return
-    if type(value) in _LEAF_TYPES or isinstance(value, str):
-        return
-    parts = children(value)
-    if parts is not None:
-        for member in parts[1]:
-            yield from tensors_in(member)
+    kind = type(value)
+    if kind is tuple or kind is list:
+        members = value
+    else:
+        parts = None if kind in _LEAF_TYPES or kind is str else children(value)
+        members = () if parts is None else parts[1]
+    for member in members:
+        if isinstance(member, Tensor):
+            found.append(member)
+        elif type(member) not in _LEAF_TYPES:
+            _collect(member, found)
 
 
 def held_by(tensor: Tensor) -> list[Tensor]:
@@ -280,14 +291,13 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     kind = type(value)
     if kind in _LEAF_TYPES or kind is str:
         return value
-    if kind is list:
-        return [map_tensors(v, change) for v in value]
-    if kind is tuple:
-        return tuple([map_tensors(v, change) for v in value])
+    if kind is list or kind is tuple:
+        found = [change(v) if isinstance(v, Tensor) else map_tensors(v, change) for v in value]
+        return found if kind is list else tuple(found)
     if kind is slice:
         return slice(*(map_tensors(v, change) for v in (value.start, value.stop, value.step)))
     parts = children(value)
-    if parts is None or next(tensors_in(value), None) is None:
+    if parts is None or not parts[1] or next(tensors_in(value), None) is None:
         return value
     return rebuild_container(value, kind, [map_tensors(v, change) for v in parts[1]])
 

@@ -44,13 +44,18 @@ class OpFilter:
         included = self._fitting(self.include, name)
         return not self.excludes(name) and bool(included or not self.include)
 
+    def could_match(self, name: str) -> bool:
+        """The same of an operator that may never run: it does not count as seen (`f.could_match("torch.add")`)."""
+        included, excluded = (_fitting(patterns, name) for patterns in (self.include, self.exclude))
+        return not excluded and bool(included or not self.include)
+
     def excludes(self, name: str) -> bool:
         """Whether the operator of this name is left out (`f.excludes("torch.Tensor.add")`)."""
         return bool(self._fitting(self.exclude, name))
 
     def _fitting(self, patterns: dict[str, tuple[str, re.Pattern[str]]], name: str) -> set[str]:
         self._seen.add(name)
-        found = {text for text, (meant, p) in patterns.items() if name in (text, meant) or p.fullmatch(name)}
+        found = _fitting(patterns, name)
         self._used |= found
         return found
 
@@ -63,6 +68,10 @@ class OpFilter:
                 hint = f"; did you mean {', '.join(near)}?" if near else "; no operator with a similar name ran"
                 lines.append(f"{source}: {text!r} matched no operator{hint}")
         return lines
+
+
+def _fitting(patterns: dict[str, tuple[str, re.Pattern[str]]], name: str) -> set[str]:
+    return {text for text, (meant, p) in patterns.items() if name in (text, meant) or p.fullmatch(name)}
 
 
 def _compile(texts: Iterable[str] | str, source: str) -> dict[str, tuple[str, re.Pattern[str]]]:

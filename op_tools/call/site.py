@@ -28,7 +28,7 @@ _INTERNAL_FILES: Final = (  # wrappers around functions: decorators, threads, de
 _INTERNAL: Final = (_TORCH, _HERE, _DITORCH, "<frozen", "<ditorch", *_INTERNAL_FILES)
 _REPLAY: Final = os.path.join(_HERE, "replay", "captured.py")  # makes the calls that are replayed
 _MAX_FRAMES: Final = 64  # below a call, until one of the user's
-_MAX_MODULE_FRAMES: Final = 256
+MAX_MODULE_FRAMES: Final = 256
 _MAX_KNOWN: Final = 50_000  # code made by exec in a loop must not pile up
 
 _owners: dict[CodeType, bool | None] = {}
@@ -93,9 +93,13 @@ def module_path(depth: int = 1) -> str:
 
     Empty where no module is being called; the class where the outermost module itself makes the call.
     """
-    frame: FrameType | None = sys._getframe(depth)
+    return module_path_at(sys._getframe(depth))
+
+
+def module_path_at(frame: FrameType | None) -> str:
+    """The same from a frame on (`module_path_at(sys._getframe())`)."""
     innermost = outermost = None
-    for _ in range(_MAX_MODULE_FRAMES):
+    for _ in range(MAX_MODULE_FRAMES):
         if frame is None:
             break
         if frame.f_code is MODULE_CALL:

@@ -74,10 +74,11 @@ class Judging:
         self.ladder = make_ladder(setup)
         self._live = tuple([judge for judge in self.ladder if judge.live])
         self._background = tuple([judge for judge in self.ladder if not judge.live])
-        self.expecting, self._admitting, self._leaving, self._learning = [
+        settling, self.expecting, self._admitting, self._leaving, self._learning = [
             tuple([judge for judge in self.ladder if getattr(type(judge), name) is not getattr(Judge, name)])
-            for name in ("expects", "admit", "leave", "learn")
+            for name in ("settle", "expects", "admit", "leave", "learn")
         ]
+        self._settling = tuple([judge for judge in settling if not judge.live])
         self.judge(Host).snapshots = snapshots
 
     def judge(self, kind: type[Judge]) -> Any:
@@ -189,7 +190,7 @@ class Judging:
             cores.limit_kernels(limit)
             workers.limit = limit
         job.fetcher = fetcher
-        for judge in self._background:
+        for judge in self._settling:
             found = judge.settle(job)
             if found is PENDING:
                 return found

@@ -49,7 +49,7 @@ class ComparedCall(Invocation):
     kind: Hashable = None  # where calls are chosen: what decides about calls like it
     record_site: int = 0
     places: Places | None = None  # of the results in the memory of the arguments, where they may be views of these
-    in_backward: bool = False  # a part of the backward of another call: its forward is told as that
+    in_backward: bool = False  # what autograd or a wrapper tensor calls in a backward: its forward is told as that
     whole: bool = False  # its snapshots have all of the storages behind its arguments
     drawn: Any = None  # what is known of its random numbers: `repeat.Drawn`, and states of generators during the call
     notes: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what judges remember until the backward
@@ -94,12 +94,6 @@ class Job:
     moves_only: bool = False  # values are moved, nothing is computed
     error: BaseException | None = None
     done: threading.Event = dataclasses.field(default_factory=threading.Event)
-
-    @property
-    def told_phase(self) -> str:
-        """The phase that people read; what autograd and wrapper tensors call by themselves may belong to a backward."""
-        in_backward = self.call.traits.by_engine or getattr(self.call, "in_backward", False)
-        return BACKWARD if in_backward else self.phase
 
 
 def arguments_kind(call: Invocation) -> Hashable:

@@ -21,7 +21,7 @@ from ..call.arguments import numbers_of
 from ..call.description import Tensor
 from ..call.devices import quiet, synchronize
 from ..call.site import live_state
-from ..copies.operands import Fetcher, Operands, Ref, is_plain, map_leaves, mark_after
+from ..copies.operands import Fetcher, Layout, Operands, Ref, is_plain, map_leaves, mark_after
 from ..judge.verdict import WRONG, Judgement, Row
 
 _MAX_PLANS: Final = 2_000
@@ -50,11 +50,15 @@ class Outside:
     def __init__(self) -> None:
         # by the identity of both trees, which are held so that no other gets it
         self._plans: dict[tuple[int, int], tuple[Any, Any, list[int], list[_Gap]]] = {}
+        self.without_gaps: set[tuple[Layout, Layout]] = set()  # of both snapshots: arguments cover all that is copied
 
     def judge(
         self, op: str, before: Operands, after: Operands, flats: tuple[Sequence[Tensor], ...]
     ) -> Judgement | None:
-        """A wrong judgement where memory beside an argument has changed, else None; `flats` are both on the host."""
+        """A wrong judgement where memory beside an argument has changed, else None; `flats` are both on the host.
+
+        It need not be asked about snapshots whose layouts are `without_gaps`.
+        """
         ours, theirs = flats
         sizes = [f.numel() for f in (*ours, *theirs)]
         key = (id(before.tree), id(after.tree))
@@ -65,6 +69,10 @@ class Outside:
             known = (before.tree, after.tree, sizes, list(_gaps(before.tree, after.tree, ours, theirs)))
             if sum([0 if gap.mask is None else gap.mask.numel() for gap in known[3]]) <= _MAX_MASK:
                 self._plans[key] = known
+            if not known[3] and before.layout is not None and after.layout is not None:
+                if len(self.without_gaps) >= _MAX_PLANS:
+                    self.without_gaps.clear()
+                self.without_gaps.add((before.layout, after.layout))
         for gap in known[3]:
             if before.ids and after.ids and before.ids[gap.before] != after.ids[gap.after]:
                 continue  # the argument was given other memory
@@ -242,8 +250,10 @@ class Neighbours:
     """
 
     def __init__(self) -> None:
-        self._seen: set[Hashable] = set()
-        self._calls = self._guarded = self._next = self._tight = 0
+        self.seen: set[Hashable] = set()  # kinds of calls that were guarded: (op, number of its arguments)
+        self.calls = 0
+        self.due = 0  # once there were so many calls, `begin` must be asked about each, of whatever kind
+        self._guarded = self._next = self._tight = 0
         self._state: list[tuple[str, weakref.ref[Tensor]]] = []
         self._recent: OrderedDict[int, weakref.ref[Tensor]] = OrderedDict()
         self._own: list[Tensor] = []
@@ -263,9 +273,11 @@ class Neighbours:
 
     def begin(self, call: Any) -> Guarded | None:
         """Copies of some tensors before a call, where it is one to be guarded; on the run's thread."""
-        self._calls += 1
+        self.calls += 1
+        if not (self._tight or self._suspects):
+            self.due = (self.calls // _EVERY + 1) * _EVERY - 1
         kind = (call.op, call.inputs.number)
-        if kind in self._seen and self._calls % _EVERY and not self._tight and call.op not in self._suspects:
+        if kind in self.seen and self.calls % _EVERY and not self._tight and call.op not in self._suspects:
             return None
         if not self._usable or call.traits.view or call.device.type == "cpu" or not self._lock.acquire(blocking=False):
             return None
@@ -279,8 +291,8 @@ class Neighbours:
             self._lock.release()
 
     def _begin(self, call: Any, kind: Hashable) -> Guarded:
-        if len(self._seen) < _MAX_KINDS:
-            self._seen.add(kind)
+        if len(self.seen) < _MAX_KINDS:
+            self.seen.add(kind)
         self._tight = max(0, self._tight - 1)
         alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         found = self._choose(call, alone)
@@ -336,7 +348,7 @@ class Neighbours:
         if not all(map(_equal, _on_host(again, mark_after(again), fetcher), [before, after] * 3)):
             self._usable = False  # the device's copies are what is wrong
             return None
-        self._tight = _TIGHT
+        self._tight, self.due = _TIGHT, 0
         if guarded.alone:
             self._found[op] += 1
         place = int((before != after).nonzero()[0])
@@ -355,6 +367,7 @@ class Neighbours:
         """Memory changed during a call, perhaps by something else: later calls of the operator are guarded."""
         count, first = self._suspects.get(op, (0, reason))
         self._suspects[op] = (count + 1, first)
+        self.due = 0
 
     def summary(self) -> list[str]:
         """What was suspected and not confirmed."""

@@ -28,7 +28,7 @@ from ..judge.verdict import NOT_COMPARABLE, RIGHT, WEAK, WRONG, Judgement, Row
 from ..view import console, rows, store
 from ..view.rows import label_of
 from .coverage import Coverage
-from .ladder import FORWARD, ComparedCall, Job, asked
+from .ladder import BACKWARD, FORWARD, ComparedCall, Job, asked
 from .memory import PART as MEMORY
 
 _MAX_SAVED: Final = 200  # wrong calls that are saved to disk
@@ -173,26 +173,27 @@ class Teller:
         elif judgement.verdict == RIGHT and False in [row.allclose for row in judgement.rows]:
             self.not_allclose += 1
         self.verdicts[judgement.verdict] += 1
+        phase = BACKWARD if call.in_backward else job.phase
         for row in judgement.rows:
             if row.verdict == WEAK:
-                self.known[call.op, job.told_phase, row.reason] += 1
+                self.known[call.op, phase, row.reason] += 1
             elif IN_TF32 in row.error_info:
-                self.known[call.op, job.told_phase, IN_TF32] += 1
+                self.known[call.op, phase, IN_TF32] += 1
         key = (call.op, call.numbers, job.phase)
         if key in self.coverage.compared:
             self.coverage.compared[key] += 1
         else:
             self.coverage.add(live, job.phase, call.kind)
-        which, where = (call.id, call.record_site, job.told_phase), (call.site.module, call.site.step)
+        which, where = (call.id, call.record_site, phase), (call.site.module, call.site.step)
         self._tool.record_all(
             [(*which, label_of(*row[:3]), *row[rows.FIRST : rows.END], *where, row[rows.END]) for row in judgement.rows]
         )
         if job.golden is not None and self._tool.view.full:
             self._show(job, judgement)
         if judgement.verdict == WRONG:
-            self._blame(job, call, judgement)
+            self._blame(job, call, judgement, phase)
 
-    def _blame(self, job: Job, call: ComparedCall, judgement: Judgement) -> None:
+    def _blame(self, job: Job, call: ComparedCall, judgement: Judgement, phase: str) -> None:
         wrong = sorted((r for r in judgement.rows if r.verdict == WRONG), key=lambda r: -r.excess)
         worst = wrong[0]
         own_name = name_of_row(call.function, call.op, job.live.inputs, worst.part, worst.index)
@@ -205,13 +206,12 @@ class Teller:
         if len(self.blames) < _MAX_BLAMES:
             reason = f"{name}: {worst.reason}"
             where = (*call.site[:3], folder, worst.part == MEMORY)
-            self.blames.append(Blame(job.event, call.id, call.op, job.told_phase, reason, worst.excess, *where))
+            self.blames.append(Blame(job.event, call.id, call.op, phase, reason, worst.excess, *where))
         where_in_model = f" in module {call.site.module}" if call.site.module else ""
         ulp = f"{worst.max_ulp:.3g} ulp" if worst.max_ulp <= _MAX_ULP else f"> {_MAX_ULP:.0e} ulp".replace("+0", "")
         size = "" if worst.part == MEMORY else f" (max_abs_diff {worst.max_abs_diff:.6g}, {ulp})"
         message = f"{name} is wrong{where_in_model}: {worst.reason}{size}"
-        phase, module = job.told_phase, call.site.module
-        self._tool.found(job.live, "difference", message, phase=phase, module=module, size=worst.excess)
+        self._tool.found(job.live, "difference", message, phase=phase, module=call.site.module, size=worst.excess)
 
     def _save(self, job: Job, call: ComparedCall, wrong: Sequence[Row]) -> str:
         """The saved call, both sides, and a script that repeats it; what cannot be saved is left out."""

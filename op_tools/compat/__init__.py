@@ -249,9 +249,12 @@ def hide_from_dynamo(function: Any) -> None:
         skip(function.__code__)
 
 
+COMPILED_AUTOGRAD: Final = "torch._dynamo.compiled_autograd"  # a module; until it is imported, no backward is compiled
+
+
 def compiles_backward() -> bool:
     """Whether this thread's backward passes are compiled as a whole (`torch._dynamo.config.compiled_autograd`)."""
-    return bool(getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False))
+    return bool(getattr(sys.modules.get(COMPILED_AUTOGRAD), "compiled_autograd_enabled", False))
 
 
 def compilations() -> int:

@@ -76,32 +76,34 @@ class Copier:
         self._whole, self._distinct_leaves = whole, distinct_leaves
         self._own_memory, self._contiguous = own_memory, contiguous
         self._spans: dict[Any, tuple[int, int]] = {}  # in bytes of the storage
+        self._unmeasured: list[Tensor] = []  # whose spans are not among these: small storages are copied whole
         self._storages: dict[Any, tuple[Tensor, int]] = {}  # the copy, and which byte of the storage is its first
-        self._made: dict[Any, tuple[Tensor, Tensor | None]] = {}
+        self._made: dict[Any, tuple[Tensor, Tensor | None, int]] = {}  # the copy, its leaf, its version or -1
 
     def copy(self, value: Any, tensors: Iterable[Tensor] | None = None) -> Any:
         """The tree with copies in it; `tensors` are those that it holds, where that is known."""
         if not self._whole:
-            for tensor in tensors_in(value) if tensors is None else tensors:
-                if is_strided(tensor):
-                    self._note_span(tensor)
+            self._unmeasured.extend(tensors_in(value) if tensors is None else tensors)
         return map_tensors(value, self._copied)
 
     def copy_of(self, tensor: Tensor) -> Tensor:
         """The copy of a tensor that has its own memory (`copier.copy_of(x)`)."""
         return self._made[id(tensor)][0]
 
-    def versions(self) -> list[int]:
-        """How often each copy has been written to (`copier.versions() != earlier`)."""
-        return [0 if copy.is_inference() else copy._version for copy, _ in self._made.values()]
+    def wrote(self) -> bool:
+        """Whether a copy has been written to since it was made (`copier.wrote()`)."""
+        for copy, _, version in self._made.values():  # noqa: SIM110  (a generator would cost a call for each)
+            if version >= 0 and copy._version != version:
+                return True
+        return False
 
-    def _note_span(self, tensor: Tensor) -> None:
-        first, last = span_of(tensor)
-        size = tensor.element_size()
-        first, last = first * size, last * size
-        key = self._memory_of(tensor)
-        known = self._spans.get(key)
-        self._spans[key] = (first, last) if known is None else (min(first, known[0]), max(last, known[1]))
+    def _measure_spans(self) -> None:
+        for tensor in filter(is_strided, self._unmeasured):
+            size, (first, last) = tensor.element_size(), span_of(tensor)
+            key = self._memory_of(tensor)
+            low, high = self._spans.get(key, (first * size, last * size))
+            self._spans[key] = (min(first * size, low), max(last * size, high))
+        self._unmeasured.clear()
 
     def _memory_of(self, tensor: Tensor) -> Any:
         """Copies of tensors with equal keys share memory; what is cast is shared by tensors of one dtype."""
@@ -119,7 +121,10 @@ class Copier:
         if made is None:
             keeps_layout = is_strided(tensor) and not self._contiguous
             copy = self._strided_copy(tensor) if keeps_layout else self._other_copy(tensor)
-            made = self._made[key] = self._with_leaf(copy, self._grad and tensor.requires_grad)
+            leaf = None
+            if self._grad and tensor.requires_grad:
+                copy, leaf = self._with_leaf(copy)
+            made = self._made[key] = (copy, leaf, -1 if copy.is_inference() else copy._version)
         self.leaves.append(made[1])
         return made[0]
 
@@ -145,6 +150,8 @@ class Copier:
         dtype, size = tensor.dtype, tensor.element_size()
         start, end = 0, storage.nbytes()
         if not self._whole and end > _COPY_WHOLE_BELOW * size:
+            if self._unmeasured:
+                self._measure_spans()
             start, end = self._spans[key]
         target = self._cast.get(dtype)
         if target is None:  # bytes, whatever they are seen as
@@ -164,8 +171,8 @@ class Copier:
             copy = self._converted(copy, self._cast[copy.dtype])
         return copy.clone(memory_format=torch.contiguous_format) if self._contiguous and is_strided(copy) else copy
 
-    def _with_leaf(self, copy: Tensor, wants_gradient: bool) -> tuple[Tensor, Tensor | None]:
-        if not wants_gradient or not (copy.is_floating_point() or copy.is_complex()):
+    def _with_leaf(self, copy: Tensor) -> tuple[Tensor, Tensor | None]:
+        if not (copy.is_floating_point() or copy.is_complex()):
             return copy, None
         if not self._enter:
             return copy.requires_grad_(), copy

@@ -13,7 +13,7 @@ import torch
 
 from ..call.description import Tensor, children, map_tensors, rebuild_container, tensors_in
 from ..call.devices import can_pin, event_class, module_of
-from ..compat import conj_view, neg_view
+from ..compat import conj_view, count_dispatch_modes, neg_view, no_dispatch_modes
 from ..native.kernels import copy_to_host
 from .materialise import span_of
 
@@ -58,6 +58,9 @@ class Opaque(NamedTuple):
     """A tensor that cannot be copied: what it was."""
 
     kind: str
+
+
+_STAGED: Final = frozenset({Ref, Whole, Opaque})
 
 
 class Operands(NamedTuple):
@@ -123,6 +126,9 @@ class Layouts:
         touch is: autograd adds to one in place only while nobody else holds its memory, and a Python object for its
         storage would count.
         """
+        if count_dispatch_modes():  # the user's are not to see the copies; function modes are off already
+            with no_dispatch_modes():
+                return self.stage(number, tensors, value, event, whole, gradients)
         found = self._find(number, tensors, value, whole, gradients)
         if found is None:
             return stage(value, event, self._margin(whole, gradients), self.copy)
@@ -149,7 +155,9 @@ class Layouts:
         key: list[Any] = [number, whole, gradients]
         storages: dict[int, int] = {}
         for tensor in tensors:
-            if not is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
+            if type(tensor) not in _PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_quantized:
+                return None
+            if tensor.is_conj() or tensor.is_neg():
                 return None
             if gradients:
                 key += (storages.setdefault(start_of_storage(tensor), len(storages)), tensor.storage_offset())
@@ -303,15 +311,14 @@ def tensors_over(tree: Any, flats: Sequence[Tensor]) -> Any:
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     """Apply `change` to the staged leaves of a tree, keeping its containers."""
-    if isinstance(value, (Ref, Whole, Opaque)):
-        return change(value)
     kind = type(value)
-    if kind is list:
-        return [map_leaves(v, change) for v in value]
-    if kind is tuple:
-        return tuple([map_leaves(v, change) for v in value])
+    if kind in _STAGED:
+        return change(value)
+    if kind is list or kind is tuple:
+        found = [change(v) if type(v) in _STAGED else map_leaves(v, change) for v in value]
+        return found if kind is list else tuple(found)
     if kind is dict:
-        return {k: map_leaves(v, change) for k, v in value.items()}
+        return {k: map_leaves(v, change) for k, v in value.items()} if value else {}
     parts = children(value)
     if parts is None:
         if kind is slice:
@@ -345,6 +352,11 @@ class Fetcher:
             for storage, flat in zip(some, self.borrow(some, staged.event))
         ]
 
+    def fetch_and_borrow(self, kept: Operands, lent: Operands) -> tuple[list[Tensor], list[Tensor]]:
+        """The bytes of two snapshots, the second one taken later; those of the first are to keep."""
+        flats, count = self.borrow((*kept.storages, *lent.storages), lent.event or kept.event), len(kept.storages)
+        return [f if s.is_cpu else f.clone() for s, f in zip(kept.storages, flats)], flats[count:]
+
     def borrow(self, storages: Sequence[Tensor], event: Any) -> list[Tensor]:
         """The bytes of staged storages on the host, valid until this fetcher is used again."""
         there = [s for s in storages if not s.is_cpu]
@@ -361,7 +373,7 @@ class Fetcher:
         spans, size = [], 0
         for storage in there:
             spans.append((size, storage.nbytes))
-            size += padded(storage.nbytes)
+            size += (storage.nbytes + 63) & -64  # as `padded` has it
         if self._pinned is None or self._pinned.numel() < size:
             self._pinned = torch.empty(max(size, self._least), dtype=torch.uint8, pin_memory=True)
         buffer = self._pinned

@@ -86,7 +86,7 @@ class Routes:
     ) -> None:
         self._report = report  # gets the operator that is wrong and what it did, once each
         self._changed = changed  # another way was chosen
-        self._seen: set[torch.device] = set()
+        self.checked: set[torch.device] = {torch.device("cpu"), torch.device("meta")}
         self._told: set[str] = set()
         self._lock = threading.RLock()
         self._failed: dict[Copy, str] = {}  # ways that were used, and what they did
@@ -96,11 +96,11 @@ class Routes:
         self.broken = ""  # why nothing can be compared
 
     def check(self, device: torch.device) -> None:
-        """Try the copies on known bits, where a device was not seen before; it takes a few milliseconds."""
-        if device in self._seen or device.type in ("cpu", "meta"):
+        """Try the copies on known bits, unless the device is among those `checked`; it takes a few milliseconds."""
+        if device in self.checked or device.type in ("cpu", "meta"):
             return
         with self._lock, quiet(), contextlib.suppress(NotImplementedError):
-            self._seen.add(device)
+            self.checked.add(device)
             usual = Fetcher(least=1 << 18)
             for route in TO_HOST:
                 copy = _usual(usual) if route.copy is None else route.copy
@@ -151,7 +151,7 @@ class Routes:
                 failed = _first_difference(_composed(fetch), pairs)
                 if failed:  # all ways are tried again
                     self._tell(TO_HOST[0].op, f"its copies to the host change bits: {failed}")
-                    self._seen.discard(pairs[0][0].device)
+                    self.checked.discard(pairs[0][0].device)
                     self.check(pairs[0][0].device)
                     return f"the device's copies are broken ({TO_HOST[0].op}: {failed})"
                 self._doubts += 1

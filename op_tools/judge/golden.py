@@ -212,7 +212,7 @@ def run(
     if traits is None:
         traits = traits_of(function)
     name = name or traits.name
-    named = references.named(function, name)
+    named = references.named(function, name) if references.given else None
     call = (named or function, name, traits, tuple(args), dict(kwargs or {}))
     source = Source(*call, grad_outputs, device, rounded_to, autocast, outputs, draws, named is not None)
     reason = _why_not(source, max_bytes)
@@ -278,7 +278,8 @@ def _why_not(source: Source, max_bytes: int | None) -> str:
         return "a collective: its result depends on other processes"
     if not _is_plain(source.name) and facts.last_name(source.name) in facts.UNINITIALISED:
         return "returns uninitialised memory"
-    if not source.by_reference and references.is_kernel_of_a_class(source.function):
+    method = isinstance(getattr(source.function, "__self__", None), type)
+    if method and not source.by_reference and references.is_kernel_of_a_class(source.function):
         return references.NO_STEPS
     needed = 0
     for tensor in source.tensors:
@@ -343,13 +344,12 @@ def _execute(
             function = facts.on_cpu(source.name, function)
         args, kwargs = _map_settings(copier.copy(given, source.tensors), cast)
         drawn = None if source.draws is None else Substitute(source.draws)
-        versions = copier.versions()
         with mode or contextlib.nullcontext(), drawn or contextlib.nullcontext():  # what probes draw is their own
             outputs = function(*args, **kwargs)
             if drawn is not None and not drawn.used_up:
                 raise DrawsRandomNumbers("the device draws other numbers than the CPU")
             grads = _gradients(source, outputs, copier.leaves) if backward else None
-    graph, wrote = (outputs, copier.leaves) if keep_graph else None, copier.versions() != versions
+    graph, wrote = (outputs, copier.leaves) if keep_graph else None, copier.wrote()
     args, kwargs = _detached((args, kwargs)) if grad else (args, kwargs)
     return Run(_detached(outputs), args, kwargs, grads, wrote), graph
 

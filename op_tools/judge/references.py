@@ -24,7 +24,7 @@ from ..call.functions import name_of
 from ..compat import OpOverload, OpOverloadPacket, decomposition_table, has_kernel
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_given: Final[dict[str, Callable[..., Any]]] = {}
+given: Final[dict[str, Callable[..., Any]]] = {}  # the references that the user named
 _loaded: Final[set[str]] = set()
 NOT_JUDGED: Final = "it has no CPU kernel"  # how the reason begins, wherever only the user can say what is right
 _REMEDY: Final = "name a reference (op_tools.reference) or register a CPU kernel"
@@ -47,10 +47,10 @@ def reference(op: Any, function: Any = None) -> Any:
     6
     """
     if function is None:
-        return lambda given: reference(op, given)
+        return lambda chosen: reference(op, chosen)
     if not callable(function):
         raise settings.SettingsError(f"op_tools.reference({op!r}, ...): {function!r} is not a function")
-    _given[_key(op)] = function
+    given[_key(op)] = function
     return function
 
 
@@ -78,12 +78,12 @@ def load(texts: str) -> None:
 
 def named(function: Callable[..., Any], name: str) -> Callable[..., Any] | None:
     """The reference that the user named for a function, or None."""
-    return _given.get(_plain(name)) or _given.get(_key(function)) if _given else None
+    return given.get(_plain(name)) or given.get(_key(function)) if given else None
 
 
 def has_reference(kind: type) -> bool:
     """Whether the user named a reference for a class (`has_reference(MyFunction)`)."""
-    return bool(_given) and _key(kind) in _given
+    return bool(given) and _key(kind) in given
 
 
 def is_kernel_of_a_class(function: Callable[..., Any]) -> bool:

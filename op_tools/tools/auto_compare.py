@@ -10,15 +10,17 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar, Final
 
 import torch
 
 from .. import settings
+from ..call import description
 from ..call.description import Finding, Tensor, describe, tensors_in
-from ..call.site import module_path
+from ..call.site import MAX_MODULE_FRAMES, module_path_at
 from ..call.traits import OpTraits
 from ..compare.choose import MODES, Chooser, kind_of, parse_budget
 from ..compare.judges.collectives import Collectives
@@ -28,7 +30,7 @@ from ..compare.memory import Guarded
 from ..compare.repeat import Repeater, Unjudged
 from ..compare.snapshots import Snapshots
 from ..compare.teller import Blame
-from ..compat import in_func_transform
+from ..compat import MODULE_CALL, in_func_transform
 from ..copies.invocation import Region, Site
 from ..copies.operands import Fetcher, Operands
 from ..judge import golden, references
@@ -37,6 +39,7 @@ from ..native import measuring
 from ..view import console, rows
 from ..watch.inside import is_wrapper
 from ..watch.intercept import INTERCEPTOR, Call
+from ..watch.sums import NAMES as SUMS
 from .base import Tool
 
 _WATCHING_COST: Final = 1e-5  # seconds that the interceptor needs for a call, whether or not it is compared
@@ -96,6 +99,10 @@ class OpAutoCompare(Tool):
         references.load(settings.read("OP_AUTOCOMPARE_REFERENCES"))
         self._repeater, self._unjudged = Repeater(), Unjudged()
         self._snapshots = Snapshots(self._copies_are_wrong)
+        self._routes, self._neighbours = self._snapshots.routes, self._snapshots.neighbours
+        self._stage = self._snapshots.layouts.stage
+        self.wants_sums = self.only is not None or any(map(self.filter.could_match, SUMS))
+        self.hears_passes = False  # until there is a collective
         look = _choice("look", self._precheck, "OP_AUTOCOMPARE_FIRST_LOOK")
         self._judging = Judging(self, self._chooser, look, self._snapshots)
         self._teller = self._judging.teller
@@ -143,12 +150,19 @@ class OpAutoCompare(Tool):
         around = call.inside  # below autograd and autocast
         if around is not None and call.traits.view:  # of memory that a collective may be writing to
             return
-        unusable = self._snapshots.unusable(call.device)
-        if unusable:
+        for tensor in call.tensors:
+            if not tensor.is_cpu:
+                where = tensor.device
+                break
+        else:
+            where = call.device
+        if where not in self._routes.checked:
+            self._routes.check(where)
+        if self._routes.broken:
             self._chooser.settle(kind)
-            self._teller.skip(call, unusable)
+            self._teller.skip(call, self._routes.broken)
             return
-        device = call.device.type
+        device = where.type
         low = torch.get_autocast_dtype(device) if around is None and torch.is_autocast_enabled(device) else None
         compared = ComparedCall(
             call.id,
@@ -160,7 +174,7 @@ class OpAutoCompare(Tool):
             (call.inputs.number, 0),
             live=call,
             kind=kind,
-            in_backward=around is not None and around.backward,
+            in_backward=call.traits.by_engine or (around is not None and around.backward),
         )
         look = (call.op, call.inputs.number)
         for judge in self._judging.expecting:
@@ -168,7 +182,15 @@ class OpAutoCompare(Tool):
                 call.notes[self] = compared
                 break
         else:
-            if self._keep_arguments(compared, self._snapshots.begin(compared)):
+            neighbours = self._neighbours
+            if look in neighbours.seen and neighbours.calls < neighbours.due:
+                neighbours.calls += 1
+                staged = self._stage(look[1], call.tensors, (call.args, call.kwargs))
+                if staged.layout is None or staged.layout.left_out:
+                    staged = self._snapshots.widened(compared, staged)
+            else:
+                staged = self._snapshots.begin(compared)
+            if self._keep_arguments(compared, staged):
                 call.notes[self] = compared
         if call.traits.random is not False:
             compared.drawn = self._repeater.before(call)
@@ -180,7 +202,12 @@ class OpAutoCompare(Tool):
         if call.inside is not None:
             return call.inside.module
         if not call.traits.by_engine:
-            return module_path(3)
+            frame: FrameType | None = sys._getframe(2)
+            for _ in range(MAX_MODULE_FRAMES):
+                if frame is None or frame.f_code is MODULE_CALL:
+                    break
+                frame = frame.f_back
+            return "" if frame is None else module_path_at(frame)
         maker = call.notes["maker"]
         compared: ComparedCall | None = None if maker is None else maker.notes.get(self)
         return "" if compared is None else compared.site.module
@@ -214,7 +241,10 @@ class OpAutoCompare(Tool):
                 self._collectives.left(call)
             return
         started = time.perf_counter()
-        self._snapshots.end(compared)
+        guarded = Guarded in compared.notes
+        if guarded or (call.results and call.results[0].device not in self._routes.checked):
+            self._snapshots.end(compared)
+            guarded = Guarded in compared.notes
         self.count(call)
         low = compared.region.autocast
         if low is not None:
@@ -227,14 +257,23 @@ class OpAutoCompare(Tool):
         compared.numbers = (call.inputs.number, call.outputs.number)
         compared.record_site = self.site(call)
         compared.event = self._teller.lineage.made_from(call.inputs.data_ptrs, call.outputs.data_ptrs)
-        job = Job(compared, FORWARD, event=compared.event, live=call, local=Guarded in compared.notes)
+        job = Job(compared, FORWARD, event=compared.event, live=call, local=guarded)
         if self._judging.settle_live(job):
             if self._chooses:
                 self._chooser.settle(compared.kind)
-        elif compared.before is None and not self._keep_arguments(compared, self._snapshots.arguments(compared)):
+        elif compared.before is None and not self._keep_arguments(
+            compared, self._stage(call.inputs.number, call.tensors, (call.args, call.kwargs))
+        ):
             del call.notes[self]  # it left its arguments alone, and they cannot be copied
         else:
-            job.snapshot = self._snapshots.values(compared)
+            inputs, outputs = compared.numbers
+            job.snapshot = self._stage(
+                inputs << 32 | outputs if inputs and outputs else 0,  # never that of arguments alone
+                [*call.tensors, *call.results],
+                (call.args, call.kwargs, call.result),
+                whole=compared.whole,
+                gradients=call.traits.by_engine,
+            )
             self._judging.submit(job, compared)
         compared.live = weakref.proxy(call)  # which holds it
         if self._chooses:
@@ -244,23 +283,23 @@ class OpAutoCompare(Tool):
         compared: ComparedCall | None = call.notes.get(self)
         if compared is None:
             return
-        unknown = _why_unknown(call, grad_outputs, grad_inputs)
-        if unknown:
-            self._teller.skip(call, unknown, BACKWARD)
-            return
+        if call.mixed or not grad_outputs or grad_outputs[0] is None:
+            unknown = _why_unknown(call, grad_outputs, grad_inputs)
+            if unknown:
+                self._teller.skip(call, unknown, BACKWARD)
+                return
         started = time.perf_counter()
-        sent, found = [
-            [g.data_ptr() for g in grads if g is not None and g.layout is torch.strided]
-            for grads in (grad_outputs, grad_inputs)
-        ]
+        grads, given = (grad_outputs, grad_inputs), list[Tensor]()
+        kind = _gradient_kind(grads, call.unasked, given)
+        sent = [g.data_ptr() for g in grad_outputs if g is not None and g.layout is torch.strided]
+        found = [g.data_ptr() for g in grad_inputs if g is not None and g.layout is torch.strided]
         event = self._teller.lineage.made_from(sent, found, also=(compared.event,))
-        grads = (grad_outputs, grad_inputs)
-        kind = gradient_kind(*grads, call.unasked)
         job = Job(compared, BACKWARD, event=event, live=call, grads=grads, grad_kind=kind, unasked=call.unasked)
         if not self._judging.settle_live(job) and self._judging.has_arguments(compared):
-            given = [g for g in (*grad_outputs, *grad_inputs) if g is not None]
-            number = _number_of(kind, given, self._gradient_kinds)
-            job.snapshot = self._snapshots.stage(number, given, grads, gradients=True)
+            number = self._gradient_kinds.get(kind)
+            if number is None:
+                number = _number_of(kind, given, self._gradient_kinds)
+            job.snapshot = self._stage(number, given, grads, gradients=True)
             job.on_device = describe(tuple(grad_inputs)) if self.view.full else None
             job.grads = None
             if self._chooses:
@@ -370,14 +409,24 @@ def _why_unknown(call: Call, sent: Sequence[Tensor | None], found: Sequence[Tens
     return ""
 
 
+def _gradient_kind(grads: tuple[Any, Any], unasked: tuple[int, ...], given: list[Tensor]) -> Hashable:
+    """Equal for gradients that look alike; collects those that there are."""
+    try:
+        key = description.key_of(grads, {}, given)
+    except Exception:  # tensors without strides
+        key = None
+    if key is not None:
+        return (unasked, key)
+    given[:] = tensors_in(grads)
+    return gradient_kind(*grads, unasked)
+
+
 def _number_of(kind: Any, given: Sequence[Tensor], known: dict[Any, int]) -> int:
-    """A number for gradients that look alike, 0 where there is none; descriptions have positive numbers."""
-    if not all(g.layout == torch.strided for g in given):
+    """A number for gradients of a new kind, 0 where there is none; descriptions have positive numbers."""
+    if len(known) >= _MAX_GRADIENT_KINDS or not all(g.layout == torch.strided for g in given):
         return 0
-    number = known.get(kind, 0)
-    if not number and len(known) < _MAX_GRADIENT_KINDS:
-        number = known[kind] = -1 - len(known)
-    return number
+    known[kind] = -1 - len(known)
+    return known[kind]
 
 
 def _choice(keyword: str, given: str | None, variable: str) -> str:

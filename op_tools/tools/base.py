@@ -65,6 +65,8 @@ class Tool(Hooks):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if "after_backward_passes" in vars(cls):
+            cls.hears_passes = True
         if "name" in vars(cls):
             known = TOOLS.get(cls.name, cls)
             if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):

@@ -22,7 +22,7 @@ import torch
 from ..call import facts
 from ..call.description import Tensor
 from ..call.devices import quiet
-from ..compat import engine_will_run, sequence_number
+from ..compat import count_dispatch_modes, engine_will_run, no_torch_function, sequence_number
 from .hooks import Hooks
 
 if TYPE_CHECKING:
@@ -240,9 +240,10 @@ class _Backward:
 
     def hear(self, hook: _Hook, to_inputs: Sequence[Any], from_outputs: Sequence[Any]) -> None:
         if self.gradients:
-            with quiet():
+            grad = torch.is_grad_enabled()
+            with quiet() if grad or count_dispatch_modes() else no_torch_function():  # mostly, less will do
                 self._hear(hook, to_inputs, from_outputs)
-            if torch.is_grad_enabled():
+            if grad:
                 self.differentiated = True
         elif self.nodes == 1:
             self._tell(_NO_GRADIENTS, _NO_GRADIENTS)

@@ -18,7 +18,7 @@ from ..call.traits import OpTraits, traits_of
 if TYPE_CHECKING:
     from .intercept import Call, Interceptor
 
-_thread: Final = threading.local()  # `made`: memory that operators wrote to inside a class; None if unknown
+THREAD: Final = threading.local()  # `made`: memory that operators wrote to inside a class; None if unknown
 _traits: Final[dict[type, OpTraits]] = {}
 _MAX_CLASSES: Final = 10_000
 
@@ -43,12 +43,12 @@ def applied(
         return apply(*args, **kwargs)
     if not any(tool.transforms for tool in tools) and any(tool.judges_class(kind) for tool in listeners):
         return interceptor.watch_function(kind, traits_of_class(kind, apply), apply, args, kwargs)
-    outer, _thread.made = getattr(_thread, "made", None), set()
+    outer, THREAD.made = getattr(THREAD, "made", None), set()
     try:
         result = apply(*args, **kwargs)
-        made = _thread.made
+        made = THREAD.made
     finally:
-        _thread.made = outer
+        THREAD.made = outer
     with contextlib.suppress(Exception):  # tensors without memory
         found = {_address(t) for t in tensors_in(result) if t.numel()}
         if outer is not None:
@@ -60,17 +60,16 @@ def applied(
 
 
 def note(call: Call) -> None:
-    """An operator has run inside a class, or not: then what it wrote to is known."""
-    made = getattr(_thread, "made", None)
-    if made is not None and not function_facts(call.op).uninitialised:
+    """An operator has run inside a class: what it wrote to is known (`if THREAD.made is not None: note(call)`)."""
+    if not function_facts(call.op).uninitialised:
         with contextlib.suppress(Exception):
-            made.update([_address(t) for t in call.results or call.tensors])
+            THREAD.made.update([_address(t) for t in call.results or call.tensors])
 
 
 def lose_track() -> None:
     """An operator runs that no tool watches: what is made inside a class is not known any more."""
-    if getattr(_thread, "made", None) is not None:
-        _thread.made = None
+    if getattr(THREAD, "made", None) is not None:
+        THREAD.made = None
 
 
 def _address(tensor: Tensor) -> int:

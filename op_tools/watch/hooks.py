@@ -22,9 +22,10 @@ class Hooks:
     wants_backward: bool = False
     wants_backward_start: bool = False
     wants_gradients: bool = True  # `after_backward` looks at the gradients; where no tool does, its lists are empty
-    wants_sums: ClassVar[bool] = False  # also gets the additions that autograd makes itself, as calls
+    wants_sums: bool = False  # also gets the additions that autograd makes itself, as calls
     wants_classes: ClassVar[bool] = False  # hears of every `torch.autograd.Function` whose kernel no operator shows
     wants_pointers: ClassVar[bool] = True  # looks at the addresses of tensors; with a full console all do
+    hears_passes: bool = False  # gets `after_backward_passes`; a tool may change its mind while it runs
     looks_inside: ClassVar[bool] = False  # of a call on wrapper tensors, sees the calls on plain tensors inside it
     view: View
 

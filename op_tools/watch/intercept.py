@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Final
@@ -17,6 +18,7 @@ from ..call.devices import names_device
 from ..call.placement import is_on_device
 from ..call.traits import OpTraits, traits_of
 from ..compat import (
+    COMPILED_AUTOGRAD,
     DeviceContext,
     compiles_backward,
     count_dispatch_modes,
@@ -170,7 +172,9 @@ class Interceptor(TorchFunctionMode):
                 return func(*args, **kwargs)
             finally:
                 _thread.in_backward = outer
-        if not self.include_cpu and not is_on_device(args, kwargs, traits):
+        first = args[0] if args else None
+        obvious = isinstance(first, Tensor) and not first.is_cpu and not first.is_meta  # as for most calls
+        if not obvious and not self.include_cpu and not is_on_device(args, kwargs, traits):
             return func(*args, **kwargs)
         if count_dispatch_modes() and part_of is None:
             around = inside.active()
@@ -241,7 +245,8 @@ class Interceptor(TorchFunctionMode):
                         self.sums.note(edges.since, backward.sequence_now(), call)
                 except Exception as error:
                     listeners[0].failed(call, error)
-            functions.note(call)
+            if getattr(functions.THREAD, "made", None) is not None:
+                functions.note(call)
         call.release()
         return result
 
@@ -396,8 +401,6 @@ class Interceptor(TorchFunctionMode):
 
     def _tell(self, hook: str, function: Callable[..., Any], *args: Any) -> None:
         for tool in self.tools:
-            if getattr(type(tool), hook) is getattr(Hooks, hook):
-                continue  # nobody listens
             try:
                 getattr(tool, hook)(*args)
             except Exception as error:
@@ -448,13 +451,13 @@ class _WatchedEngine:
         if THREAD.region is not None:
             return self._engine.run_backward(*args, **kwargs)
         interceptor = self._interceptor
-        if compiles_backward() and interceptor._patches is not None:
+        if COMPILED_AUTOGRAD in sys.modules and compiles_backward() and interceptor._patches is not None:
             watched = getattr(_thread, "in_backward", False)
             return interceptor._patches.code.run(watched, self._engine.run_backward, *args, **kwargs)
         must_put_on = getattr(_thread, "in_backward", False) and not interceptor.is_on()
         with self._lock:
             self._passes += 1
-            if self._passes == 1:
+            if self._passes == 1 and interceptor.sums.wanted:
                 interceptor.sums.begin()
         if must_put_on:
             interceptor.put_on()
@@ -466,12 +469,15 @@ class _WatchedEngine:
             with self._lock:
                 self._passes -= 1
                 ended = self._passes == 0
-                if ended:
+                if ended and interceptor.sums.listening:
                     interceptor.sums.end()
                 kept = self._graph_is_kept or (bool(args[2]) if len(args) > 2 else True)
                 self._graph_is_kept = kept and not ended
             if ended:
-                interceptor.passes_ended(kept)
+                for tool in interceptor.tools:
+                    if tool.hears_passes:
+                        interceptor.passes_ended(kept)
+                        break
 
 
 INTERCEPTOR: Final = Interceptor()

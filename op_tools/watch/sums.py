@@ -77,6 +77,7 @@ def _traits(kernel: str, accumulates: bool) -> OpTraits:
 
 
 _TRAITS: Final = {(k.encode(), a): _traits(k, bool(a)) for k in _FUNCTIONS for a in (0, 1)}
+NAMES: Final = tuple([traits.name for traits in _TRAITS.values()])
 
 
 class _Calls:
@@ -108,7 +109,7 @@ class GradientSums:
     def __init__(self, watcher: Interceptor) -> None:
         self._watcher = watcher
         self._library: Any = None  # while it is listening, or has been
-        self._listening = False
+        self.listening = False
         self._callbacks: tuple[Any, ...] = ()
         self._tools: list[Hooks] | None = None  # those that the plans are for
         self._plans: dict[OpTraits, Plan | None] = {}
@@ -140,25 +141,22 @@ class GradientSums:
         return self._library
 
     def begin(self) -> None:
-        """The first of the backward passes that are under way begins."""
-        if not self.wanted:
-            return
+        """The first of the backward passes that are under way begins; called where a tool wants sums."""
         library = self._library or self._prepare()
         if library is None or not library.op_tools_sums_begin(self._watcher.include_cpu):
             self.unheard += 1
             return
         self._terms.clear()
         self._names = None
-        self._listening = True
+        self.listening = True
         patches.record(_CALLBACK, "tells in C++ what autograd adds up itself", self._end, "native")
 
     def end(self) -> None:
         """No backward pass is under way any more."""
-        if self._listening:
-            patches.undo(_CALLBACK)
+        patches.undo(_CALLBACK)
 
     def _end(self) -> None:
-        self._listening = False
+        self.listening = False
         self._library.op_tools_sums_end()
 
     def why_unheard(self) -> str:

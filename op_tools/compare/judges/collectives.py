@@ -48,6 +48,7 @@ class Tool(Protocol):
     """What this judge needs of OpAutoCompare."""
 
     condition: Any
+    hears_passes: bool
 
     def wants(self, traits: OpTraits) -> bool: ...
     def accepts(self, call: Call) -> bool: ...
@@ -183,6 +184,7 @@ class Collectives(Judge):
 
     def began(self, launch: watch.Launch) -> None:
         """Copy what is sent, and have facts about it published."""
+        self._tool.hears_passes = True
         traffic = launch.traffic
         tensors = [*traffic.sent, *[r.tensor for r in traffic.results]]
         group = self._group(launch.group)

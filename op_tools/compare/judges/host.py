@@ -138,6 +138,8 @@ class Comparer:
             found = self._compare(job, forward, shown)
             if job.flats is None or job.before is None or job.snapshot is None:
                 return found
+            if (job.before.layout, job.snapshot.layout) in self._outside.without_gaps:
+                return found
             beside = self._outside.judge(job.call.op, job.before, job.snapshot, job.flats)
             if beside is not None and not job.alone:
                 job.suspicion = beside.rows[0].reason
@@ -393,17 +395,14 @@ def _fetch(job: Job) -> None:
     assert values is not None
     assert fetcher is not None
     together = before.nbytes + values.nbytes <= MAX_BORROWED
-    if together and job.phase == FORWARD:  # the later event includes the earlier one
-        flats = fetcher.borrow((*before.storages, *values.storages), values.event or before.event)
-        count = len(before.storages)
-        own = [f if s.is_cpu else f.clone() for s, f in zip(before.storages, flats)]
-        job.values, job.flats = values.tensors(flats[count:]), (own, flats[count:])
+    if together and job.phase == FORWARD:
+        own, borrowed = fetcher.fetch_and_borrow(before, values)
     else:
         own = fetcher.fetch(before)
         borrowed = fetcher.borrow(values.storages, values.event) if together else fetcher.fetch(values)
-        job.values = values.tensors(borrowed)
-        job.flats = (own, borrowed) if job.phase == FORWARD else None
+    job.values = values.tensors(borrowed)
     if job.phase == FORWARD:
+        job.flats = own, borrowed
         call.before = before._replace(storages=tuple(own), event=None)  # no device memory is held for a backward
     job.args, job.kwargs = before.tensors(own)
 
