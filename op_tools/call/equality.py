@@ -19,12 +19,21 @@ from .description import Tensor, children
 
 def leaves_of(value: Any) -> Iterator[Any]:
     """Everything in nested containers that is compared on its own (`list(leaves_of([x, 1]))`)."""
+    found: list[Any] = []
+    _collect(value, found)
+    return iter(found)
+
+
+def _collect(value: Any, found: list[Any]) -> None:
     parts = None if isinstance(value, (Tensor, str)) else children(value)
     if parts is None:
-        yield value
+        found.append(value)
         return
     for member in parts[1]:
-        yield from leaves_of(member)
+        if isinstance(member, Tensor):
+            found.append(member)
+        else:
+            _collect(member, found)
 
 
 def same_leaves(ours: Any, theirs: Any, same: Callable[[Any, Any], bool]) -> bool:
