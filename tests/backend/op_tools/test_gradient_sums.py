@@ -286,6 +286,17 @@ def test_lists_of_operators_hold_for_sums() -> None:
     assert places(compared(residual, ops=["autograd.sum_of_gradients.*"]))
 
 
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [({}, True), ({"ops": ["torch.add"]}, False), ({"disable": ["autograd.*"]}, False), ({"ops": ["autog.*_"]}, True)],
+)
+def test_nothing_is_heard_for_lists_without_sums(options: dict[str, Any], wanted: bool) -> None:
+    with op_tools.OpAutoCompare(**options) as comparison:
+        assert INTERCEPTOR.sums.wanted is wanted
+    listed = [*options.get("ops", ()), *options.get("disable", ())]
+    assert len(comparison.filter.unused()) == len(listed), "to be asked about sums is not to see one"
+
+
 def test_passes_that_were_not_heard_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sums.GradientSums, "_prepare", lambda self: None)
     monkeypatch.setattr(INTERCEPTOR.sums, "_library", None)

@@ -11,6 +11,7 @@ import torch
 
 import ditorch
 import op_tools
+from op_tools.compare import memory
 
 Tensor = torch.Tensor
 Plant = Callable[[str, Callable[[Tensor], None]], None]
@@ -123,6 +124,44 @@ def test_writes_to_a_parameter_that_was_not_given(device: str, plant: Plant) -> 
     found = wrong(work)
     assert [op for op, _ in found] == ["exp"], "not what came before or after it"
     assert "parameter bias, which it was not given: 4 bytes" in found[0][1]
+
+
+def test_later_calls_of_a_kind_are_guarded_now_and_then(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    guarded: list[int] = []
+    begin = memory.Neighbours._begin
+
+    def counting(self: memory.Neighbours, call: Any, kind: Any) -> memory.Guarded:
+        guarded.append(call.id)
+        return begin(self, call, kind)
+
+    monkeypatch.setattr(memory.Neighbours, "_begin", counting)
+    x = torch.ones(4, device=device)
+    with op_tools.OpAutoCompare(["torch.exp", "torch.sin"]):
+        for _ in range(70):
+            torch.exp(x)
+        for _ in range(70):
+            torch.sin(x)
+    assert [number - guarded[0] + 1 for number in guarded] == [1, 64, 71, 128]
+
+
+def test_calls_are_guarded_closely_after_a_finding(device: str, plant: Plant) -> None:
+    layer, x = torch.nn.Linear(4, 4).to(device), torch.ones(4, device=device)
+    with op_tools.OpAutoCompare() as tool:
+        layer(x)
+        for _ in range(3):
+            torch.exp(x)
+        assert not tool.findings()
+        plant("exp", lambda result: ctypes.memset(layer.bias.data_ptr(), 1, 4) and None)
+        for _ in range(64):
+            layer.bias.data.zero_()
+            torch.exp(x)
+        before = len([f for f in tool.findings() if "not given" in f.message])
+        for _ in range(3):
+            layer.bias.data.zero_()
+            torch.exp(x)
+    after = len([f for f in tool.findings() if "not given" in f.message])
+    assert before >= 1
+    assert after - before == 3
 
 
 def test_views_that_get_other_memory_are_no_alarm(device: str, plant: Plant) -> None:
