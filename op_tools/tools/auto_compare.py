@@ -261,20 +261,16 @@ class OpAutoCompare(Tool):
         if self._judging.settle_live(job):
             if self._chooses:
                 self._chooser.settle(compared.kind)
-        elif compared.before is None and not self._keep_arguments(
-            compared, self._stage(call.inputs.number, call.tensors, (call.args, call.kwargs))
-        ):
-            del call.notes[self]  # it left its arguments alone, and they cannot be copied
         else:
-            inputs, outputs = compared.numbers
-            job.snapshot = self._stage(
-                inputs << 32 | outputs if inputs and outputs else 0,  # never that of arguments alone
-                [*call.tensors, *call.results],
-                (call.args, call.kwargs, call.result),
-                whole=compared.whole,
-                gradients=call.traits.by_engine,
-            )
-            self._judging.submit(job, compared)
+            (inputs, outputs), given, by_engine = compared.numbers, (call.args, call.kwargs), call.traits.by_engine
+            staged = compared.before or self._stage(inputs, call.tensors, given, gradients=by_engine)
+            if compared.before is not None or self._keep_arguments(compared, staged):
+                both = inputs << 32 | outputs if inputs and outputs else 0  # never the number of arguments alone
+                tensors, everything = [*call.tensors, *call.results], (*given, call.result)
+                job.snapshot = self._stage(both, tensors, everything, whole=compared.whole, gradients=by_engine)
+                self._judging.submit(job, compared)
+            else:
+                del call.notes[self]  # it left its arguments alone, and they cannot be copied
         compared.live = weakref.proxy(call)  # which holds it
         if self._chooses:
             self._chooser.spend(compared.kind, time.perf_counter() - started)

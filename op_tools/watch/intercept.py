@@ -473,11 +473,8 @@ class _WatchedEngine:
                     interceptor.sums.end()
                 kept = self._graph_is_kept or (bool(args[2]) if len(args) > 2 else True)
                 self._graph_is_kept = kept and not ended
-            if ended:
-                for tool in interceptor.tools:
-                    if tool.hears_passes:
-                        interceptor.passes_ended(kept)
-                        break
+            if ended and any(tool.hears_passes for tool in interceptor.tools):
+                interceptor.passes_ended(kept)
 
 
 INTERCEPTOR: Final = Interceptor()
