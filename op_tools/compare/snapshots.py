@@ -44,12 +44,12 @@ class Snapshots:
 
         `layouts` alone does where a call of the kind was guarded before and no guard is due.
         """
-        call, by_engine = compared.live, compared.traits.by_engine
-        guarded = None if by_engine else self.neighbours.begin(call)
+        call = compared.live
+        guarded = self.neighbours.begin(call)
         if guarded is not None:
             compared.notes[Guarded] = guarded
-        staged = self.layouts.stage(call.inputs.number, call.tensors, (call.args, call.kwargs), gradients=by_engine)
-        return staged if by_engine else self.widened(compared, staged)
+        staged = self.layouts.stage(call.inputs.number, call.tensors, (call.args, call.kwargs))
+        return self.widened(compared, staged)
 
     def widened(self, compared: ComparedCall, staged: Operands) -> Operands:
         """The snapshot of a call's arguments, now and then with all of the storages that they are views of."""

@@ -179,7 +179,7 @@ class Teller:
                 self.known[call.op, phase, row.reason] += 1
             elif IN_TF32 in row.error_info:
                 self.known[call.op, phase, IN_TF32] += 1
-        key = (call.op, call.numbers, job.phase)
+        key = (call.op, call.numbers, BACKWARD if call.traits.by_engine else job.phase)
         if key in self.coverage.compared:
             self.coverage.compared[key] += 1
         else:

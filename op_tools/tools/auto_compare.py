@@ -182,10 +182,12 @@ class OpAutoCompare(Tool):
                 call.notes[self] = compared
                 break
         else:
-            neighbours = self._neighbours
-            if look in neighbours.seen and neighbours.calls < neighbours.due:
+            neighbours, given = self._neighbours, (call.args, call.kwargs)
+            if call.traits.by_engine:
+                staged = self._stage(look[1], call.tensors, given, gradients=True)
+            elif look in neighbours.seen and neighbours.calls < neighbours.due:
                 neighbours.calls += 1
-                staged = self._stage(look[1], call.tensors, (call.args, call.kwargs))
+                staged = self._stage(look[1], call.tensors, given)
                 if staged.layout is None or staged.layout.left_out:
                     staged = self._snapshots.widened(compared, staged)
             else:
@@ -252,7 +254,7 @@ class OpAutoCompare(Tool):
             compared.region = compared.region._replace(rounded_to=rounded_to)
         if compared.drawn is not None:
             compared.drawn = self._repeater.after(call, compared, compared.drawn)
-        if not call.op.startswith("torch."):
+        if not call.op.startswith("torch.") and not call.traits.by_engine:
             self._unjudged.note(call, compared)
         compared.numbers = (call.inputs.number, call.outputs.number)
         compared.record_site = self.site(call)

@@ -86,8 +86,8 @@ class Views(Judge):
             certain = not (self.setup.shown or call.traits.mutates or "as_strided" in call.op)
             if certain and self.setup.is_stock(call.op, call.function):
                 call.places = job.places = places(live.tensors, live.results)
-                if call.places is None and all(call.numbers) and len(self.never_settles) < _MAX_KINDS:
-                    self.never_settles.add((call.op, call.numbers[0]))
+            if call.places is None and all(call.numbers) and len(self.never_settles) < _MAX_KINDS:
+                self.never_settles.add((call.op, call.numbers[0]))
             view: View | None = call.notes.get(self)
             results: Hashable = live.outputs.number
         else:
