@@ -19,12 +19,14 @@ Other rooms may read these attributes of PyTorch's objects, which hold for the s
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
+import torch.utils.checkpoint
 from torch._decomp import decomposition_table as decomposition_table
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
@@ -165,6 +167,61 @@ def without_saved_tensor_hooks() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(taken):
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+class Checkpointed(NamedTuple):
+    """A region of `torch.utils.checkpoint(use_reentrant=False)`, in its first forward or when it is computed again."""
+
+    frame: Any
+    again: bool
+    group: Any  # the backward pass that it is computed again for
+
+    def saved(self) -> int:
+        """How many tensors calls have saved in it so far."""
+        return int(self.frame.recomp_counter[self.group]) if self.again else len(self.frame.weak_holders)
+
+    def tensors(self, start: int) -> list[torch.Tensor]:
+        """Those that have been saved since it was `start`, computed again."""
+        holders = [holder() for holder in self.frame.weak_holders[start : self.saved()]]
+        handles = [None if holder is None else holder.handles.get(self.group) for holder in holders]
+        found = self.frame.recomputed[self.group]
+        return [found[handle] for handle in handles if handle is not None and handle in found]
+
+
+STOPS_RECOMPUTATION: Final[type] = getattr(torch.utils.checkpoint, "_StopRecomputationError", type(None))
+
+
+def checkpoint_of(hooks: Any) -> Checkpointed | None:
+    """The region whose hooks for saved tensors these are; None for other hooks (`checkpoint_of((pack, unpack))`)."""
+    pack = inspect.unwrap(hooks[0])
+    if getattr(pack, "__module__", "") != torch.utils.checkpoint.__name__:
+        return None
+    try:
+        found = dict(zip(pack.__code__.co_freevars, [cell.cell_contents for cell in pack.__closure__ or ()]))
+        if "frame" in found:
+            return Checkpointed(found["frame"], False, None)
+        frame = found["target_frame_ref"]()
+        return None if frame is None else Checkpointed(frame, True, found["gid"])
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def keeps_saved_values(hooks: Any) -> bool:
+    """Whether these hooks for saved tensors are PyTorch's own, which change no values."""
+    names = {torch.autograd.graph.__name__, torch.utils.checkpoint.__name__}
+    return getattr(hooks[0], "__module__", "") in names
+
+
+def reusable_results() -> int:
+    """How many results of its first forward selective checkpointing has still to give to the one that runs now."""
+    count = 0
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, getattr(torch.utils.checkpoint, "_CachedTorchDispatchMode", ())):
+            storage: dict[Any, Any] = getattr(mode, "storage", {})
+            for results in storage.values():  # lists of what is left before 2.12, then marks where it is not
+                some = results.values() if isinstance(results, dict) else results
+                count += sum([type(result) is not object for result in some])
+    return count
 
 
 # -- tensors and operators --------------------------------------------------------------------------------

@@ -176,14 +176,22 @@ class Uncertainty:
         if total is None:
             return None
         sigma = total / (math.sqrt(self.probes) * self._probing.magnified)
-        if sigma.dim() and (self._few or (self.structure.opaque and self.probes >= PROBES)):
-            # There are no more probes to come, and they are few, or each is one draw of an opaque kernel's roundings:
+        if sigma.dim() and (self._few or (self._is_drawn and self.probes >= PROBES)):
+            # There are no more probes to come, and they are few, or each is one draw of roundings that do not cancel:
             # among millions of elements some are always lucky. They lean on their neighbours in the row.
             neighbours = torch.linalg.vector_norm(sigma, dim=-1, keepdim=True) / math.sqrt(
                 sigma.shape[-1] * self.probes
             )
             sigma = torch.minimum(sigma.hypot(neighbours), sigma.mul_(math.sqrt(_luck(self.probes))))
         return sigma
+
+    @functools.cached_property
+    def _is_drawn(self) -> bool:
+        """Whether mixed terms of roundings are left: of an opaque kernel, or where there are more than turns for them.
+
+        Recurrent networks round thousands of times on the way to one element, in each time step again.
+        """
+        return bool(self.structure.opaque) or len(self.structure.kernels) >= PROBES
 
     def not_settled(self, position: int) -> Tensor | None:
         """Where a probe gave another whole number, or infinity or NaN instead of a number; None if nowhere."""

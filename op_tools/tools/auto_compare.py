@@ -306,6 +306,26 @@ class OpAutoCompare(Tool):
         if self._chooses:
             self._chooser.spend(compared.kind, time.perf_counter() - started)
 
+    def computed_again(self, first: Call, again: Call, reused: bool, doubt: str) -> None:
+        earlier: ComparedCall | None = first.notes.get(self)
+        compared: ComparedCall | None = again.notes.get(self)
+        if earlier is None or compared is None:
+            return
+        if reused:  # its result is not judged: it is the first one's, or nobody has it
+            del again.notes[self]
+            if compared.before is None and not self._keep_arguments(compared, self._snapshots.arguments(compared)):
+                return
+            for name in ("region", "numbers", "record_site", "event", "drawn"):
+                setattr(compared, name, getattr(earlier, name))
+            compared.live = weakref.proxy(again)
+        if doubt:
+            compared.doubts = {BACKWARD if reused else FORWARD: doubt}
+        first.notes[self] = compared
+
+    def doubts_gradients(self, call: Call, reason: str) -> None:
+        if self in call.notes:
+            call.notes[self].doubts = {BACKWARD: reason}
+
     def after_backward_passes(self, graph_is_kept: bool) -> None:
         if self._collectives is not None:
             self._collectives.backward_ended()

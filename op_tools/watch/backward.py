@@ -22,8 +22,15 @@ import torch
 from ..call import facts
 from ..call.description import Tensor
 from ..call.devices import quiet
-from ..compat import count_dispatch_modes, engine_will_run, no_torch_function, sequence_number
+from ..compat import (
+    count_dispatch_modes,
+    engine_will_run,
+    no_torch_function,
+    sequence_number,
+    top_saved_tensor_hooks,
+)
 from .hooks import Hooks
+from .recomputed import Saving
 
 if TYPE_CHECKING:
     from .intercept import Call
@@ -74,6 +81,7 @@ class Edges(NamedTuple):
     targets: dict[Any, tuple[int, ...]]  # inputs by (node, output number); by id where they are leaves
     bases: dict[tuple[Any, int], tuple[int, _Slice]]  # edges of the bases of inputs that are views
     since: int
+    saving: Saving | None  # where hooks get what the call saves for its backward
 
 
 def edges_of(tensors: list[Tensor]) -> Edges | None:
@@ -91,7 +99,8 @@ def edges_of(tensors: list[Tensor]) -> Edges | None:
     if not targets and not bases:
         # closures may bring in tensors that need gradients; such calls have none among their arguments
         return None
-    return Edges(len(tensors), targets, bases, sequence_now())
+    hooks = top_saved_tensor_hooks(True)
+    return Edges(len(tensors), targets, bases, sequence_now(), Saving(hooks) if hooks else None)
 
 
 def attach(call: Call, edges: Edges, outputs: list[Tensor], listeners: tuple[Hooks, ...]) -> None:

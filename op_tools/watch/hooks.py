@@ -89,6 +89,16 @@ class Hooks:
     def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
         """The backward pass of the call is complete."""
 
+    def computed_again(self, first: Call, again: Call, reused: bool, doubt: str) -> None:
+        """Checkpointing has made a call again: the backward of the first works with what the second has.
+
+        `reused`: the result is the first one's, or is not known; `after` does not follow where there is none.
+        `doubt` says why the second may differ from what its arguments give; empty where it may not.
+        """
+
+    def doubts_gradients(self, call: Call, reason: str) -> None:
+        """The backward of a call may work with other tensors than the call had."""
+
     def after_backward_passes(self, graph_is_kept: bool) -> None:
         """Backward passes have ended and none is under way, whichever calls they were of."""
 

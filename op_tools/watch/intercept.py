@@ -225,7 +225,13 @@ class Interceptor(TorchFunctionMode):
                     tool.before(call)
                 except Exception as error:
                     tool.failed(call, error)
-        call.result = result = _run(func, call, transforms, 0) if transforms else func(*args, **kwargs)
+        try:
+            call.result = result = _run(func, call, transforms, 0) if transforms else func(*args, **kwargs)
+        except Exception as error:
+            if edges is not None and edges.saving is not None:
+                with no_torch_function():
+                    edges.saving.stopped(call, tools, error, self)
+            raise
         with no_torch_function():
             try:
                 call.outputs = self.descriptions.of((result,), _NO_NAMES, call.results, plan.pointers)
@@ -233,6 +239,8 @@ class Interceptor(TorchFunctionMode):
                 plan.tools[0].failed(call, error)
             if entered is not None:
                 entered.tell(call)
+            if edges is not None and edges.saving is not None:
+                edges.saving.ran(call, tools)
             for tool in reversed(tools):
                 try:
                     tool.after(call)

@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ..call.description import Tensor
+from ..call.description import Tensor, held_by
 from ..call.devices import quiet
 from ..call.site import parameter_names
 from ..call.traits import OpTraits, traits_of
 from ..native import compiling
 from ..view import console
 from . import patches
+from .inside import Inside, is_wrapper
 
 if TYPE_CHECKING:
     from .hooks import Hooks
@@ -114,7 +115,7 @@ class GradientSums:
         self._tools: list[Hooks] | None = None  # those that the plans are for
         self._plans: dict[OpTraits, Plan | None] = {}
         self._numbers = itertools.count(1)
-        self._open: dict[int, tuple[Call, tuple[Hooks, ...]]] = {}
+        self._open: dict[int, tuple[Call, tuple[Hooks, ...], Inside | None]] = {}
         self._threads: dict[int, _Calls] = {}  # by Python's number of the thread
         self._by_number: dict[int, _Calls] = {}  # by PyTorch's
         self._terms: Counter[Any] = Counter()  # in sums of this pass, by who gets them
@@ -211,10 +212,11 @@ class GradientSums:
         if self._names is None:
             self._names = parameter_names()  # once for each pass: models come and go, and addresses are used again
         shape = tuple(leaf.shape)
-        try:
-            return self._names.get((leaf.data_ptr(), shape)) or f"a leaf of shape {shape}"
-        except RuntimeError:  # a subclass without memory of its own
-            return f"a leaf of shape {shape}"
+        for part in held_by(leaf):
+            name = self._names.get((part.data_ptr(), tuple(part.shape)))
+            if name:
+                return name
+        return f"a leaf of shape {shape}"
 
     def _count(self, target: Any, counted: bool) -> str:
         if not counted:  # some sums are left out
@@ -255,14 +257,27 @@ class GradientSums:
         call.location, call.notes["maker"] = self._words(heard, counted=not plan.gated)
         call.id = next(ids)
         call.inputs = watcher.descriptions.of(args, {}, call.tensors, plan.pointers)
+        entered = self._enter(call, tools) if any(map(is_wrapper, map(type, call.tensors))) else None
+        if entered is not None:
+            tools = entered.others(tools)
         for tool in tools:
             try:
                 tool.before(call)
             except Exception as error:
                 tool.failed(call, error)
         number = next(self._numbers)
-        self._open[number] = call, tools
+        self._open[number] = call, tools, entered
         return number
+
+    def _enter(self, call: Call, tools: tuple[Hooks, ...]) -> Inside | None:
+        """Show the tools what wrapper tensors do in an addition, until it ends."""
+        looking = tuple([tool for tool in tools if tool.looks_inside])
+        if not looking:
+            return None
+        inside = Inside(self._watcher, call, looking).in_backward()
+        maker = call.notes["maker"]
+        inside.module = "" if maker is None or maker.inside is None else maker.inside.module
+        return inside.__enter__()
 
     def _plan(self, traits: OpTraits) -> Plan | None:
         if self._tools is not self._watcher.tools:
@@ -273,7 +288,9 @@ class GradientSums:
         return self._plans[traits]
 
     def _after(self, number: int, result: int | None) -> None:
-        call, tools = self._open.pop(number)
+        call, tools, inside = self._open.pop(number)
+        if inside is not None:
+            inside.__exit__()
         if not result:  # the kernel raised an error, which the user gets
             return
         try:
@@ -282,6 +299,8 @@ class GradientSums:
                 if call.traits.mutates:  # a sparse one has got other memory, which the tensor from before does not show
                     call.args, call.tensors[0] = (total, *call.args[1:]), total
                 call.outputs = self._watcher.descriptions.of((call.result,), {}, call.results, True)
+                if inside is not None:
+                    inside.tell(call)
                 for tool in tools:
                     try:
                         tool.after(call)

@@ -85,7 +85,7 @@ class Host(Judge):
         forward: ForwardRun = call.notes.get(self) or call.notes.setdefault(self, ForwardRun())
         found = self.comparer.compare(job, forward, self.setup.shown)
         if found.verdict == WRONG:
-            doubt = _doubt(job, self.snapshots)
+            doubt = (call.doubts or {}).get(job.phase) or _doubt(job, self.snapshots)
             if doubt:
                 return Judgement(NOT_COMPARABLE, doubt)
         if found.verdict == WRONG and not all(float(share) >= _SAME for share in shares):

@@ -199,13 +199,15 @@ def _movement(pair: Pair, uncertainty: Uncertainty, elements: _Elements) -> _Exp
 
 def _probed(position: int, uncertainty: Uncertainty, elements: _Elements, most: int = PROBES) -> _Explained:
     """After as many probes as it takes to clear the elements in doubt."""
+    more = True
     while True:
         sigma = uncertainty.sigma(position)
         if sigma is not None:
             sigma.mul_(min(1.0, _TRUST_IN_ONE_PROBE * math.sqrt(uncertainty.probes)))
         suspects = elements.unexplained(sigma, uncertainty.not_settled(position))
-        if suspects is None or uncertainty.probes >= most or not uncertainty.grow():
+        if suspects is None or uncertainty.probes >= most or not more:
             return sigma, suspects
+        more = uncertainty.grow()  # without more, sigma makes up for the probes that are missing
 
 
 def _narrowed(pair: Pair, uncertainty: Uncertainty, elements: _Elements) -> _Explained | None:

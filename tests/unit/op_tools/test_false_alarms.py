@@ -322,6 +322,30 @@ def test_gradients_of_weights_added_up_in_a_half_type(kind: Any) -> None:
     assert verdict.judge_call(name, result, outputs=outputs, grad_inputs=grads).verdict == verdict.RIGHT
 
 
+@pytest.mark.parametrize("seed", [2, 6])
+def test_a_recurrent_network_that_is_probed_a_few_times_for_want_of_time(seed: int) -> None:
+    low, width = torch.bfloat16, 8
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((3 * width, 32), (3 * width, width), (3 * width,), (3 * width,))
+    weights = [torch.rand(shape, generator=generator).sub(0.5).div(1.5).requires_grad_() for shape in shapes]
+    x, start = torch.randn(12, 32, 32, generator=generator).requires_grad_(), torch.zeros(1, 32, width)
+    args = (x, start, weights, True, 1, 0.0, True, False, False)
+    rounded = [t.detach().to(low).requires_grad_() for t in (x, *weights)]
+    found = torch.gru(rounded[0], start.to(low), rounded[1:], *args[3:])
+    sent = [torch.randn(found[0].shape, generator=generator).to(low), torch.zeros_like(found[1])]
+    grads = [g.float() for g in torch.autograd.grad(found, rounded, sent)]
+    result = golden.run(
+        torch.gru, args, name="torch.gru", grad_outputs=sent, device="cuda", autocast=low, rounded_to=low
+    )
+
+    def judge(first: torch.Tensor) -> str:
+        grad_inputs = [first, None, *grads[1:]]
+        return verdict.judge_call("torch.gru", result, grad_inputs=grad_inputs, max_seconds=0.0).verdict
+
+    assert judge(grads[0]) == verdict.RIGHT
+    assert judge(grads[0].roll(1, 0)) == verdict.WRONG
+
+
 # -- faults that a looser bound would hide -----------------------------------------------------------------------------
 
 
