@@ -15,28 +15,32 @@ from threading import get_ident
 from typing import Any, ClassVar, Final, NamedTuple
 
 from .. import settings
-from ..call.description import Tensor, describe, labelled
+from ..call.description import Described, Tensor, describe, labelled
 from ..call.devices import accelerator_type, event_class
+from ..call.traits import OpTraits
 from ..view import console, store
 from ..watch.backward_clock import LIBRARIES, BackwardClock, Pass
 from ..watch.intercept import Call
 from .base import Tool
+from .light import noted
 
 _READ_AT: Final = 1_024  # timings are read back when this many wait
 _MAX_WAITING: Final = 8_192
 _MAX_SAMPLES: Final = 4_096
 
 
+_Made = tuple[int, str, int, int, str]  # a call that was measured: its id, operator, site, step and device type
+
+
 class _Timing(NamedTuple):
     """A measured stretch whose length is known once the device has passed its last event."""
 
-    call: Call
+    made: _Made
     phase: str
     spans: tuple[Any, ...] | Pass  # first and last mark of each stretch, one after the other
     host_start: int
-    device_type: str
     thread: int
-    described: Any
+    described: tuple[Described, Described, str] | None  # what a full console shows, and where the call was made
 
 
 class _Samples:
@@ -106,6 +110,16 @@ class OpTimeMeasure(Tool):
 
     # -- measuring ------------------------------------------------------------------------------------
 
+    def light(self, traits: OpTraits) -> tuple[Any, ...] | None:
+        clock, device_type = self._clock, self._clock_device
+        kind = None if clock is None else event_class(device_type)
+        if type(self) is not OpTimeMeasure or self.gated or clock is None or kind is None:
+            return None
+        free = self._free.setdefault(device_type, [])
+        marks = (free, functools.partial(kind, enable_timing=True), device_type, clock.sequence, clock.note)
+        shared = noted(self, traits.name, lambda _: self._read_when_due(), self._waiting, self._run_key)
+        return (*shared, *marks, _Timing, "forward")
+
     def _mark(self, device_type: str) -> Any:
         event = None
         free = self._free.get(device_type)
@@ -134,20 +148,19 @@ class OpTimeMeasure(Tool):
             return
         device_type, host_start, first, number = started
         last = self._mark(device_type)
-        call.notes[self] = device_type
+        call.notes[self] = made = (call.id, call.op, self.site(call), call.step, device_type)
         clock = self._clock
         if clock is not None:
             end = clock.sequence()
             if end > number:
-                clock.note(number, end, call)
+                clock.note(number, end, made)
         self.count(call)
-        self._wait_for(_Timing(call, "forward", (first, last), host_start, device_type, _thread(get_ident()), None))
+        described = (call.inputs, call.outputs, call.location) if self.view.full else None
+        self._wait_for(_Timing(made, "forward", (first, last), host_start, _thread(get_ident()), described))
 
     def before_node(self, call: Call, node: int) -> Any:
-        device_type = call.notes.get(self)
-        if device_type is None:
-            return None
-        return (time.perf_counter_ns(), self._mark(device_type), device_type)
+        made = call.notes.get(self)
+        return None if made is None else (time.perf_counter_ns(), self._mark(made[-1]), made[-1])
 
     def after_node(self, call: Call, started: Any) -> None:
         host, first, device_type = started
@@ -161,17 +174,17 @@ class OpTimeMeasure(Tool):
             return
         described = None
         if self.view.full:
-            described = (describe(tuple(grad_outputs)), describe(tuple(g for g in grad_inputs if g is not None)))
-        self._wait_for(
-            _Timing(call, "backward", spans[1:], spans[0], call.notes[self], _thread(get_ident()), described)
-        )
+            sent = describe(tuple(g for g in grad_inputs if g is not None))
+            described = (describe(tuple(grad_outputs)), sent, "")
+        made = call.notes[self]
+        self._wait_for(_Timing(made, "backward", spans[1:], spans[0], _thread(get_ident()), described))
 
     def after_backward_passes(self, graph_is_kept: bool) -> None:
         clock = self._clock
         if clock is None:
             return
         for one in clock.passes(graph_is_kept):
-            device_type = one.call.notes[self]
+            device_type = one.call[-1]
             spans: tuple[int, int] | Pass = one
             if device_type != self._clock_device or device_type == "cpu":
                 clock.release(one.events)  # they are of another device's stream
@@ -180,7 +193,7 @@ class OpTimeMeasure(Tool):
                 spans = (0, one.host_ns)
             elif not one.events:
                 continue
-            self._wait_for(_Timing(one.call, "backward", spans, one.began, device_type, one.thread, None))
+            self._wait_for(_Timing(one.call, "backward", spans, one.began, one.thread, None))
 
     # -- reading back ---------------------------------------------------------------------------------
 
@@ -189,8 +202,11 @@ class OpTimeMeasure(Tool):
             self._wait_for(op)
 
     def _wait_for(self, timing: _Timing | str) -> None:
+        self._waiting.append(timing)
+        self._read_when_due()
+
+    def _read_when_due(self) -> None:
         waiting = self._waiting
-        waiting.append(timing)
         at_once = self.only is not None  # a feature on one operator shows at once
         if (at_once or len(waiting) >= _READ_AT) and self._reading.acquire(blocking=False):
             try:
@@ -236,39 +252,39 @@ class OpTimeMeasure(Tool):
             elif not last.query():
                 return None
         elapsed: float = sum([first.elapsed_time(last) for first, last in zip(spans[::2], spans[1::2])])
-        self._free.setdefault(timing.device_type, []).extend(spans)  # others may record them again from now on
+        self._free.setdefault(timing.made[-1], []).extend(spans)  # others may record them again from now on
         return elapsed
 
     def _keep(self, timings: list[tuple[_Timing, float]]) -> None:
-        known, site, began, rows = self._samples, self.site, self._began, []
+        known, began, rows = self._samples, self._began, []
         for timing, elapsed in timings:
-            call, phase = timing.call, timing.phase
-            samples = known.get((call.op, phase))
+            (number, op, site, step, _), phase, _, host_start, thread, described = timing
+            samples = known.get((op, phase))
             if samples is None:
-                samples = known[(call.op, phase)] = _Samples()
+                samples = known[(op, phase)] = _Samples()
             samples.add(elapsed)
-            place = site(call)
-            rows.append((call.id, place, phase, elapsed, (timing.host_start - began) / 1e3, timing.thread, call.step))
-            if self.view.full:
-                self._show(timing, place, elapsed)
+            rows.append((number, site, phase, elapsed, (host_start - began) / 1e3, thread, step))
+            if described is not None:
+                self._show(timing.made, phase, described, elapsed)
         self.record_all(rows)
 
-    def _show(self, timing: _Timing, site: int, elapsed: float) -> None:
-        call, forward = timing.call, timing.phase == "forward"
-        first, second = (call.inputs, call.outputs) if forward else timing.described
+    def _show(self, made: _Made, phase: str, described: tuple[Described, Described, str], elapsed: float) -> None:
+        number, op, site, *_ = made
+        forward = phase == "forward"
+        first, second, location = described
         names = ("inputs", "outputs", "inputs") if forward else ("grad_outputs", "grad_inputs", "gradients")
         shown = self.view.tables.render(
-            site if forward else (call.op, first.args, second.args),
-            call.op,
+            site if forward else (op, first.args, second.args),
+            op,
             lambda: labelled(first, names[0], names[2]) + labelled(second, names[1], names[2]),
             first.data_ptrs + second.data_ptrs,
         )
         times = console.table(
-            ["name", "forward_id", f"{timing.phase}_elasped", "unit"],
-            [[call.op, str(call.id), f"{elapsed:.8f}", "ms"]],
+            ["name", "forward_id", f"{phase}_elasped", "unit"],
+            [[op, str(number), f"{elapsed:.8f}", "ms"]],
         )
         if forward:
-            self.view.block(call.location, shown, times, above=3, below=3)
+            self.view.block(location, shown, times, above=3, below=3)
         else:
             self.view.block(shown, times)
 
