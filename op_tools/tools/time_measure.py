@@ -19,7 +19,7 @@ from ..call.description import Described, Tensor, describe, labelled
 from ..call.devices import accelerator_type, event_class
 from ..call.traits import OpTraits
 from ..view import console, store
-from ..watch.backward_clock import LIBRARIES, BackwardClock, Pass
+from ..watch.backward_clock import LIBRARIES, BackwardClock
 from ..watch.intercept import Call
 from .base import Tool
 from .light import noted
@@ -37,7 +37,7 @@ class _Timing(NamedTuple):
 
     made: _Made
     phase: str
-    spans: tuple[Any, ...] | Pass  # first and last mark of each stretch, one after the other
+    spans: tuple[Any, ...] | bytes  # first and last mark of each stretch, in turns; addresses of the clock's events
     host_start: int
     thread: int
     described: tuple[Described, Described, str] | None  # what a full console shows, and where the call was made
@@ -112,11 +112,9 @@ class OpTimeMeasure(Tool):
 
     def light(self, traits: OpTraits) -> tuple[Any, ...] | None:
         clock, device_type = self._clock, self._clock_device
-        kind = None if clock is None else event_class(device_type)
-        if type(self) is not OpTimeMeasure or self.gated or clock is None or kind is None:
+        if type(self) is not OpTimeMeasure or self.gated or clock is None or device_type == "cpu":
             return None
-        free = self._free.setdefault(device_type, [])
-        marks = (free, functools.partial(kind, enable_timing=True), device_type, clock.sequence, clock.note)
+        marks = (*clock.functions, device_type, clock.sequence, clock.note)
         shared = noted(self, traits.name, lambda _: self._read_when_due(), self._waiting, self._run_key)
         return (*shared, *marks, _Timing, "forward")
 
@@ -185,7 +183,7 @@ class OpTimeMeasure(Tool):
             return
         for one in clock.passes(graph_is_kept):
             device_type = one.call[-1]
-            spans: tuple[int, int] | Pass = one
+            spans: tuple[int, int] | bytes = one.events
             if device_type != self._clock_device or device_type == "cpu":
                 clock.release(one.events)  # they are of another device's stream
                 if device_type != "cpu":
@@ -215,10 +213,19 @@ class OpTimeMeasure(Tool):
                 self._reading.release()
 
     def _read(self, wait: bool) -> None:
-        waiting, kept = self._waiting, list[tuple[_Timing, float]]()
+        waiting, kept, clock = self._waiting, list[tuple[_Timing, float]](), self._clock
         try:
             while waiting:
                 timing = waiting[0]
+                if clock is not None and not isinstance(timing, str) and type(timing.spans) is bytes:
+                    some = list(itertools.takewhile(_by_clock, list(waiting)))
+                    times = clock.times([one.spans for one in some], wait)
+                    kept += [pair for pair in zip(some, times) if pair[1] >= 0]
+                    for _ in times:
+                        waiting.popleft()
+                    if len(times) < len(some):
+                        return
+                    continue
                 if isinstance(timing, str):
                     self._keep(kept)
                     kept.clear()
@@ -236,13 +243,9 @@ class OpTimeMeasure(Tool):
 
     def _elapsed(self, timing: _Timing, wait: bool) -> float | None:
         """Milliseconds of a timing; None where the device is not that far, negative where they cannot be known."""
-        spans = timing.spans
-        if type(spans) is Pass:
-            clock = self._clock
-            if clock is None or (not wait and not all(map(clock.ready, spans.events[1::2]))):
-                return None
-            times: list[float] = [clock.elapsed(*pair) for pair in zip(spans.events[::2], spans.events[1::2])]
-            return sum(times) if min(times) >= 0 else -1.0
+        spans: Any = timing.spans
+        if type(spans) is bytes:  # the clock has stopped
+            return -1.0
         if type(spans[-1]) is int:
             nanoseconds: int = sum(spans[1::2]) - sum(spans[::2])
             return nanoseconds / 1e6
@@ -347,9 +350,13 @@ class OpTimeMeasure(Tool):
         facts = console.table(list(rows[0]), body).splitlines()
         if len(rows) > 30:
             facts.append(f"and {len(rows) - 30} more rows: by_op() has them all")
-        if self.calls and not self._free:
+        if self.calls and not self._free and self._clock_device in ("", "cpu"):
             facts.append("times of the host clock (the device has no timing events)")
         return [*facts, f"times in {self.csv_path}", f"trace for Perfetto or chrome://tracing in {self.trace_path}"]
+
+
+def _by_clock(timing: _Timing | str) -> bool:
+    return not isinstance(timing, str) and type(timing.spans) is bytes
 
 
 def _pairs(timings: list[tuple[Any, ...]]) -> list[list[Any]]:

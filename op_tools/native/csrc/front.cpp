@@ -36,7 +36,7 @@ PyObject *plans = nullptr;  // function -> plan or None; a null pointer where no
 PyObject *plan_maker = nullptr;
 PyObject *watcher = nullptr;
 PyObject *around = nullptr;  // what calls without Python need to know of the interceptor, see front_light.h
-PyObject *name_light, *name_step, *name_append, *name_record, *name_type;
+PyObject *name_light, *name_step, *name_append, *name_type;
 
 PyObject *watch_lightly(PyObject *light, PyObject *function, PyObject *args, PyObject *kwargs, bool &watched);
 
@@ -270,7 +270,6 @@ PyObject *set_up(PyObject *, PyObject *args) {
   name_light = PyUnicode_InternFromString("light");
   name_step = PyUnicode_InternFromString("step");
   name_append = PyUnicode_InternFromString("append");
-  name_record = PyUnicode_InternFromString("record");
   name_type = PyUnicode_InternFromString("type");
   name_shape = PyUnicode_InternFromString("shape");
   name_stride = PyUnicode_InternFromString("stride");

@@ -4,7 +4,7 @@
 
 // What `light` of a plan holds; the second half only where times are measured.
 enum Light { kOp, kCalls, kRows, kFlush, kSites, kFindSite, kFailed, kRun, kSizeOfNote,
-             kFree = kSizeOfNote, kNewEvent, kDeviceType, kSequence, kNoteNodes, kTiming, kForward, kSizeOfTime };
+             kMark = kSizeOfNote, kRelease, kDeviceType, kSequence, kNoteNodes, kTiming, kForward, kSizeOfTime };
 // What `around` holds: all calls share it.
 enum Around { kInterceptor, kKnown, kDescribe, kIds, kStarts, kCapturing, kSizeOfAround };
 
@@ -59,20 +59,10 @@ PyObject *addresses_of(PyObject *inputs, PyObject *outputs) {
   return bytes;
 }
 
-// A device event that is recorded now: one that has been read, or a new one.
-PyObject *recorded_event(PyObject *light) {
-  PyObject *free = PyTuple_GET_ITEM(light, kFree), *event;
-  const Py_ssize_t left = PyList_GET_SIZE(free);
-  if (left > 0) {
-    event = Py_NewRef(PyList_GET_ITEM(free, left - 1));
-    if (PyList_SetSlice(free, left - 1, left, nullptr) < 0) return nullptr;
-  } else {
-    event = PyObject_CallNoArgs(PyTuple_GET_ITEM(light, kNewEvent));
-    if (event == nullptr) return nullptr;
-  }
-  Owned done{PyObject_CallMethodNoArgs(event, name_record)};
-  if (done == nullptr) Py_CLEAR(event);
-  return event;
+// A device event that is recorded now, by the backward clock; a null pointer where that fails.
+void *marked(PyObject *light) {
+  auto mark = reinterpret_cast<void *(*)()>(PyLong_AsVoidPtr(PyTuple_GET_ITEM(light, kMark)));
+  return mark == nullptr ? nullptr : mark();
 }
 
 PyObject *now() {  // as time.perf_counter_ns
@@ -83,8 +73,13 @@ PyObject *now() {  // as time.perf_counter_ns
 
 struct Watched {
   PyObject *light, *id, *location, *inputs;  // borrowed
-  Owned tensors, began, first, last;
+  Owned tensors, began;
+  void *events[2] = {nullptr, nullptr};  // before and after
+  void (*release)(void *, void *) = nullptr;
   long long sequence = 0;
+  ~Watched() {  // of a call that failed, or could not be noted
+    if (events[0] != nullptr) release(events[0], events[1]);
+  }
 };
 
 long long sequence_of(PyObject *light) {
@@ -95,7 +90,7 @@ long long sequence_of(PyObject *light) {
 }
 
 // One row in the order of the tool's table, or one timing that waits until the device has passed its events.
-PyObject *row_of(const Watched &call, PyObject *site, PyObject *step, PyObject *results) {
+PyObject *row_of(Watched &call, PyObject *site, PyObject *step, PyObject *results) {
   PyObject *light = call.light;
   if (PyTuple_GET_SIZE(light) == kSizeOfNote) {
     Owned addresses{addresses_of(call.tensors, results)};
@@ -114,16 +109,20 @@ PyObject *row_of(const Watched &call, PyObject *site, PyObject *step, PyObject *
     if (done == nullptr) return nullptr;
   }
   thread_local const long thread = syscall(SYS_gettid);
-  Owned spans{PyTuple_Pack(2, call.first.object, call.last.object)}, runner{PyLong_FromLong(thread)};
+  Owned spans{PyBytes_FromStringAndSize(reinterpret_cast<char *>(call.events), sizeof(call.events))};
+  Owned runner{PyLong_FromLong(thread)};
   if (spans == nullptr || runner == nullptr) return nullptr;
   Owned parts{PyTuple_Pack(6, made.object, PyTuple_GET_ITEM(light, kForward), spans.object, call.began.object,
                            runner.object, Py_None)};
   Owned packed{parts == nullptr ? nullptr : PyTuple_Pack(1, parts.object)};
   if (packed == nullptr) return nullptr;
-  return PyTuple_Type.tp_new(reinterpret_cast<PyTypeObject *>(PyTuple_GET_ITEM(light, kTiming)), packed, nullptr);
+  auto *kind = reinterpret_cast<PyTypeObject *>(PyTuple_GET_ITEM(light, kTiming));
+  PyObject *timing = PyTuple_Type.tp_new(kind, packed, nullptr);
+  if (timing != nullptr) call.events[0] = call.events[1] = nullptr;  // they are the timing's now
+  return timing;
 }
 
-bool note(const Watched &call, PyObject *shared, PyObject *result) {
+bool note(Watched &call, PyObject *shared, PyObject *result) {
   PyObject *light = call.light, *op = PyTuple_GET_ITEM(light, kOp), *on_device;
   Owned results{PyList_New(0)}, only{PyTuple_Pack(1, result)};
   if (results == nullptr || only == nullptr) return false;
@@ -200,9 +199,10 @@ PyObject *watch_lightly(PyObject *light, PyObject *function, PyObject *args, PyO
   if (id != nullptr && timed) {
     call.sequence = sequence_of(light);
     call.began.object = now();
-    if (!PyErr_Occurred()) call.first.object = recorded_event(light);
+    call.release = reinterpret_cast<void (*)(void *, void *)>(PyLong_AsVoidPtr(PyTuple_GET_ITEM(light, kRelease)));
+    if (!PyErr_Occurred()) call.events[0] = marked(light);
   }
-  if (id == nullptr || (timed && call.first == nullptr)) {
+  if (id == nullptr || (timed && call.events[0] == nullptr)) {
     PyErr_Clear();
     return nullptr;
   }
@@ -212,8 +212,8 @@ PyObject *watch_lightly(PyObject *light, PyObject *function, PyObject *args, PyO
   call.inputs = inputs;
   Owned result{PyObject_Call(function, args, kwargs)};
   if (result == nullptr) return nullptr;
-  if (timed) call.last.object = recorded_event(light);
-  if ((timed && call.last == nullptr) || !note(call, shared, result)) {
+  if (timed && (call.events[1] = marked(light)) == nullptr) PyErr_SetString(PyExc_RuntimeError, "no event could be recorded");
+  if (PyErr_Occurred() || !note(call, shared, result)) {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;  // Ctrl-C
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);

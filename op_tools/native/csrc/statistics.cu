@@ -18,17 +18,14 @@ struct Table {
   Entry entries[kMaxEntries];
 };
 
-struct Bfloat16 { unsigned short bits; };
-struct Float16 { unsigned short bits; };
+// Unpacks 16 bytes into `count(kind)` numbers; the dtype is asked for once per 16 bytes, so that one piece of code does.
+__device__ inline int count(Word kind) { return kind < 2 ? 8 : kind == 2 ? 4 : 2; }
 
-__device__ inline double wide(Bfloat16 value) { return __uint_as_float(static_cast<unsigned>(value.bits) << 16); }
-__device__ inline double wide(Float16 value) {
-  float wider;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(wider) : "h"(value.bits));
-  return wider;
+__device__ inline double wide(unsigned bits, Word kind) {
+  float value = __uint_as_float(bits << 16);
+  if (kind == 1) asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<unsigned short>(bits)));
+  return value;
 }
-__device__ inline double wide(float value) { return value; }
-__device__ inline double wide(double value) { return value; }
 
 __device__ inline double infinity() { return __longlong_as_double(0x7FF0000000000000ll); }
 
@@ -46,32 +43,50 @@ struct Found {
   }
 };
 
-template <typename T>
+struct Values {
+  Word data, inner, step, kind;
+  __device__ double at(Word i) const {
+    if (inner > 0) i = i / inner * step + i % inner;
+    if (kind < 2) return wide(reinterpret_cast<const unsigned short *>(data)[i], kind);
+    return kind == 2 ? reinterpret_cast<const float *>(data)[i] : reinterpret_cast<const double *>(data)[i];
+  }
+};
+
 __device__ void statistics(const Entry &entry, Word block, double *row, double (*all)[kThreads]) {
-  const T *values = reinterpret_cast<const T *>(entry.data);
-  const Word begin = block * entry.share;
+  const Word begin = block * entry.share, kind = entry.kind;
   const Word end = begin + entry.share < entry.numel ? begin + entry.share : entry.numel;
-  const bool whole = entry.inner == entry.numel;
-  const double first = wide(values[whole ? begin : begin / entry.inner * entry.step + begin % entry.inner]);
+  const Values values{entry.data, entry.inner == entry.numel ? 0 : entry.inner, entry.step, kind};
+  const double first = values.at(begin);
   Found found;
   found.pivot = first - first == 0.0 ? first : 0.0;  // sums of distances from it lose few digits
+  const int at_once = count(kind);
+  const Word address = entry.data + begin * (16 / at_once);
   Word scalars = begin;
-  if (whole && reinterpret_cast<Word>(values + begin) % 16 == 0) {
-    constexpr int kAtOnce = 16 / sizeof(T);
-    struct alignas(16) Vector { T values[kAtOnce]; };
-    const Word vectors = (end - begin) / kAtOnce;
-    const Vector *wider = reinterpret_cast<const Vector *>(values + begin);
+  if (values.inner == 0 && address % 16 == 0) {
+    const Word vectors = (end - begin) / at_once;
+    const uint4 *wider = reinterpret_cast<const uint4 *>(address);
 #pragma unroll 1
     for (Word i = threadIdx.x; i < vectors; i += kThreads) {
-      const Vector some = wider[i];
+      const uint4 some = wider[i];
+      const unsigned words[4] = {some.x, some.y, some.z, some.w};
+      if (kind == 3) {
+        for (int k = 0; k < 2; ++k) found.add(__hiloint2double(words[2 * k + 1], words[2 * k]));
+      } else {
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) found.add(wide(some.values[k]));
+        for (int k = 0; k < 4; ++k) {
+          if (kind == 2) {
+            found.add(__uint_as_float(words[k]));
+          } else {
+            found.add(wide(words[k] & 0xFFFFu, kind));
+            found.add(wide(words[k] >> 16, kind));
+          }
+        }
+      }
     }
-    scalars = begin + vectors * kAtOnce;
+    scalars = begin + vectors * at_once;
   }
 #pragma unroll 1
-  for (Word i = scalars + threadIdx.x; i < end; i += kThreads)
-    found.add(wide(values[whole ? i : i / entry.inner * entry.step + i % entry.inner]));
+  for (Word i = scalars + threadIdx.x; i < end; i += kThreads) found.add(values.at(i));
   const double mine[kWidth] = {found.sum, found.squares, double(found.infinite), double(found.nans), found.low, found.high};
   for (int k = 0; k < kWidth; ++k) all[k][threadIdx.x] = mine[k];
   for (int half = kThreads / 2; half > 0; half /= 2) {
@@ -102,12 +117,7 @@ extern "C" __global__ void statistics_table(const __grid_constant__ Table table)
   while (at + 1 < table.count && table.entries[at + 1].first <= block) ++at;
   const Entry &entry = table.entries[at];
   double *row = reinterpret_cast<double *>(table.rows) + block * kWidth;
-  switch (entry.kind) {
-    case 0: statistics<Bfloat16>(entry, block - entry.first, row, all); break;
-    case 1: statistics<Float16>(entry, block - entry.first, row, all); break;
-    case 2: statistics<float>(entry, block - entry.first, row, all); break;
-    default: statistics<double>(entry, block - entry.first, row, all);
-  }
+  statistics(entry, block - entry.first, row, all);
 }
 
 // One warp for each tensor: its rows are those from starts[i] up to starts[i + 1].
