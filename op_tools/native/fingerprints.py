@@ -75,6 +75,11 @@ def from_sums(rows: Any, nbytes: int) -> bytes:
     return _packed(int(first), int(second), nbytes)
 
 
+def fits(digest: bytes, flat: Tensor) -> bool:
+    """Whether bytes on the host are those that a device has computed this fingerprint of."""
+    return ByOperators(torch.device("cpu"))([(flat, 0, flat.nbytes)]) == [digest]
+
+
 @functools.cache
 def _method(device: torch.device) -> OnGpu | ByOperators | None:
     """The fastest way that computes the right fingerprints on a device; None where there is none."""

@@ -218,7 +218,7 @@ class OpTimeMeasure(Tool):
             while waiting:
                 timing = waiting[0]
                 if clock is not None and not isinstance(timing, str) and type(timing.spans) is bytes:
-                    some = list(itertools.takewhile(_by_clock, list(waiting)))
+                    some: list[Any] = list(itertools.takewhile(_by_clock, list(waiting)))
                     times = clock.times([one.spans for one in some], wait)
                     kept += [pair for pair in zip(some, times) if pair[1] >= 0]
                     for _ in times:
