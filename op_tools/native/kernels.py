@@ -63,6 +63,8 @@ class Kernels:
         with torch.cuda.device(self.index):
             kernel = self._compiled.get(dtype)
             if kernel is None:
+                kernel = self._by_nvrtc(str(dtype).removeprefix("torch."))
+            if kernel is None:
                 path = _cache_path(f"triton_{self._source}.py", dtype, self.index)
                 kernel = _load_cached(path) or self._by_triton(dtype, path)
             launch = _direct(kernel, programs, self._arguments)
@@ -91,6 +93,8 @@ class Kernels:
         if not source.exists() or not settings.native() or _driver() is None:
             return None
         metadata = _Metadata(f"{self._source}_{name}", num_warps=8, shared=0)
+        if f"{metadata.name}(" not in source.read_text().replace(",", "("):  # a macro may make it
+            return None
         path = _cache_path(f"csrc/{source.name}", None, self.index)
         found = _load_cached(path, metadata.name)
         if found is None:

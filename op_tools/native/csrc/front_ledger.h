@@ -192,7 +192,11 @@ PyObject *look(PyObject *self, PyObject *const *given, Py_ssize_t count) {
     Py_ssize_t at = 0;
     const Py_ssize_t others = PyList_GET_SIZE(fresh.object);
     while (at < others && PyList_GET_ITEM(fresh.object, at) != tensor) ++at;
-    if (at == others) failed = PyList_Append(fresh, tensor) < 0;
+    if (at == others) {
+      failed = PyList_Append(fresh, tensor) < 0;
+    } else {
+      ++ledger->reused;
+    }
     places.push_back({i, at});
   }
   if (!failed && !places.empty()) {
