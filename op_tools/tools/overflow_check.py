@@ -193,19 +193,19 @@ class OpOverflowCheck(Tool):
                 if len(self._rows) > 100_000:
                     self._rows.clear()
                 self._rows.update(zip([m.number for m in measures], rows))
-        log = array("q")
+        log: list[int] = []
         for entry in flight.entries:
-            call, arriving, leaving = entry.call, entry.arriving, entry.leaving
+            call, phase, arriving, leaving = entry
             if arriving or leaving:
-                backward = entry.phase == "backward"
-                log.extend((call.id, self.site(call), backward, (len(arriving) + len(leaving)) // 2))
-                for side, measures_of in enumerate((arriving, leaving)):
-                    for index, measure in _pairs(measures_of):
-                        log.extend((side, index, measure.number))
+                log += (call.id, self.site(call), phase == "backward", (len(arriving) + len(leaving)) // 2)
+                for index, measure in zip(arriving[::2], arriving[1::2]):
+                    log += (0, index, measure.number)
+                for index, measure in zip(leaving[::2], leaving[1::2]):
+                    log += (1, index, measure.number)
             if self._any_bad:
                 self._judge(entry)
         if log or statistics:
-            self.record(numbers, statistics, log.tobytes())
+            self.record(numbers, statistics, array("q", log).tobytes())
 
     def _judge(self, entry: _Entry) -> None:
         call = entry.call

@@ -305,18 +305,19 @@ class OpTimeMeasure(Tool):
             self.slowed("backward clock", f"hooks on autograd nodes measure backward times: {LIBRARIES.failure}")
         assert self._store is not None
         query = (
-            "SELECT r.call_id, s.op, r.phase, r.elapsed_ms, r.start_us, r.thread, r.step, s.location "
-            "FROM op_time_measure r JOIN sites s ON s.site = r.site WHERE r.run = ? ORDER BY r.call_id"
+            "SELECT call_id, site, phase, elapsed_ms, start_us, thread, step FROM op_time_measure "
+            "WHERE run = ? ORDER BY call_id"
         )
         timings = self._store.tuples(query, (self._run_key,))
-        rows = _pairs(timings)
+        sites = {site: found for site, *found in self._store.tuples("SELECT site, op, location FROM sites")}
+        rows = _pairs(timings, sites)
         if self.view.full and rows:
             self.view.block(console.table(console.TIME_COLUMNS, [[str(c) for c in row] for row in rows]))
         label = f"pid{settings.process_label()}_{store.time_label()}"
         self.csv_path = _unused(self._folder / f"op_elasped_info_{label}.csv")
         store.write_csv(self.csv_path, console.TIME_COLUMNS, rows)
         self.trace_path = self.csv_path.with_name(self.csv_path.name.replace("info", "trace")).with_suffix(".json")
-        _write_trace(self.trace_path, timings)
+        _write_trace(self.trace_path, timings, sites)
         self.view.say(f"op elasped info saved to {self.csv_path}")
 
     def by_op(self) -> list[dict[str, Any]]:
@@ -359,21 +360,26 @@ def _by_clock(timing: _Timing | str) -> bool:
     return not isinstance(timing, str) and type(timing.spans) is bytes
 
 
-def _pairs(timings: list[tuple[Any, ...]]) -> list[list[Any]]:
-    rows: dict[int, list[Any]] = {}
-    for call_id, op, phase, elapsed, *_ in timings:
-        pair = rows.setdefault(call_id, [op, call_id, "", "", "ms"])
-        pair[2 if phase == "forward" else 3] = f"{elapsed:.8f}"
-    return list(rows.values())
+def _pairs(timings: list[tuple[Any, ...]], sites: dict[int, list[str]]) -> list[list[Any]]:
+    rows: list[list[Any]] = []
+    last = None
+    for call_id, site, phase, elapsed, _, _, _ in timings:  # in the order of the calls
+        if call_id != last:
+            rows.append([sites[site][0], call_id, "", "", "ms"])
+            last = call_id
+        rows[-1][2 if phase == "forward" else 3] = f"{elapsed:.8f}"
+    return rows
 
 
-def _write_trace(path: Path, timings: list[tuple[Any, ...]]) -> None:
+def _write_trace(path: Path, timings: list[tuple[Any, ...]], sites: dict[int, list[str]]) -> None:
     """A Chrome trace of the calls: launch times of the host, lengths of the device."""
-    pid, text = os.getpid(), functools.cache(json.dumps)
+    pid = os.getpid()
+    names, places = ({site: json.dumps(found[k]) for site, found in sites.items()} for k in (0, 1))
     events = [
-        f'{{"name": {text(op)}, "cat": "{phase}", "ph": "X", "ts": {start!r}, "dur": {elapsed * 1e3!r}, "pid": {pid}, '
-        f'"tid": {thread}, "args": {{"forward_id": {call_id}, "step": {step}, "location": {text(location)}}}}}'
-        for call_id, op, phase, elapsed, start, thread, step, location in timings
+        f'{{"name": {names[site]}, "cat": "{phase}", "ph": "X", "ts": {start!r}, "dur": {elapsed * 1e3!r}, '
+        f'"pid": {pid}, '
+        f'"tid": {thread}, "args": {{"forward_id": {call_id}, "step": {step}, "location": {places[site]}}}}}'
+        for call_id, site, phase, elapsed, start, thread, step in timings
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{{"traceEvents": [{", ".join(events)}], "displayTimeUnit": "ms"}}')
