@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ..compat import no_torch_function
+
 Tensor = torch.Tensor
 
 
@@ -149,16 +151,16 @@ class Descriptions:
     True
     """
 
-    __slots__ = ("_known",)
+    __slots__ = ("known",)
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], Described] = {}
+        self.known: dict[tuple[Any, ...], Described] = {}
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], pointers: bool) -> Described:
         """Describe arguments and append their tensors to `tensors`; addresses only where they are asked for."""
         try:
             key = key_of(args, kwargs, tensors)
-            found = None if key is None else self._known.get(key)
+            found = None if key is None else self.known.get(key)
         except Exception:  # tensors without strides, symbolic numbers
             key = found = None
         if key is None:
@@ -167,10 +169,10 @@ class Descriptions:
             tensors.extend(tensors_in(kwargs))
             return describe(args, kwargs)
         if found is None:
-            if len(self._known) >= _MAX_DESCRIPTIONS:
-                self._known.clear()
+            if len(self.known) >= _MAX_DESCRIPTIONS:
+                self.known.clear()
             found = describe(args, kwargs)._replace(data_ptrs=(), number=next(_numbers))
-            self._known[key] = found
+            self.known[key] = found
         if not pointers:
             return found
         try:
@@ -178,6 +180,12 @@ class Descriptions:
         except Exception:
             addresses = tuple(map(pointer_of, tensors))
         return Described(found.args, found.kwargs, addresses, found.number)
+
+    def of_result(self, result: Any, tensors: list[Tensor]) -> Described:
+        """Describe what a call returned, for `native.front`; its tensors replace those in `tensors`."""
+        del tensors[:]
+        with no_torch_function():
+            return self.of((result,), {}, tensors, False)
 
 
 def pointer_of(tensor: Tensor) -> int:

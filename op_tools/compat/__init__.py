@@ -55,6 +55,7 @@ pop_dispatch_mode: Final = torch._C._pop_torch_dispatch_stack
 dispatch_mode_at: Final = torch._C._get_dispatch_stack_at
 set_grad_enabled: Final = torch._C._set_grad_enabled  # torch.set_grad_enabled makes an object
 device_constructors: Final = _device_constructors
+TensorBase: Final = torch._C.TensorBase  # the class in C++, whose getters nobody can replace
 
 
 def in_fake_mode() -> bool:

@@ -6,7 +6,7 @@ import functools
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,9 +37,18 @@ class SeedFormat:
         self._counting = threading.Lock()
 
     def stage(
-        self, layouts: Layouts, number: int, tensors: list[Tensor], value: Any, event: bool = True
+        self,
+        layouts: Layouts,
+        number: int,
+        tensors: list[Tensor],
+        value: Any,
+        event: bool = True,
+        recipes: Sequence[Any] = (),
     ) -> tuple[Operands, int] | None:
-        """A snapshot of `value`, and the bytes that it takes in the queue; None where the queue is full."""
+        """A snapshot of `value`, and the bytes that it takes in the queue; None where the queue is full.
+
+        Files hold bytes as they are, so `recipes` for them are of no use.
+        """
         nbytes = measure(tensors)
         if not self._writer.reserve(nbytes):
             return None

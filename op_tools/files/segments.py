@@ -17,7 +17,8 @@ from typing import Any, Final
 
 import torch
 
-VERSION: Final = 1
+VERSION: Final = 2  # 1 had no derived contents
+DERIVED: Final = 0  # stands for the data file of a content that is derived from others
 INDEX: Final = "calls.jsonl"
 MAGIC: Final = "op_tools capture store"
 _ALIGNMENT: Final = 64
@@ -35,11 +36,12 @@ def segment_name(number: int) -> str:
 class Blob:
     """One content: where it is in the data files, once it is written."""
 
-    __slots__ = ("digest", "error", "nbytes", "place", "waiting")
+    __slots__ = ("depth", "digest", "error", "nbytes", "place", "waiting")
 
     def __init__(self, digest: bytes, nbytes: int) -> None:
         self.digest, self.nbytes = digest, nbytes
-        self.place: tuple[int, int] | None = None  # number of the data file, first byte
+        self.depth = 0  # of a derived content: one more than its sources have
+        self.place: tuple[int, int] | None = None  # number of the data file, first byte; DERIVED and its number
         self.error: Exception | None = None
         self.waiting: list[_Line] = []
 
@@ -60,6 +62,17 @@ class _Line:
             places = [[*blob.place, blob.nbytes] for blob in blobs if blob.place is not None]
             texts.append(f'"{part}":{{"blobs":{json.dumps(places, separators=(",", ":"))},{text}}}')
         return f'{{{self.head},"parts":{{{",".join(texts)}}}}}\n'
+
+
+class _DerivedLine(_Line):
+    """A line about a content that is derived from others, which it waits for."""
+
+    __slots__ = ()
+
+    def text(self) -> str:
+        (sources,) = [blobs for _, blobs in self.parts.values()]
+        places = [[*blob.place, blob.nbytes] for blob in sources if blob.place is not None]
+        return f'{{{self.head},"of":{json.dumps(places, separators=(",", ":"))}}}\n'
 
 
 class _Segment:
@@ -97,7 +110,7 @@ class StoreWriter:
         self._segments: dict[int, _Segment] = {}  # by thread
         self._index = -1
         self._index_end = 0
-        self._files = 0
+        self._files = self._derived = 0
         self._lock = threading.RLock()
         self.bytes_written = 0
 
@@ -129,11 +142,36 @@ class StoreWriter:
             raise
         with self._lock:
             self.bytes_written += blob.nbytes
+        self._placed(blob, place)
+
+    def _placed(self, blob: Blob, place: tuple[int, int]) -> None:
+        with self._lock:
             blob.place = place
             lines, blob.waiting = blob.waiting, []
             ready = [line for line in lines if self._counted_down(line)]
         for line in ready:
             self._put(line)
+
+    def known(self, digest: bytes | None) -> Blob | None:
+        """The content with this fingerprint if it was claimed and has not failed (`store.known(digest)`)."""
+        with self._lock:
+            return None if digest is None else self._known.get(digest)
+
+    def derive(self, blob: Blob, facts: Mapping[str, Any], sources: Sequence[Blob]) -> None:
+        """Write a content that was claimed as an operation on others, once these are written."""
+        with self._lock:
+            self._derived += 1
+            number = self._derived
+        blob.depth = 1 + max(source.depth for source in sources)
+
+        def done(error: Exception | None) -> None:
+            if error is not None:
+                self.fail(blob, error)
+            else:
+                self._placed(blob, (DERIVED, number))
+
+        head = {"derived": number, "bytes": blob.nbytes, "digest": blob.digest.hex(), **facts}
+        self._wait(_DerivedLine(json.dumps(head, separators=(",", ":"))[1:-1], {"of": ("", sources)}, done))
 
     def fail(self, blob: Blob, error: Exception) -> None:
         """A content will not be written: calls that need it are lost, and it is new when it is seen again."""
@@ -170,7 +208,9 @@ class StoreWriter:
 
         `done` is called when the line is written, or with the error that prevented it.
         """
-        line = _Line(json.dumps(facts, separators=(",", ":"))[1:-1], parts, done)
+        self._wait(_Line(json.dumps(facts, separators=(",", ":"))[1:-1], parts, done))
+
+    def _wait(self, line: _Line) -> None:
         with self._lock:
             missing = [blob for blob in line.blobs.values() if blob.place is None]
             error = next((blob.error for blob in missing if blob.error is not None), None)
@@ -179,7 +219,7 @@ class StoreWriter:
                 for blob in missing:
                     blob.waiting.append(line)
         if error is not None:
-            done(error)
+            line.done(error)
         elif not missing:
             self._put(line)
 

@@ -1,7 +1,8 @@
 """Keeps captured calls in a store: what a call shares with earlier calls is neither copied nor written again.
 
 Two contents are the same if their fingerprints are (`native/fingerprints.py`). On an accelerator the fingerprint is
-computed in place, before the call goes on, and only new contents are copied; elsewhere the writer computes it.
+computed in place, before the call goes on, and only new contents are copied; elsewhere the writer computes it. What is
+new, but the sum, product or conversion of contents that are there, is written as that (`derived.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import itertools
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,7 +37,8 @@ from ..copies.operands import (
 from ..copies.queue import Writer
 from ..native import fingerprints
 from ..view import store as records
-from . import archive, plain_json
+from . import archive, derived, plain_json
+from .derived import Recipe, Trial
 from .header import content
 from .seed_layout import Done, buffer_of, described, encoded
 from .segments import Blob, StoreWriter
@@ -83,12 +85,18 @@ class StoreFormat:
     # -- on threads of the training -------------------------------------------------------------------
 
     def stage(
-        self, layouts: Layouts, number: int, tensors: list[Tensor], value: Any, event: bool = True
+        self,
+        layouts: Layouts,
+        number: int,
+        tensors: list[Tensor],
+        value: Any,
+        event: bool = True,
+        recipes: Sequence[Recipe] = (),
     ) -> tuple[Operands, int] | None:
         """A snapshot of `value`, and the bytes that it takes in the queue; None where the queue is full.
 
-        Its storages are contents of the store, or copies whose fingerprints the writer will compute. New contents are
-        on their way to the store when this returns.
+        `recipes` say how tensors in it may have come about. Its storages are contents of the store, or copies whose
+        fingerprints the writer will compute. New contents are on their way to the store when this returns.
         """
         opaque: list[str] = []
         shared = layout = layouts.of(number, tensors, value)
@@ -97,7 +105,11 @@ class StoreFormat:
             layout = lay_out(value, tensors, opaque)
         spans = [(tensors[at], start, end) for at, start, end in layout.parts]
         is_odd = shared is None and _is_odd(layout)
-        digests = [None] * len(spans) if is_odd else fingerprints.of_device(spans)
+        trials = [] if is_odd else derived.tried(recipes)
+        operands = [t for trial in trials for t in (trial.found, *trial.recipe.sources())]
+        more = [(t, 0, t.numel() * t.element_size()) for t in operands]
+        digests: list[bytes | None] = [None] * len(spans) if is_odd else fingerprints.of_device(spans + more)
+        ways = self._ways(trials, digests[len(spans) :])
         parts: list[Any] = []
         new: _New = {}
         copied = sent = 0
@@ -108,7 +120,10 @@ class StoreFormat:
                 continue
             blob, is_new = self._store.claim(digest, span[2] - span[1])
             parts.append(blob)
-            if is_new:
+            way = ways.get(digest)
+            if is_new and way is not None and blob not in way[1]:
+                self._store.derive(blob, *way)
+            elif is_new:
                 new.setdefault(span[0].device, []).append((blob, span))
                 sent += blob.nbytes
         claimed = False
@@ -130,6 +145,21 @@ class StoreFormat:
         copies = tuple([s for s in storages if isinstance(s, Tensor)])
         mark = mark_after(copies) if event and copies else None
         return Operands(layout.tree, storages, mark, layout.nbytes, tuple(opaque), shared), copied
+
+    def _ways(self, trials: list[Trial], digests: list[bytes | None]) -> dict[bytes, tuple[dict[str, Any], list[Blob]]]:
+        """Operations on contents of the store by the fingerprint of what comes of them."""
+        ways: dict[bytes, tuple[dict[str, Any], list[Blob]]] = {}
+        place = 0
+        for trial in trials:
+            count = 1 + len(trial.recipe.sources())
+            found, *of = digests[place : place + count]
+            place += count
+            sources = [
+                blob for blob in map(self._store.known, of) if blob is not None and blob.depth < derived.MAX_DEPTH
+            ]
+            if found is not None and len(sources) == len(of) and not bool(trial.nans):
+                ways[found] = (trial.recipe.described(), sources)
+        return ways
 
     def _copied(self, new: _New) -> list[tuple[list[_Content], Any]]:
         """New contents, copied on their devices, in portions that several threads can write, and events after them."""

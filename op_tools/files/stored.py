@@ -18,10 +18,11 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from ..native import fingerprints
 from ..view.console import note
-from . import plain_json
+from . import derived, plain_json
 from .archive import ArchiveError
-from .segments import INDEX, MAGIC, VERSION, segment_name
+from .segments import DERIVED, INDEX, MAGIC, VERSION, segment_name
 
 _MAX_LINE: Final = 1 << 28  # bytes of the description of one call
 _MAX_SHARE_OF_FREE: Final = 0.5  # of the memory that one call may fill
@@ -50,6 +51,7 @@ class CaptureStore:
         self.calls: dict[str, StoredCall] = {}
         self.torch = ""
         self.torn = ""
+        self._derived: dict[int, dict[str, Any]] = {}  # contents that are operations on others
         self._read_index()
 
     def _read_index(self) -> None:
@@ -77,13 +79,16 @@ class CaptureStore:
     def _check_head(self, path: Path, facts: Any) -> None:
         if not isinstance(facts, dict) or facts.get("format") != MAGIC:
             raise ArchiveError(f"{path}: is not the index of a capture store")
-        if facts.get("version") != VERSION:
-            raise ArchiveError(f"{path}: has version {facts.get('version')!r}, this op_tools reads {VERSION}")
+        if facts.get("version") not in range(1, VERSION + 1):
+            raise ArchiveError(f"{path}: has version {facts.get('version')!r}, this op_tools reads 1 to {VERSION}")
         if facts.get("byteorder") != sys.byteorder:
             raise ArchiveError(f"{path}: was written on a machine of another byte order")
         self.torch = str(facts.get("torch") or "unknown")
 
     def _add(self, facts: dict[str, Any], start: int, length: int) -> None:
+        if "derived" in facts:
+            self._derived[int(facts["derived"])] = facts
+            return
         op, folder = str(facts["op"]), str(facts["folder"])
         if not facts["parts"] or {"", ".", ".."} & set(folder.split("/")) or "\0" in folder:
             raise ValueError(folder)
@@ -116,14 +121,51 @@ class CaptureStore:
         return plain_json.loads(found["value"], [flat.untyped_storage() for flat in flats])
 
     def _contents(self, places: Any) -> list[torch.Tensor]:
-        """The bytes at some places of the data files, each in memory of its own."""
+        """The bytes of contents, each in memory of its own: read from the data files, or computed from others."""
         for place in places:
             if len(place) != 3 or not all(type(number) is int and number >= 0 for number in place):
                 raise ArchiveError("a place in the data files makes no sense")
-        needed = sum(nbytes for _, _, nbytes in places)
-        free = free_memory() if needed > _ASK_ABOVE else None
-        if free is not None and needed > free * _MAX_SHARE_OF_FREE:
-            raise ArchiveError(f"needs {needed / 2**30:,.1f} GiB; {free / 2**30:,.1f} GiB are free here")
+        made: dict[int, torch.Tensor] = {}
+        numbers = [number for file, number, _ in places if file == DERIVED]
+        for number in sorted(set(numbers)):
+            self._derive(number, made)
+        found = iter(self._read([place for place in places if place[0] != DERIVED]))
+        flats = []
+        for file, start, nbytes in places:
+            flat = made[start] if file == DERIVED else next(found)
+            if flat.nbytes != nbytes:
+                raise ArchiveError("a place in the data files makes no sense")
+            flats.append(flat.clone() if file == DERIVED and numbers.count(start) > 1 else flat)
+        return flats
+
+    def _derive(self, number: int, made: dict[int, torch.Tensor]) -> None:
+        """Add a derived content to `made`, with all derived ones that it needs."""
+        waiting = [number]
+        while waiting:
+            facts = self._derived.get(waiting[-1])
+            if facts is None:
+                raise ArchiveError("a content that it needs is missing in the index")
+            try:
+                sources = [tuple(map(int, place)) for place in facts["of"]]
+                if any(len(s) != 3 or min(s) < 0 or (s[0] == DERIVED and s[1] >= waiting[-1]) for s in sources):
+                    raise ArchiveError("a place in the data files makes no sense")
+                missing = [s[1] for s in sources if s[0] == DERIVED and s[1] not in made]
+                if missing:
+                    waiting += missing
+                    continue
+                _check_memory(int(facts["bytes"]) + sum(flat.nbytes for flat in made.values()))
+                read = iter(self._read([s for s in sources if s[0] != DERIVED]))
+                flat = derived.read(facts, [made[s[1]] if s[0] == DERIVED else next(read) for s in sources])
+                digest = bytes.fromhex(facts["digest"])
+            except (KeyError, TypeError, ValueError, RuntimeError) as error:
+                raise ArchiveError(f"a content cannot be computed ({type(error).__name__}: {error})") from None
+            if not fingerprints.fits(digest, flat):
+                raise ArchiveError("a content that is computed from others has other bits than the captured one")
+            made[waiting.pop()] = flat
+
+    def _read(self, places: Any) -> list[torch.Tensor]:
+        """The bytes at some places of the data files, each in memory of its own."""
+        _check_memory(sum(nbytes for _, _, nbytes in places))
         flats = []
         with contextlib.ExitStack() as stack:
             files: dict[int, Any] = {}
@@ -212,6 +254,12 @@ def call_at(path: Path) -> tuple[CaptureStore, StoredCall] | None:
 
 
 # --- memory --------------------------------------------------------------------------------------------------
+
+
+def _check_memory(needed: int) -> None:
+    free = free_memory() if needed > _ASK_ABOVE else None
+    if free is not None and needed > free * _MAX_SHARE_OF_FREE:
+        raise ArchiveError(f"needs {needed / 2**30:,.1f} GiB; {free / 2**30:,.1f} GiB are free here")
 
 
 def free_memory() -> int | None:

@@ -42,7 +42,8 @@ def compiled(
     path = os.path.realpath(compiler)
     found = os.stat(path)  # to ask the compiler for its version takes longer than all the rest
     identity = (flags, libraries, platform.machine(), key, path, found.st_size, int(found.st_mtime))
-    parts = (source.read_bytes(), repr(identity).encode())
+    included = [path.read_bytes() for path in sorted(source.parent.glob(f"{source.stem}_*.h"))]
+    parts = (source.read_bytes(), *included, repr(identity).encode())
     folder_name = f"op_tools-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}"
     target = cache_root(environment) / folder_name / f"{source.stem}.so"
     if target.exists():

@@ -30,9 +30,9 @@ _ALIGNMENT: Final = 8  # of memory that is read as words
 _CHUNK: Final = 1 << 20  # words that PyTorch's operators take at once
 _HOST_DEVICES: Final = frozenset({"cpu", "soft", "meta"})  # their memory is hashed by the host
 
-_ROWS: Final = 8_192  # of partial sums in the buffer of a GPU
+_ROWS: Final = 16_384  # of partial sums in the buffer of a GPU
 _MIN_SHARE: Final = 8_192  # words that one program of the kernel takes at least
-_MAX_PROGRAMS: Final = 512
+_MAX_PROGRAMS: Final = 1_024
 
 
 def of_host(buffer: Any) -> bytes:
@@ -73,6 +73,11 @@ def from_sums(rows: Any, nbytes: int) -> bytes:
     """The fingerprint of so many bytes, from the bytes of their sums on the host."""
     first, second = np.frombuffer(rows, dtype=np.uint64).reshape(-1, 2).sum(axis=0, dtype=np.uint64)
     return _packed(int(first), int(second), nbytes)
+
+
+def fits(digest: bytes, flat: Tensor) -> bool:
+    """Whether bytes on the host are those that a device has computed this fingerprint of."""
+    return ByOperators(torch.device("cpu"))([(flat, 0, flat.nbytes)]) == [digest]
 
 
 @functools.cache

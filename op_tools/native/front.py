@@ -16,10 +16,18 @@ from typing import Any, Final
 import torch
 
 from ..call import description, site
+from ..compat import TensorBase, count_dispatch_modes, count_function_modes
 from . import compiling
 
 _SOURCE: Final = compiling.SOURCES / "front.cpp"
 _NAME: Final = "op_tools_front"
+_IN_KERNELS: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # in the order of `statistics.cu`
+_DTYPES: Final = {one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+_FLOATING: Final = {
+    one: _IN_KERNELS.index(one) if one in _IN_KERNELS else -1
+    for one in _DTYPES
+    if one.is_floating_point or one.is_complex
+}
 
 
 def _load() -> Any:
@@ -37,7 +45,9 @@ def _load() -> Any:
         raise OSError(f"{path} is not an extension module")
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)
-    module.set_up(torch.Tensor, description.PLAIN_TYPES, site.is_user_code, site.text_of)
+    kinds = (TensorBase, torch.Tensor, torch.nn.Parameter, description.PLAIN_TYPES)
+    module.set_up_ledger(TensorBase, _FLOATING, torch.strided)
+    module.set_up(*kinds, site.is_user_code, site.text_of, count_function_modes, count_dispatch_modes)
     return module
 
 

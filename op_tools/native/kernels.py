@@ -1,6 +1,6 @@
 """Kernels of one GPU, compiled once for each dtype, and a short way to launch them.
 
-A kernel that is written in CUDA (`csrc/*.cu`) is compiled by NVRTC, which comes with PyTorch and takes a tenth of a
+Kernels that are written in CUDA (`csrc/*.cu`) are compiled by NVRTC, which comes with PyTorch and takes a fraction of a
 second; Triton compiles the others, and takes seconds in a new process. Triton's own launcher takes longer than most of
 the kernels that the tools need. All of theirs take nothing but 64-bit numbers (addresses, counts, bits), so the driver
 can be called with them as they are; where the driver does not confirm that, Triton launches. What was compiled is kept
@@ -63,7 +63,7 @@ class Kernels:
         with torch.cuda.device(self.index):
             kernel = self._compiled.get(dtype)
             if kernel is None:
-                kernel = self._by_nvrtc(dtype)
+                kernel = self._by_nvrtc(str(dtype).removeprefix("torch."))
             if kernel is None:
                 path = _cache_path(f"triton_{self._source}.py", dtype, self.index)
                 kernel = _load_cached(path) or self._by_triton(dtype, path)
@@ -76,12 +76,25 @@ class Kernels:
         self._launches[(dtype, programs)] = launch
         return launch
 
-    def _by_nvrtc(self, dtype: torch.dtype) -> _CachedKernel | None:
-        """The kernel from CUDA source; None where there is none, or no NVRTC."""
+    def in_cuda(self, name: str, parameters: Sequence[int]) -> int | None:
+        """The driver's number of a kernel in CUDA with parameters of so many bytes; None where it has no such kernel.
+
+        The function that launches it is `launcher()`.
+        """
+        with torch.cuda.device(self.index):
+            found = self._by_nvrtc(name)
+        if found is None or _sizes(_driver(), found.function) != list(parameters):
+            return None
+        return found.function
+
+    def _by_nvrtc(self, name: str) -> _CachedKernel | None:
+        """A kernel from CUDA source; None where there is none, or no NVRTC."""
         source = compiling.SOURCES / f"{self._source}.cu"
         if not source.exists() or not settings.native() or _driver() is None:
             return None
-        metadata = _Metadata(f"{self._source}_{str(dtype).removeprefix('torch.')}", num_warps=8, shared=0)
+        metadata = _Metadata(f"{self._source}_{name}", num_warps=8, shared=0)
+        if f"{metadata.name}(" not in source.read_text().replace(",", "("):  # a macro may make it
+            return None
         path = _cache_path(f"csrc/{source.name}", None, self.index)
         found = _load_cached(path, metadata.name)
         if found is None:
@@ -224,6 +237,29 @@ def _takes(driver: Any, function: int, arguments: int) -> bool:
             return False
         count += 1
     return count >= arguments
+
+
+def _sizes(driver: Any, function: int) -> list[int]:
+    """Bytes of each parameter of a kernel."""
+    offset, size, found = ctypes.c_size_t(), ctypes.c_size_t(), list[int]()
+    while driver.cuFuncGetParamInfo(function, len(found), ctypes.byref(offset), ctypes.byref(size)) == 0:
+        found.append(size.value)
+    return found
+
+
+def launcher() -> int:
+    """The address of the driver's `cuLaunchKernel`, for code in C++."""
+    return ctypes.cast(_driver().cuLaunchKernel, ctypes.c_void_p).value or 0
+
+
+def launch_in_cuda(function: int, stream: int, blocks: int, threads: int, *numbers: int) -> None:
+    """Run a kernel of `in_cuda` whose parameters are 64-bit numbers; its device must be the current one."""
+    values = (ctypes.c_int64 * len(numbers))(*numbers)
+    first = ctypes.addressof(values)
+    places = (ctypes.c_void_p * len(numbers))(*[first + 8 * k for k in range(len(numbers))])
+    error = _driver().cuLaunchKernel(function, blocks, 1, 1, threads, 1, 1, 0, stream, places, None)
+    if error:
+        raise RuntimeError(f"cuLaunchKernel: error {error}")
 
 
 def copy_to_host(copies: Sequence[tuple[int, int, int]], stream: int) -> bool:

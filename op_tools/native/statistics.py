@@ -1,22 +1,25 @@
 """Statistics of tensors, computed where they are and read back in batches.
 
-On a GPU of NVIDIA, or one that Triton serves, one kernel reads a tensor once and writes a few rows of partial results,
-which the host puts together. Elsewhere PyTorch's own reductions do it in several passes.
+On a GPU of NVIDIA one kernel reads many tensors, each once, and writes some rows of partial results, which another puts
+together. Where Triton compiles it, it takes one tensor at a time. Elsewhere PyTorch's own reductions do it in several
+passes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from ..call.devices import quiet
 from ..compat import in_fake_mode, in_func_transform
-from .kernels import Kernels
+from . import front
+from .kernels import Kernels, launch_in_cuda, launcher
 
 Tensor = torch.Tensor
 
@@ -145,23 +148,45 @@ def is_dense(tensor: Tensor) -> bool:
 
 # -- with one kernel ------------------------------------------------------------------------------------
 
-_ROWS: Final = 65_536  # of partial results in a batch, 3 MB
+_ROWS: Final = 131_072  # of partial results in a batch, 6 MB
 # Columns: count, mean, sum of squared distances from it, infinities, minimum, maximum; a NaN spreads to the last two.
 _WIDTH: Final = 6
 _MIN_SHARE: Final = 8_192  # elements that one program of the kernel takes at least
-_MAX_PROGRAMS: Final = 256
+_MAX_PROGRAMS: Final = 512
+_TABLE_BYTES: Final = 16 + 32 * 56  # the parameter of the kernel for many tensors
 _KERNEL_DTYPES: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
+class _Table(NamedTuple):
+    """The kernel that takes many tensors, as the driver knows it."""
+
+    launch: Any  # of `native.front`
+    numbers: tuple[int, ...]  # the address of the driver's function, the kernel, its threads
+    together: int
+
+
+class _FusedKernels(Kernels):
+    """The kernels of one GPU; `table` only where NVRTC compiles it and C++ fills it."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index, "statistics", arguments=4)
+        self.table: _Table | None = None
+        library = front.LIBRARY.get()
+        function = None if library is None else self.in_cuda("table", [_TABLE_BYTES])
+        together = None if function is None else self.in_cuda("together", [8, 8, 8])
+        if library is not None and function is not None and together is not None:
+            self.table = _Table(library.launch_statistics, (launcher(), function, 256), together)
+
+
 class FusedBatch:
-    """The same with one kernel per tensor; it leaves rows of partial results, which the host puts together."""
+    """The same with one kernel; it leaves rows of partial results, which are put together at the end."""
 
-    __slots__ = ("_address", "_free", "_kernels", "_starts", "_streams", "measures", "rows")
+    __slots__ = ("_address", "_free", "_kernels", "_starts", "_streams", "device", "measures", "rows")
 
-    def __init__(self, like: Tensor) -> None:
-        kernels = fused(like.device.index)
+    def __init__(self, like: Tensor, kernels: _FusedKernels | None = None) -> None:
+        kernels = kernels or fused(like.device.index)
         assert kernels is not None
-        self._kernels = kernels
+        self._kernels, self.device = kernels, like.device
         self.rows = torch.empty((_ROWS, _WIDTH), dtype=torch.float64, device=like.device)
         self._address = self.rows.data_ptr()
         self._free = 0
@@ -169,7 +194,28 @@ class FusedBatch:
         self._streams: set[int] = set()
         self.measures: list[Measure] = []
 
+    def add_some(self, tensors: list[Tensor]) -> list[Measure]:
+        """Start measuring the first of these tensors with one launch; none where that cannot be done."""
+        kernels = self._kernels
+        table = kernels.table
+        if table is None or not kernels.current():
+            return []
+        stream = kernels.stream()
+        where = (stream, kernels.index, self._address, self._free, _ROWS, _MIN_SHARE, _MAX_PROGRAMS)
+        *found, rows = table.launch(*table.numbers, *where, tensors)
+        if not found:
+            return []
+        self._streams.add(stream)
+        self._starts += found[1::2]
+        self._free += rows
+        measures = [Measure(numel) for numel in found[::2]]
+        self.measures += measures
+        return measures
+
     def add(self, tensor: Tensor) -> Measure:
+        if self._kernels.table is not None:
+            with contextlib.nullcontext() if self._kernels.current() else torch.cuda.device(self._kernels.index):
+                return (self.add_some([tensor]) or self.add_some([_in_one_piece(tensor)]))[0]
         if tensor.dtype not in _KERNEL_DTYPES or not is_dense(tensor):
             tensor = _in_one_piece(tensor)
         numel, kernels, free = tensor.numel(), self._kernels, self._free
@@ -193,12 +239,21 @@ class FusedBatch:
         return self._free > _ROWS - _MAX_PROGRAMS
 
     def values(self) -> Tensor:
-        if self._streams != {self._kernels.stream()}:  # the copy to the host waits for one stream only
-            torch.cuda.synchronize(self._kernels.index)
-        return self.rows[: self._free]
+        kernels = self._kernels
+        if self._streams != {kernels.stream()}:  # the copy to the host waits for one stream only
+            torch.cuda.synchronize(kernels.index)
+        if kernels.table is None:
+            return self.rows[: self._free]
+        with torch.cuda.device(kernels.index):
+            found = torch.empty((len(self.measures), _WIDTH), dtype=torch.float64, device=self.device)
+            starts = torch.tensor([*self._starts, self._free], dtype=torch.int64, device=self.device)
+            numbers = (self._address, starts.data_ptr(), found.data_ptr())
+            launch_in_cuda(kernels.table.together, kernels.stream(), len(self.measures), 32, *numbers)
+        return found
 
     def land(self, values: Tensor) -> Any:
-        return completed(self.measures, *put_together(values.numpy(), self._starts))
+        starts = self._starts if self._kernels.table is None else list(range(len(self.measures)))
+        return completed(self.measures, *put_together(values.numpy(), starts))
 
 
 Batch = TorchBatch | FusedBatch
@@ -245,16 +300,16 @@ def put_together(rows: Any, starts: list[int]) -> Any:
 BROKEN: Final[dict[int, str]] = {}  # GPUs whose kernel does not work, and why
 
 
-def fused(index: int) -> Kernels | None:
+def fused(index: int) -> _FusedKernels | None:
     """The kernels of a GPU, or None where no compiler is there, its answer is wrong, or tensors have no memory."""
     return None if in_fake_mode() or in_func_transform() else _tried(index)
 
 
 @functools.cache
-def _tried(index: int) -> Kernels | None:
+def _tried(index: int) -> _FusedKernels | None:
     try:
         with quiet():
-            kernels = Kernels(index, "statistics", arguments=4)
+            kernels = _FusedKernels(index)
             if _agrees(kernels, index):
                 return kernels
         BROKEN[index] = "the kernel finds other statistics than PyTorch"
@@ -265,28 +320,23 @@ def _tried(index: int) -> Kernels | None:
     return None
 
 
-def _agrees(kernels: Kernels, index: int) -> bool:
+def _agrees(kernels: _FusedKernels, index: int) -> bool:
     """Whether the kernel finds in a trial what PyTorch finds; another compiler may read its arguments differently."""
     whole = torch.linspace(-3.0, 5.0, 20_001, dtype=torch.float64)
-    programs = 3
-
-    def found_in(data: Tensor) -> Any:
-        rows = torch.full((programs, _WIDTH), -1.0, dtype=torch.float64, device=data.device)
-        numel = data.numel()
-        launch = kernels.launch(data.dtype, programs)
-        with torch.cuda.device(index):
-            launch(kernels.stream(), data.data_ptr(), rows.data_ptr(), numel, -(-numel // programs))
-        return put_together(rows.cpu().numpy(), [0])[:, 0]
-
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        data = whole.to(dtype).to(f"cuda:{index}")[1:]  # not aligned
+    with torch.cuda.device(index):
+        wholes = [whole.to(dtype).cuda() for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64)]
+        trials = [data[first:] for data in wholes for first in (0, 1)]  # aligned and not
+        trials += [wholes[0][: 3 * 6000].view(3, 10, 600).transpose(0, 1)[:, :, 7:590]]  # in stretches
+        broken = [data.contiguous().clone() for data in trials]
+        for data in broken:
+            data.view(-1)[7], data.view(-1)[20] = math.inf, math.nan
+        batch = FusedBatch(wholes[0], kernels)
+        for data in trials + broken:
+            batch.add(data)
+        rows = batch.land(batch.values().cpu())
+    for data, row in zip(trials, rows):
         exact = data.cpu().double()
-        found = found_in(data)
-        expected = (0.0, exact.min().item(), exact.max().item(), exact.mean().item(), exact.var(correction=0).item())
-        if not all(math.isclose(a, b, rel_tol=1e-4, abs_tol=1e-5) for a, b in zip(found, expected)):
+        expected = (0.0, 0.0, exact.min(), exact.max(), exact.mean(), exact.std(), exact.norm())
+        if not all(math.isclose(a, float(b), rel_tol=1e-4, abs_tol=1e-5) for a, b in zip(row, expected)):
             return False
-        data[7], data[20] = math.inf, math.nan
-        inf, low, high, _, _ = found_in(data)
-        if inf != 1.0 or low == low or high == high:
-            return False
-    return True
+    return all(row[0] == row[1] == 1.0 and row[2] != row[2] and row[3] != row[3] for row in rows[len(trials) :])

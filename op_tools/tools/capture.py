@@ -18,6 +18,7 @@ from ..call.devices import accelerator_type, autocast_dtype, get_rng_state, quie
 from ..copies.invocation import Invocation, Region, Site
 from ..copies.operands import Layouts, Operands, mark_after
 from ..copies.queue import Writer
+from ..files.derived import factor_of, of_call, of_gradients
 from ..files.header import header
 from ..files.seed_layout import BACKWARD_PARTS, FORWARD_PARTS, SeedFormat
 from ..files.store_format import ChangedMeanwhile, QueueFull, StoreFormat
@@ -74,6 +75,7 @@ class OpCapture(Tool):
         patience, max_jobs = (_PATIENCE / 10, _MAX_JOBS) if in_store else (_PATIENCE, 1 << 30)
         self.writer = Writer(int(megabytes * _MEBI), threads, drop, patience, max_jobs)
         self._label, self._rank = settings.process_label(), settings.rank()
+        self._in_store = in_store
         self._files: SeedFormat | StoreFormat
         self._files = (
             StoreFormat(self.folder, self._label, self.writer) if in_store else SeedFormat(self.folder, self.writer)
@@ -112,7 +114,8 @@ class OpCapture(Tool):
             return
         inputs, region, claimed = noted
         with quiet():
-            staged = self._files.stage(self._outputs, call.outputs.number, call.results, call.result)
+            recipes = of_call(call.op, call.args, call.kwargs, call.result) if self._in_store else ()
+            staged = self._files.stage(self._outputs, call.outputs.number, call.results, call.result, recipes=recipes)
             if staged is None:
                 return
             outputs, nbytes = staged
@@ -120,7 +123,7 @@ class OpCapture(Tool):
                 inputs = inputs._replace(event=mark_after(inputs.copies()))
         self.calls[call.op] += 1
         folder = f"{call.op}/{self._label}/{call.id}/{store.time_label()}"
-        call.notes[self] = folder
+        call.notes[self] = (folder, factor_of(call.op, call.args, call.kwargs) if self._in_store else None)
         total = nbytes + claimed.take()
         if inputs.opaque:
             kinds = ", ".join(inputs.opaque)
@@ -138,9 +141,10 @@ class OpCapture(Tool):
         self._show_done()
 
     def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
-        folder = call.notes.get(self)
-        if folder is None:
+        noted = call.notes.get(self)
+        if noted is None:
             return
+        folder, factor = noted
         found: list[list[Tensor]] = [[], []]
         to_inputs = self._gradients.of(tuple(grad_inputs), {}, found[0], False)
         from_outputs = self._gradients.of(tuple(grad_outputs), {}, found[1], False)
@@ -148,7 +152,8 @@ class OpCapture(Tool):
         if staged is None:
             return
         outputs, claimed = staged[0], _Claim(self.writer, staged[1])
-        staged = self._files.stage(self._grads, to_inputs.number, found[0], tuple(grad_inputs))
+        recipes = of_gradients(factor, grad_outputs, grad_inputs)
+        staged = self._files.stage(self._grads, to_inputs.number, found[0], tuple(grad_inputs), recipes=recipes)
         if staged is None:
             return
         inputs, nbytes = staged

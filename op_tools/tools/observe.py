@@ -6,9 +6,11 @@ import json
 from array import array
 from typing import Any, ClassVar
 
+from ..call.traits import OpTraits
 from ..view import console
 from ..watch.intercept import Call
 from .base import Tool
+from .light import noted
 
 
 class OpObserve(Tool):
@@ -30,6 +32,11 @@ class OpObserve(Tool):
         "step": "INTEGER",
         "data_ptrs": "BLOB",
     }
+
+    def light(self, traits: OpTraits) -> tuple[Any, ...] | None:
+        if type(self) is not OpObserve or self.view.full or self.gated or self.only is not None or self._store is None:
+            return None
+        return noted(self, traits.name, self._store.flush_when_due, self._new_rows, self._run_key)
 
     def after(self, call: Call) -> None:
         self.count(call)

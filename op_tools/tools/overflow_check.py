@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
@@ -15,7 +14,8 @@ from ..call.description import Described, Tensor, TensorMeta, labelled, short
 from ..call.devices import can_pin, event_class, quiet
 from ..call.facts import UNINITIALISED, last_name
 from ..copies.operands import mark_after
-from ..native.statistics import BROKEN, NAMES, Batch, Measure, batch_for, is_dense
+from ..native.ledger import new_ledger
+from ..native.statistics import BROKEN, NAMES, Batch, FusedBatch, Measure, batch_for
 from ..view import console
 from ..watch.intercept import Call
 from .base import Tool
@@ -24,16 +24,6 @@ _MAX_FLIGHTS: Final = 2
 _MAX_ENTRIES: Final = 1_024
 _ROLES: Final = {"forward": ("inputs", "outputs"), "backward": ("grad_outputs", "grad_inputs")}
 _MAX_REPORTED: Final = 10
-
-
-class _Measured(weakref.ref):  # type: ignore[type-arg]
-    """A tensor whose present version has been measured; one object per tensor keeps the garbage collector idle."""
-
-    __slots__ = ("key", "measure", "version")
-
-    key: int
-    version: int
-    measure: Measure | None  # None while nobody has written to it
 
 
 class _Entry(NamedTuple):
@@ -79,13 +69,8 @@ class OpOverflowCheck(Tool):
     }
 
     def prepare(self) -> None:
-        known = self._known = dict[int, _Measured]()
-
-        def forget(seen: _Measured) -> None:
-            if known.get(seen.key) is seen:
-                known.pop(seen.key, None)
-
-        self._forget = forget
+        self._ledger = new_ledger()
+        self._at_once: FusedBatch | None = None  # one of the batches, which takes many tensors in one launch
         self._batches: dict[Any, Batch] = {}
         self._entries: list[_Entry] = []
         self._flights: deque[_Flight] = deque()
@@ -93,25 +78,33 @@ class OpOverflowCheck(Tool):
         self._guard = threading.RLock()
         self._rows: dict[int, Any] = {}  # statistics by number, for a full console
         self._any_bad = False
-        self._made = self._passed_on = self.measured = self.reused = 0
+        self._made = self._passed_on = self.measured = 0
 
     # -- on the device --------------------------------------------------------------------------------
 
-    def _all(self, tensors: Iterable[Tensor | None]) -> tuple[Any, ...]:
-        found: list[Any] = []
-        for index, tensor in enumerate(tensors):
-            if tensor is None:
+    @property
+    def reused(self) -> int:
+        """How often a tensor was seen again unchanged (`check.reused`)."""
+        return int(self._ledger.reused)
+
+    def _measure_all(self, tensors: list[Tensor]) -> list[Measure | None]:
+        """Start measuring; None for tensors that cannot be measured."""
+        found: list[Measure | None] = []
+        while len(found) < len(tensors):
+            batch = self._at_once
+            some = [] if batch is None else batch.add_some(tensors[len(found) :] if found else tensors)
+            if batch is None or not some:
+                found.append(self._measure(tensors[len(found)]))
                 continue
-            seen = self._known.get(id(tensor))
-            if seen is not None and seen() is tensor and seen.version == tensor._version:  # type: ignore[union-attr]
-                if seen.measure is not None:
-                    self.reused += 1
-                    found += (index, seen.measure)
-            elif (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel():
-                measure = (self._measured_as_base(tensor) if tensor._is_view() else None) or self._measure(tensor)
-                if measure is not None:
-                    found += (index, measure)
-        return tuple(found)
+            found += some
+            self.measured += len(some)
+            if batch.full:
+                self._send_later(batch.device)
+        return found
+
+    def _send_later(self, key: Any) -> None:
+        self._full.append(self._batches.pop(key))
+        self._at_once = None
 
     def _measure(self, tensor: Tensor) -> Measure | None:
         if tensor.layout != torch.strided or tensor.is_meta:
@@ -130,55 +123,34 @@ class OpOverflowCheck(Tool):
             if not batch.measures:  # made inside a transform of torch.func, its memory may be of no use outside
                 self._batches.pop(key, None)
             raise
+        if isinstance(batch, FusedBatch):
+            self._at_once = batch
         if batch.full:
-            self._full.append(self._batches.pop(key))
+            self._send_later(key)
         self.measured += 1
-        if not tensor.is_inference():  # those count no versions
-            seen = _Measured(tensor, self._forget)
-            seen.key, seen.version, seen.measure = id(tensor), tensor._version, measure
-            self._known[seen.key] = seen
         return measure
-
-    def _measured_as_base(self, view: Tensor) -> Measure | None:
-        """The measure of what a view looks at, where that is all of it in another order."""
-        base = view._base
-        seen = self._known.get(id(base))
-        if seen is None or seen() is not base or base is None or seen.version != view._version:
-            return None
-        same = view.numel() == base.numel() and view.data_ptr() == base.data_ptr() and view.dtype == base.dtype
-        if not (same and is_dense(view) and is_dense(base)):
-            return None
-        self.reused += 1
-        return seen.measure
-
-    def _leave_alone(self, tensors: list[Tensor]) -> None:
-        """Memory that nobody has written to yet may hold anything."""
-        for tensor in tensors:
-            if not tensor.is_inference():
-                seen = _Measured(tensor, self._forget)
-                seen.key, seen.version, seen.measure = id(tensor), tensor._version, None
-                self._known[seen.key] = seen
 
     def before(self, call: Call) -> None:
         with self._guard:
-            call.notes[self] = self._all(call.tensors)
+            call.notes[self] = self._ledger.look(call.tensors, self._measure_all)
 
     def after(self, call: Call) -> None:
         self.count(call)
         arriving = call.notes.pop(self, ())
         with self._guard:
             if last_name(call.op) in UNINITIALISED:
-                self._leave_alone(call.results)
-            leaving = () if call.traits.view else self._all(call.results)
+                self._ledger.leave_alone(call.results)
+            leaving = () if call.traits.view else self._ledger.look(call.results, self._measure_all)
             self._enter(_Entry(call, "forward", arriving, leaving))
 
     def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
         with self._guard:
-            self._enter(_Entry(call, "backward", self._all(grad_outputs), self._all(grad_inputs)))
+            look, measure = self._ledger.look, self._measure_all
+            self._enter(_Entry(call, "backward", look(grad_outputs, measure), look(grad_inputs, measure)))
 
     def after_compiled_code(self) -> None:
         with self._guard:
-            self._known.clear()
+            self._ledger.clear()
 
     def _enter(self, entry: _Entry) -> None:
         self._entries.append(entry)
@@ -193,7 +165,7 @@ class OpOverflowCheck(Tool):
         """Start the batches on their way; what waits for them waits with the last one."""
         entries, self._entries = self._entries, []
         batches = [*self._full, *self._batches.values()]
-        self._full, self._batches = [], {}
+        self._full, self._batches, self._at_once = [], {}, None
         for batch in batches:
             values, event = batch.values(), None
             if event_class(values.device.type) is not None and can_pin(values.device.type):
@@ -221,19 +193,19 @@ class OpOverflowCheck(Tool):
                 if len(self._rows) > 100_000:
                     self._rows.clear()
                 self._rows.update(zip([m.number for m in measures], rows))
-        log = array("q")
+        log: list[int] = []
         for entry in flight.entries:
-            call, arriving, leaving = entry.call, entry.arriving, entry.leaving
+            call, phase, arriving, leaving = entry
             if arriving or leaving:
-                backward = entry.phase == "backward"
-                log.extend((call.id, self.site(call), backward, (len(arriving) + len(leaving)) // 2))
-                for side, measures_of in enumerate((arriving, leaving)):
-                    for index, measure in _pairs(measures_of):
-                        log.extend((side, index, measure.number))
+                log += (call.id, self.site(call), phase == "backward", (len(arriving) + len(leaving)) // 2)
+                for index, measure in zip(arriving[::2], arriving[1::2]):
+                    log += (0, index, measure.number)
+                for index, measure in zip(leaving[::2], leaving[1::2]):
+                    log += (1, index, measure.number)
             if self._any_bad:
                 self._judge(entry)
         if log or statistics:
-            self.record(numbers, statistics, log.tobytes())
+            self.record(numbers, statistics, array("q", log).tobytes())
 
     def _judge(self, entry: _Entry) -> None:
         call = entry.call
@@ -278,7 +250,7 @@ class OpOverflowCheck(Tool):
             self._send()
             while self._flights:
                 self._land(self._flights.popleft())
-            self._known.clear()
+            self._ledger.clear()
         for index, why in BROKEN.items():
             self.slowed(f"statistics on GPU {index}", f"PyTorch's reductions compute them: {why}")
 

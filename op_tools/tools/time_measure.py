@@ -15,28 +15,32 @@ from threading import get_ident
 from typing import Any, ClassVar, Final, NamedTuple
 
 from .. import settings
-from ..call.description import Tensor, describe, labelled
+from ..call.description import Described, Tensor, describe, labelled
 from ..call.devices import accelerator_type, event_class
+from ..call.traits import OpTraits
 from ..view import console, store
-from ..watch.backward_clock import LIBRARIES, BackwardClock, Pass
+from ..watch.backward_clock import LIBRARIES, BackwardClock
 from ..watch.intercept import Call
 from .base import Tool
+from .light import noted
 
 _READ_AT: Final = 1_024  # timings are read back when this many wait
 _MAX_WAITING: Final = 8_192
 _MAX_SAMPLES: Final = 4_096
 
 
+_Made = tuple[int, str, int, int, str]  # a call that was measured: its id, operator, site, step and device type
+
+
 class _Timing(NamedTuple):
     """A measured stretch whose length is known once the device has passed its last event."""
 
-    call: Call
+    made: _Made
     phase: str
-    spans: tuple[Any, ...] | Pass  # first and last mark of each stretch, one after the other
+    spans: tuple[Any, ...] | bytes  # first and last mark of each stretch, in turns; addresses of the clock's events
     host_start: int
-    device_type: str
     thread: int
-    described: Any
+    described: tuple[Described, Described, str] | None  # what a full console shows, and where the call was made
 
 
 class _Samples:
@@ -106,6 +110,14 @@ class OpTimeMeasure(Tool):
 
     # -- measuring ------------------------------------------------------------------------------------
 
+    def light(self, traits: OpTraits) -> tuple[Any, ...] | None:
+        clock, device_type = self._clock, self._clock_device
+        if type(self) is not OpTimeMeasure or self.gated or clock is None or device_type == "cpu":
+            return None
+        marks = (*clock.functions, device_type, clock.sequence, clock.note)
+        shared = noted(self, traits.name, lambda _: self._read_when_due(), self._waiting, self._run_key)
+        return (*shared, *marks, _Timing, "forward")
+
     def _mark(self, device_type: str) -> Any:
         event = None
         free = self._free.get(device_type)
@@ -134,20 +146,19 @@ class OpTimeMeasure(Tool):
             return
         device_type, host_start, first, number = started
         last = self._mark(device_type)
-        call.notes[self] = device_type
+        call.notes[self] = made = (call.id, call.op, self.site(call), call.step, device_type)
         clock = self._clock
         if clock is not None:
             end = clock.sequence()
             if end > number:
-                clock.note(number, end, call)
+                clock.note(number, end, made)
         self.count(call)
-        self._wait_for(_Timing(call, "forward", (first, last), host_start, device_type, _thread(get_ident()), None))
+        described = (call.inputs, call.outputs, call.location) if self.view.full else None
+        self._wait_for(_Timing(made, "forward", (first, last), host_start, _thread(get_ident()), described))
 
     def before_node(self, call: Call, node: int) -> Any:
-        device_type = call.notes.get(self)
-        if device_type is None:
-            return None
-        return (time.perf_counter_ns(), self._mark(device_type), device_type)
+        made = call.notes.get(self)
+        return None if made is None else (time.perf_counter_ns(), self._mark(made[-1]), made[-1])
 
     def after_node(self, call: Call, started: Any) -> None:
         host, first, device_type = started
@@ -161,18 +172,18 @@ class OpTimeMeasure(Tool):
             return
         described = None
         if self.view.full:
-            described = (describe(tuple(grad_outputs)), describe(tuple(g for g in grad_inputs if g is not None)))
-        self._wait_for(
-            _Timing(call, "backward", spans[1:], spans[0], call.notes[self], _thread(get_ident()), described)
-        )
+            sent = describe(tuple(g for g in grad_inputs if g is not None))
+            described = (describe(tuple(grad_outputs)), sent, "")
+        made = call.notes[self]
+        self._wait_for(_Timing(made, "backward", spans[1:], spans[0], _thread(get_ident()), described))
 
     def after_backward_passes(self, graph_is_kept: bool) -> None:
         clock = self._clock
         if clock is None:
             return
         for one in clock.passes(graph_is_kept):
-            device_type = one.call.notes[self]
-            spans: tuple[int, int] | Pass = one
+            device_type = one.call[-1]
+            spans: tuple[int, int] | bytes = one.events
             if device_type != self._clock_device or device_type == "cpu":
                 clock.release(one.events)  # they are of another device's stream
                 if device_type != "cpu":
@@ -180,7 +191,7 @@ class OpTimeMeasure(Tool):
                 spans = (0, one.host_ns)
             elif not one.events:
                 continue
-            self._wait_for(_Timing(one.call, "backward", spans, one.began, device_type, one.thread, None))
+            self._wait_for(_Timing(one.call, "backward", spans, one.began, one.thread, None))
 
     # -- reading back ---------------------------------------------------------------------------------
 
@@ -189,8 +200,11 @@ class OpTimeMeasure(Tool):
             self._wait_for(op)
 
     def _wait_for(self, timing: _Timing | str) -> None:
+        self._waiting.append(timing)
+        self._read_when_due()
+
+    def _read_when_due(self) -> None:
         waiting = self._waiting
-        waiting.append(timing)
         at_once = self.only is not None  # a feature on one operator shows at once
         if (at_once or len(waiting) >= _READ_AT) and self._reading.acquire(blocking=False):
             try:
@@ -199,10 +213,19 @@ class OpTimeMeasure(Tool):
                 self._reading.release()
 
     def _read(self, wait: bool) -> None:
-        waiting, kept = self._waiting, list[tuple[_Timing, float]]()
+        waiting, kept, clock = self._waiting, list[tuple[_Timing, float]](), self._clock
         try:
             while waiting:
                 timing = waiting[0]
+                if clock is not None and not isinstance(timing, str) and type(timing.spans) is bytes:
+                    some: list[Any] = list(itertools.takewhile(_by_clock, list(waiting)))
+                    times = clock.times([one.spans for one in some], wait)
+                    kept += [pair for pair in zip(some, times) if pair[1] >= 0]
+                    for _ in times:
+                        waiting.popleft()
+                    if len(times) < len(some):
+                        return
+                    continue
                 if isinstance(timing, str):
                     self._keep(kept)
                     kept.clear()
@@ -220,13 +243,9 @@ class OpTimeMeasure(Tool):
 
     def _elapsed(self, timing: _Timing, wait: bool) -> float | None:
         """Milliseconds of a timing; None where the device is not that far, negative where they cannot be known."""
-        spans = timing.spans
-        if type(spans) is Pass:
-            clock = self._clock
-            if clock is None or (not wait and not all(map(clock.ready, spans.events[1::2]))):
-                return None
-            times: list[float] = [clock.elapsed(*pair) for pair in zip(spans.events[::2], spans.events[1::2])]
-            return sum(times) if min(times) >= 0 else -1.0
+        spans: Any = timing.spans
+        if type(spans) is bytes:  # the clock has stopped
+            return -1.0
         if type(spans[-1]) is int:
             nanoseconds: int = sum(spans[1::2]) - sum(spans[::2])
             return nanoseconds / 1e6
@@ -236,39 +255,39 @@ class OpTimeMeasure(Tool):
             elif not last.query():
                 return None
         elapsed: float = sum([first.elapsed_time(last) for first, last in zip(spans[::2], spans[1::2])])
-        self._free.setdefault(timing.device_type, []).extend(spans)  # others may record them again from now on
+        self._free.setdefault(timing.made[-1], []).extend(spans)  # others may record them again from now on
         return elapsed
 
     def _keep(self, timings: list[tuple[_Timing, float]]) -> None:
-        known, site, began, rows = self._samples, self.site, self._began, []
+        known, began, rows = self._samples, self._began, []
         for timing, elapsed in timings:
-            call, phase = timing.call, timing.phase
-            samples = known.get((call.op, phase))
+            (number, op, site, step, _), phase, _, host_start, thread, described = timing
+            samples = known.get((op, phase))
             if samples is None:
-                samples = known[(call.op, phase)] = _Samples()
+                samples = known[(op, phase)] = _Samples()
             samples.add(elapsed)
-            place = site(call)
-            rows.append((call.id, place, phase, elapsed, (timing.host_start - began) / 1e3, timing.thread, call.step))
-            if self.view.full:
-                self._show(timing, place, elapsed)
+            rows.append((number, site, phase, elapsed, (host_start - began) / 1e3, thread, step))
+            if described is not None:
+                self._show(timing.made, phase, described, elapsed)
         self.record_all(rows)
 
-    def _show(self, timing: _Timing, site: int, elapsed: float) -> None:
-        call, forward = timing.call, timing.phase == "forward"
-        first, second = (call.inputs, call.outputs) if forward else timing.described
+    def _show(self, made: _Made, phase: str, described: tuple[Described, Described, str], elapsed: float) -> None:
+        number, op, site, *_ = made
+        forward = phase == "forward"
+        first, second, location = described
         names = ("inputs", "outputs", "inputs") if forward else ("grad_outputs", "grad_inputs", "gradients")
         shown = self.view.tables.render(
-            site if forward else (call.op, first.args, second.args),
-            call.op,
+            site if forward else (op, first.args, second.args),
+            op,
             lambda: labelled(first, names[0], names[2]) + labelled(second, names[1], names[2]),
             first.data_ptrs + second.data_ptrs,
         )
         times = console.table(
-            ["name", "forward_id", f"{timing.phase}_elasped", "unit"],
-            [[call.op, str(call.id), f"{elapsed:.8f}", "ms"]],
+            ["name", "forward_id", f"{phase}_elasped", "unit"],
+            [[op, str(number), f"{elapsed:.8f}", "ms"]],
         )
         if forward:
-            self.view.block(call.location, shown, times, above=3, below=3)
+            self.view.block(location, shown, times, above=3, below=3)
         else:
             self.view.block(shown, times)
 
@@ -286,18 +305,19 @@ class OpTimeMeasure(Tool):
             self.slowed("backward clock", f"hooks on autograd nodes measure backward times: {LIBRARIES.failure}")
         assert self._store is not None
         query = (
-            "SELECT r.call_id, s.op, r.phase, r.elapsed_ms, r.start_us, r.thread, r.step, s.location "
-            "FROM op_time_measure r JOIN sites s ON s.site = r.site WHERE r.run = ? ORDER BY r.call_id"
+            "SELECT call_id, site, phase, elapsed_ms, start_us, thread, step FROM op_time_measure "
+            "WHERE run = ? ORDER BY call_id"
         )
         timings = self._store.tuples(query, (self._run_key,))
-        rows = _pairs(timings)
+        sites = {site: found for site, *found in self._store.tuples("SELECT site, op, location FROM sites")}
+        rows = _pairs(timings, sites)
         if self.view.full and rows:
             self.view.block(console.table(console.TIME_COLUMNS, [[str(c) for c in row] for row in rows]))
         label = f"pid{settings.process_label()}_{store.time_label()}"
         self.csv_path = _unused(self._folder / f"op_elasped_info_{label}.csv")
         store.write_csv(self.csv_path, console.TIME_COLUMNS, rows)
         self.trace_path = self.csv_path.with_name(self.csv_path.name.replace("info", "trace")).with_suffix(".json")
-        _write_trace(self.trace_path, timings)
+        _write_trace(self.trace_path, timings, sites)
         self.view.say(f"op elasped info saved to {self.csv_path}")
 
     def by_op(self) -> list[dict[str, Any]]:
@@ -331,26 +351,35 @@ class OpTimeMeasure(Tool):
         facts = console.table(list(rows[0]), body).splitlines()
         if len(rows) > 30:
             facts.append(f"and {len(rows) - 30} more rows: by_op() has them all")
-        if self.calls and not self._free:
+        if self.calls and not self._free and self._clock_device in ("", "cpu"):
             facts.append("times of the host clock (the device has no timing events)")
         return [*facts, f"times in {self.csv_path}", f"trace for Perfetto or chrome://tracing in {self.trace_path}"]
 
 
-def _pairs(timings: list[tuple[Any, ...]]) -> list[list[Any]]:
-    rows: dict[int, list[Any]] = {}
-    for call_id, op, phase, elapsed, *_ in timings:
-        pair = rows.setdefault(call_id, [op, call_id, "", "", "ms"])
-        pair[2 if phase == "forward" else 3] = f"{elapsed:.8f}"
-    return list(rows.values())
+def _by_clock(timing: _Timing | str) -> bool:
+    return not isinstance(timing, str) and type(timing.spans) is bytes
 
 
-def _write_trace(path: Path, timings: list[tuple[Any, ...]]) -> None:
+def _pairs(timings: list[tuple[Any, ...]], sites: dict[int, list[str]]) -> list[list[Any]]:
+    rows: list[list[Any]] = []
+    last = None
+    for call_id, site, phase, elapsed, _, _, _ in timings:  # in the order of the calls
+        if call_id != last:
+            rows.append([sites[site][0], call_id, "", "", "ms"])
+            last = call_id
+        rows[-1][2 if phase == "forward" else 3] = f"{elapsed:.8f}"
+    return rows
+
+
+def _write_trace(path: Path, timings: list[tuple[Any, ...]], sites: dict[int, list[str]]) -> None:
     """A Chrome trace of the calls: launch times of the host, lengths of the device."""
-    pid, text = os.getpid(), functools.cache(json.dumps)
+    pid = os.getpid()
+    names, places = ({site: json.dumps(found[k]) for site, found in sites.items()} for k in (0, 1))
     events = [
-        f'{{"name": {text(op)}, "cat": "{phase}", "ph": "X", "ts": {start!r}, "dur": {elapsed * 1e3!r}, "pid": {pid}, '
-        f'"tid": {thread}, "args": {{"forward_id": {call_id}, "step": {step}, "location": {text(location)}}}}}'
-        for call_id, op, phase, elapsed, start, thread, step, location in timings
+        f'{{"name": {names[site]}, "cat": "{phase}", "ph": "X", "ts": {start!r}, "dur": {elapsed * 1e3!r}, '
+        f'"pid": {pid}, '
+        f'"tid": {thread}, "args": {{"forward_id": {call_id}, "step": {step}, "location": {places[site]}}}}}'
+        for call_id, site, phase, elapsed, start, thread, step in timings
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f'{{"traceEvents": [{", ".join(events)}], "displayTimeUnit": "ms"}}')

@@ -7,9 +7,12 @@ no compiler, or it has not finished yet, or another tool listens already, hooks 
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from collections.abc import Callable, Container
 from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from ..compat import sequence_number
 from ..native import compiling
@@ -21,26 +24,30 @@ _SOURCE: Final = compiling.SOURCES / "backward_clock.cpp"
 _CALLBACK: Final = "at::addGlobalCallback, of backward functions"
 _MAX_NODES: Final = 200_000  # of a thread that may still be run backward
 _MAX_SPANS: Final = 1_024
+_PAIR: Final = struct.Struct("=qq")  # addresses of two events
 _LIGHT: Final = "\n".join(sorted(WITHOUT_KERNEL)).encode()
 
 
-class Span(ctypes.Structure):
-    """One run of one node. The last two are device events, None where the host's clock must do."""
+class Span(NamedTuple):
+    """One run of one node. The last two are device events, 0 where the host's clock must do."""
 
-    _fields_ = (
-        ("thread", ctypes.c_uint64),
-        *[(name, ctypes.c_int64) for name in ("sequence", "runner", "light", "began", "ended")],
-        *[(name, ctypes.c_void_p) for name in ("first", "last")],
-    )
+    thread: int
+    sequence: int
+    runner: int
+    light: int
+    began: int
+    ended: int
+    first: int
+    last: int
 
 
 class Pass(NamedTuple):
     """The backward pass of one call."""
 
-    call: Any
+    call: Any  # a tuple whose first member is its id
     began: int  # nanoseconds of the host's clock
     host_ns: int  # spent in its nodes
-    events: tuple[int, ...]  # first and last of each node, one after the other; empty where the host's clock must do
+    events: bytes  # addresses of first and last of each node, in turns; empty where the host's clock must do
     thread: int
 
 
@@ -67,10 +74,10 @@ class _Thread:
             calls[number] = call
         return True
 
-    def forget(self, calls: Container[Any]) -> None:
+    def forget(self, ids: Container[int]) -> None:
         """These calls have been run backward, and will not be again."""
         for number, call in self.calls.copy().items():
-            if call in calls:
+            if call[0] in ids:
                 self.calls.pop(number, None)
 
 
@@ -82,11 +89,12 @@ class BackwardClock:
         self._listening = True
         self._threads: dict[int, _Thread] = {}  # by Python's number of the thread
         self._by_number: dict[int, _Thread] = {}  # by PyTorch's
-        self._taken = (Span * _MAX_SPANS)()
+        self._taken = np.zeros((_MAX_SPANS, len(Span._fields)), dtype=np.int64)
         self._guard = threading.Lock()
         self.sequence: Callable[[], int] = sequence_number or short.op_tools_clock_sequence
-        self.ready: Callable[[int], int] = short.op_tools_clock_ready
-        self.elapsed: Callable[[int, int], float] = waiting.op_tools_clock_elapsed
+        self._waiting = waiting
+        found = (short.op_tools_clock_mark, short.op_tools_clock_release)
+        self.functions = [ctypes.cast(function, ctypes.c_void_p).value for function in found]  # for `native.front`
 
     @classmethod
     def listening(cls, device_type: str) -> BackwardClock | None:
@@ -99,7 +107,7 @@ class BackwardClock:
         return clock
 
     def note(self, start: int, end: int, call: Any) -> None:
-        """The nodes of a call have the numbers from `start` up to `end` of this thread (`clock.note(7, 9, call)`)."""
+        """The nodes of a call have the numbers from `start` up to `end` of this thread (`clock.note(7, 9, (12,))`)."""
         here = threading.get_ident()
         thread = self._threads.get(here)
         if thread is None or not thread.note(start, end, call):
@@ -110,39 +118,59 @@ class BackwardClock:
     def passes(self, graph_is_kept: bool) -> list[Pass]:
         """Backward passes heard since the last time; call it when no pass is under way (`clock.passes(False)`)."""
         with self._guard:
-            found: dict[Any, list[Span]] = {}  # by call
+            found: dict[int, tuple[Any, list[Span]]] = {}  # by id of the call
             heard: set[int] = set()  # numbers of threads
             while True:
-                count = self._short.op_tools_clock_take(self._taken, _MAX_SPANS)
-                for span in self._taken[:count]:
-                    thread = self._by_number.get(span.thread)
-                    call = None if thread is None else thread.calls.get(span.sequence)
+                count = self._short.op_tools_clock_take(self._taken.ctypes.data, _MAX_SPANS)
+                for span in map(Span._make, self._taken[:count].tolist()):
+                    thread = self._by_number.get(span[0])
+                    call = None if thread is None else thread.calls.get(span[1])
                     if call is None:
                         self._short.op_tools_clock_release(span.first, span.last)
                     else:
-                        found.setdefault(call, []).append(Span.from_buffer_copy(span))
-                        heard.add(span.thread)
+                        known = found.get(call[0])
+                        if known is None:
+                            found[call[0]] = (call, [span])
+                        else:
+                            known[1].append(span)
+                        heard.add(span[0])
                 if count < _MAX_SPANS:
                     break
             for number in () if graph_is_kept else heard:
                 self._by_number[number].forget(found)
-            return [self._pass(call, spans) for call, spans in found.items()]
+            return [self._pass(call, spans) for call, spans in found.values()]
 
-    def release(self, events: tuple[int | None, ...]) -> None:
+    def times(self, events: list[bytes], wait: bool) -> list[float]:
+        """Milliseconds of timings, each the sum over its pairs of events, negative where they cannot be known.
+
+        Those from the first on that the device has passed; with `wait`, all. Others may use their events from now on.
+        """
+        pairs = np.array([len(one) // 16 for one in events], dtype=np.int64)
+        addresses, found = np.frombuffer(b"".join(events), dtype=np.int64), np.empty(len(events))
+        places = (addresses.ctypes.data, pairs.ctypes.data, len(events), wait, found.ctypes.data)
+        count = self._waiting.op_tools_clock_read(*places)
+        done: list[float] = found[:count].tolist()
+        return done
+
+    def release(self, events: bytes) -> None:
         """Nobody will ask how far apart these are (`clock.release(one.events)`)."""
-        for pair in zip(events[::2], events[1::2]):
+        addresses = np.frombuffer(events, dtype=np.int64).tolist()
+        for pair in zip(addresses[::2], addresses[1::2]):
             self._short.op_tools_clock_release(*pair)
 
     def _pass(self, call: Any, spans: list[Span]) -> Pass:
+        one = spans[0]
+        if len(spans) == 1 and one.first and one.last:
+            return Pass(call, one.began, one.ended - one.began, _marks(spans), one.runner)
         kept = [span for span in spans if not span.light] or spans
         if len(kept) < len(spans):
             self.release(_marks([span for span in spans if span.light]))
         host = sum([span.ended - span.began for span in kept])
         began = min([span.began for span in spans])
         events = _marks(kept)
-        if not all(events):
+        if not all(span.first and span.last for span in kept):
             self.release(events)
-            events = ()
+            events = b""
         return Pass(call, began, host, events, kept[0].runner)
 
     def stop(self) -> None:
@@ -155,8 +183,8 @@ class BackwardClock:
         self._short.op_tools_clock_stop()
 
 
-def _marks(spans: list[Span]) -> tuple[Any, ...]:
-    return tuple([mark for span in spans for mark in (span.first, span.last)])
+def _marks(spans: list[Span]) -> bytes:
+    return b"".join([_PAIR.pack(span.first, span.last) for span in spans])
 
 
 def _load() -> tuple[Any, Any] | None:
@@ -172,11 +200,11 @@ def _load() -> tuple[Any, Any] | None:
     short.op_tools_clock_thread.restype = short.op_tools_clock_sequence.restype = ctypes.c_uint64
     short.op_tools_clock_take.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     short.op_tools_clock_take.restype = ctypes.c_int64
-    short.op_tools_clock_ready.argtypes = [ctypes.c_void_p]
     short.op_tools_clock_release.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     short.op_tools_clock_release.restype = short.op_tools_clock_stop.restype = None
-    waiting.op_tools_clock_elapsed.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    waiting.op_tools_clock_elapsed.restype = ctypes.c_double
+    address, number = ctypes.c_void_p, ctypes.c_int64
+    waiting.op_tools_clock_read.argtypes = [address, address, number, ctypes.c_int, address]
+    waiting.op_tools_clock_read.restype = number
     return short, waiting
 
 

@@ -52,6 +52,10 @@ class Hooks:
         """Whether the tool works on an operator inside a call on wrapper tensors that it works on."""
         return True
 
+    def light(self, traits: OpTraits) -> tuple[Any, ...] | None:
+        """What `native.front` needs to watch an operator without `before` and `after`; None where these are called."""
+        return None
+
     def accepts(self, call: Call) -> bool:
         """Whether the tool works on this very call; asked only of gated tools."""
         return True

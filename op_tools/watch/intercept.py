@@ -107,7 +107,7 @@ class Call:
 class Plan:
     """What to do with one function while the present tools are active."""
 
-    __slots__ = ("gated", "listeners", "observers", "pointers", "skipped", "tools", "traits", "transforms")
+    __slots__ = ("gated", "light", "listeners", "observers", "pointers", "skipped", "tools", "traits", "transforms")
 
     def __init__(self, traits: OpTraits, tools: list[Hooks], skipped: list[Hooks]) -> None:
         self.traits = traits
@@ -118,6 +118,7 @@ class Plan:
         self.listeners = tuple(t for t in self.tools if t.wants_backward)
         self.pointers = any(t.wants_pointers or t.view.full for t in tools)
         self.skipped = tuple(skipped)
+        self.light: tuple[Any, ...] | None = None  # for `native.front`, which then watches most calls by itself
 
 
 class Interceptor(TorchFunctionMode):
@@ -288,6 +289,8 @@ class Interceptor(TorchFunctionMode):
             unknown = Call(OpTraits(repr(func)[:120], func), func, (), {})
             for tool in self.tools:
                 tool.failed(unknown, error, "the tool cannot tell what this function is")
+        if plan is not None and self._front is not None and plan.tools == tuple(self.tools) and len(plan.tools) == 1:
+            plan.light = plan.tools[0].light(plan.traits)
         plans[func] = plan
         return plan
 
@@ -378,7 +381,15 @@ class Interceptor(TorchFunctionMode):
             if self._front is not None:  # PyTorch asks the object before the class
                 vars(self)["__torch_function__"] = self._front.bound_to(self)
         if self._front is not None:
-            self._front.set_plans(plans, self._make_plan, self.watch)
+            shared = (
+                self,
+                self.descriptions.known,
+                self.descriptions.of_result,
+                ids,
+                self.regions.starts,
+                self.capturing,
+            )
+            self._front.set_plans(plans, self._make_plan, self.watch, shared)
 
     def remove(self, tool: Hooks) -> None:
         """Take a tool out; the last one switches the interceptor off (`INTERCEPTOR.remove(tool)`)."""
@@ -396,8 +407,8 @@ class Interceptor(TorchFunctionMode):
         """A training step is over (`INTERCEPTOR.count_step()`)."""
         with self._lock:
             self.step += 1
-            if self._front is None:
-                self._start_plans(self._plans)
+            if self._front is None and self._plans is not None:
+                self._start_plans({})
 
     def passes_ended(self, graph_is_kept: bool) -> None:
         """Backward passes have ended, and none is under way (`INTERCEPTOR.passes_ended(False)`)."""

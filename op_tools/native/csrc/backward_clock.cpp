@@ -174,30 +174,35 @@ __attribute__((visibility("default"))) int64_t op_tools_clock_take(Span* out, in
   return count;
 }
 
-__attribute__((visibility("default"))) int op_tools_clock_ready(c10::Event* event) {
-  try {
-    return event->query() ? 1 : 0;
-  } catch (...) {
-    return 1;
+// An event that is recorded now, or null.
+__attribute__((visibility("default"))) c10::Event* op_tools_clock_mark() { return mark(); }
+
+// Milliseconds of some timings: each is the sum over pairs of events, -1 where it cannot be known. Returns how many could be
+// read, from the first on: all if they may be waited for. Events of those may be used again.
+__attribute__((visibility("default"))) int64_t op_tools_clock_read(
+    c10::Event** events, const int64_t* pairs, int64_t count, int wait, double* found) {
+  for (int64_t i = 0; i < count; events += 2 * pairs[i], ++i) {
+    double total = 0;
+    try {
+      for (int64_t k = 0; k < pairs[i]; ++k) {
+        if (wait)
+          events[2 * k + 1]->synchronize();
+        else if (!events[2 * k + 1]->query())
+          return i;
+      }
+      for (int64_t k = 0; k < pairs[i]; ++k) total += events[2 * k]->elapsedTime(*events[2 * k + 1]);
+    } catch (...) {
+      total = -1;
+    }
+    found[i] = total;
+    for (int64_t k = 0; k < 2 * pairs[i]; ++k) give_back(events[k]);
   }
+  return count;
 }
 
 __attribute__((visibility("default"))) void op_tools_clock_release(c10::Event* first, c10::Event* last) {
   give_back(first);
   give_back(last);
-}
-
-// Milliseconds between two events, or -1; the events may be used again.
-__attribute__((visibility("default"))) double op_tools_clock_elapsed(c10::Event* first, c10::Event* last) {
-  double elapsed = -1;
-  try {
-    last->synchronize();
-    elapsed = first->elapsedTime(*last);
-  } catch (...) {
-  }
-  give_back(first);
-  give_back(last);
-  return elapsed;
 }
 
 }  // extern "C"

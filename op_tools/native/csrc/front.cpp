@@ -4,29 +4,52 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <structmember.h>
 
 #include <cstdint>
 #include <cstring>
+#include <ctime>
 #include <initializer_list>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include <sys/syscall.h>
+#include <unistd.h>
 
 namespace {
+
+// A reference that is given back at the end of its scope.
+struct Owned {
+  PyObject *object = nullptr;
+  Owned() = default;
+  explicit Owned(PyObject *owned) : object(owned) {}
+  Owned(const Owned &) = delete;
+  Owned &operator=(const Owned &) = delete;
+  ~Owned() { Py_XDECREF(object); }
+  operator PyObject *() const { return object; }
+};
 
 // -- looking a function up ----------------------------------------------------------------------------------
 
 PyObject *plans = nullptr;  // function -> plan or None; a null pointer where nothing is watched
 PyObject *plan_maker = nullptr;
 PyObject *watcher = nullptr;
+PyObject *around = nullptr;  // what calls without Python need to know of the interceptor, see front_light.h
+PyObject *name_light, *name_step, *name_append, *name_type;
+
+PyObject *watch_lightly(PyObject *light, PyObject *function, PyObject *args, PyObject *kwargs, bool &watched);
 
 PyObject *set_plans(PyObject *, PyObject *args) {
-  PyObject *new_plans, *new_maker, *new_watcher;
-  if (!PyArg_ParseTuple(args, "OOO", &new_plans, &new_maker, &new_watcher)) return nullptr;
+  PyObject *new_plans, *new_maker, *new_watcher, *new_around;
+  if (!PyArg_ParseTuple(args, "OOOO!", &new_plans, &new_maker, &new_watcher, &PyTuple_Type, &new_around)) return nullptr;
   Py_XINCREF(new_plans == Py_None ? nullptr : new_plans);
-  Py_INCREF(new_maker);
-  Py_INCREF(new_watcher);
-  PyObject *old[] = {plans, plan_maker, watcher};
+  for (PyObject *one : {new_maker, new_watcher, new_around}) Py_INCREF(one);
+  PyObject *old[] = {plans, plan_maker, watcher, around};
   plans = new_plans == Py_None ? nullptr : new_plans;
   plan_maker = new_maker;
   watcher = new_watcher;
+  around = new_around;
   for (PyObject *one : old) Py_XDECREF(one);
   Py_RETURN_NONE;
 }
@@ -68,6 +91,17 @@ PyObject *torch_function(PyObject *, PyObject *const *given, Py_ssize_t count, P
   if (plan == Py_None) {
     result = PyObject_Call(function, args, kwargs);
   } else if (plan != nullptr) {
+    bool watched = false;
+    if (Owned light{PyObject_GetAttr(plan, name_light)}; light == nullptr) {
+      PyErr_Clear();
+    } else if (PyTuple_Check(light)) {
+      result = watch_lightly(light, function, args, kwargs, watched);
+    }
+    if (watched) {
+      Py_DECREF(plan);
+      Py_XDECREF(no_args);
+      return result;
+    }
     PyObject *names_of = kwargs == nullptr ? PyDict_New() : Py_NewRef(kwargs);
     if (names_of != nullptr) {
       PyObject *four[] = {plan, function, args, names_of};
@@ -192,15 +226,51 @@ PyObject *call_site(PyObject *, PyObject *) {
 // -- the key of arguments -----------------------------------------------------------------------------------
 
 PyTypeObject *tensor_type = nullptr;
+PyTypeObject *parameter_type = nullptr;
 PyObject *plain_types = nullptr;  // a frozenset: what may be part of a key as it is
 PyObject *name_shape, *name_stride, *name_dtype, *name_device, *name_requires_grad, *name_layout;
 
+// PyTorch's own getters and methods of tensors, whatever has replaced them in `torch.Tensor`.
+PyObject *get_shape, *get_dtype, *get_device, *get_requires_grad, *get_layout, *get_is_cpu, *get_is_meta;
+PyObject *call_stride, *call_data_ptr;
+
+bool is_plain(PyObject *tensor) { return Py_TYPE(tensor) == tensor_type || Py_TYPE(tensor) == parameter_type; }
+
+PyObject *got(PyObject *getter, PyObject *tensor) {
+  return Py_TYPE(getter)->tp_descr_get(getter, tensor, reinterpret_cast<PyObject *>(Py_TYPE(tensor)));
+}
+
+PyObject *count_function_modes, *count_dispatch_modes;
+
 PyObject *set_up(PyObject *, PyObject *args) {
-  PyObject *tensor, *plain;
-  if (!PyArg_ParseTuple(args, "OOOO", &tensor, &plain, &is_user_code, &text_of)) return nullptr;
-  for (PyObject *one : {tensor, plain, is_user_code, text_of}) Py_INCREF(one);
+  PyObject *base, *tensor, *parameter, *plain;
+  if (!PyArg_ParseTuple(args, "OOOOOOOO", &base, &tensor, &parameter, &plain, &is_user_code, &text_of,
+                        &count_function_modes, &count_dispatch_modes))
+    return nullptr;
+  for (PyObject *one : {tensor, parameter, plain, is_user_code, text_of, count_function_modes, count_dispatch_modes})
+    Py_INCREF(one);
   tensor_type = reinterpret_cast<PyTypeObject *>(tensor);
+  parameter_type = reinterpret_cast<PyTypeObject *>(parameter);
   plain_types = plain;
+  struct {
+    PyObject *&place;
+    const char *name;
+    bool getter;
+  } parts[] = {{get_shape, "shape", true},   {get_dtype, "dtype", true},     {get_device, "device", true},
+               {get_layout, "layout", true}, {get_is_cpu, "is_cpu", true},   {get_requires_grad, "requires_grad", true},
+               {call_stride, "stride", false}, {call_data_ptr, "data_ptr", false}, {get_is_meta, "is_meta", true}};
+  for (auto &part : parts) {
+    part.place = PyObject_GetAttrString(base, part.name);
+    if (part.place == nullptr) return nullptr;
+    if (part.getter && Py_TYPE(part.place)->tp_descr_get == nullptr) {
+      PyErr_Format(PyExc_AttributeError, "%s of tensors is not a descriptor", part.name);
+      return nullptr;
+    }
+  }
+  name_light = PyUnicode_InternFromString("light");
+  name_step = PyUnicode_InternFromString("step");
+  name_append = PyUnicode_InternFromString("append");
+  name_type = PyUnicode_InternFromString("type");
   name_shape = PyUnicode_InternFromString("shape");
   name_stride = PyUnicode_InternFromString("stride");
   name_dtype = PyUnicode_InternFromString("dtype");
@@ -251,6 +321,12 @@ Outcome add_value(PyObject *value, Key &key, PyObject *tensors) {
   PyTypeObject *type = Py_TYPE(value);
   if (type == tensor_type || PyType_IsSubtype(type, tensor_type)) {
     if (PyList_Append(tensors, value) < 0) return kError;
+    if (is_plain(value)) {
+      bool done = key.add(got(get_shape, value)) && key.add(PyObject_CallOneArg(call_stride, value)) &&
+                  key.add(got(get_dtype, value)) && key.add(got(get_device, value)) &&
+                  key.add(got(get_requires_grad, value)) && key.add(got(get_layout, value));
+      return done ? kRegular : kError;
+    }
     bool done = key.add(PyObject_GetAttr(value, name_shape)) &&
                 key.add(PyObject_CallMethodNoArgs(value, name_stride)) &&
                 key.add(PyObject_GetAttr(value, name_dtype)) && key.add(PyObject_GetAttr(value, name_device)) &&
@@ -288,6 +364,19 @@ Outcome add_value(PyObject *value, Key &key, PyObject *tensors) {
   return key.add(Py_NewRef(kind)) && key.add(Py_NewRef(value)) ? kRegular : kError;  // the kind as well: 1 == True
 }
 
+Outcome add_arguments(PyObject *args, PyObject *kwargs, Key &key, PyObject *tensors) {
+  Outcome outcome = kRegular;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args) && outcome == kRegular; ++i)
+    outcome = add_value(PyTuple_GET_ITEM(args, i), key, tensors);
+  PyObject *name, *value;
+  Py_ssize_t position = 0;
+  while (kwargs != nullptr && outcome == kRegular && PyDict_Next(kwargs, &position, &name, &value)) {
+    if (!key.add(Py_NewRef(name))) return kError;
+    outcome = add_value(value, key, tensors);
+  }
+  return outcome;
+}
+
 // (args, kwargs, tensors): a tuple that is equal for arguments that look alike; None where there is no such key.
 // Tensors among the arguments are appended to the list.
 PyObject *key_of(PyObject *, PyObject *const *given, Py_ssize_t count) {
@@ -296,19 +385,15 @@ PyObject *key_of(PyObject *, PyObject *const *given, Py_ssize_t count) {
     return nullptr;
   }
   Key key;
-  Outcome outcome = kRegular;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(given[0]) && outcome == kRegular; ++i)
-    outcome = add_value(PyTuple_GET_ITEM(given[0], i), key, given[2]);
-  PyObject *name, *value;
-  Py_ssize_t position = 0;
-  while (outcome == kRegular && PyDict_Next(given[1], &position, &name, &value)) {
-    if (!key.add(Py_NewRef(name))) return nullptr;
-    outcome = add_value(value, key, given[2]);
-  }
+  Outcome outcome = add_arguments(given[0], given[1], key, given[2]);
   if (outcome == kError) return nullptr;
   if (outcome == kIrregular) Py_RETURN_NONE;
   return key.tuple();
 }
+
+#include "front_light.h"
+
+#include "front_ledger.h"
 
 PyMethodDef methods[] = {
     {"set_plans", set_plans, METH_VARARGS, "What to do with which function; None where nothing is watched."},
@@ -317,6 +402,8 @@ PyMethodDef methods[] = {
     {"set_up", set_up, METH_VARARGS, "The class of tensors, what may be part of a key, and what tells code apart."},
     {"key_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(key_of)), METH_FASTCALL,
      "A tuple that is equal for arguments that look alike."},
+    {"set_up_ledger", set_up_ledger, METH_VARARGS, "The class of tensors in C++, floating dtypes, and the usual layout."},
+    {"launch_statistics", launch_statistics, METH_VARARGS, "Measure tensors on a GPU with one kernel."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -326,5 +413,11 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "op_tools_front", nullptr, -1, 
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) PyObject *PyInit_op_tools_front() {
-  return PyModule_Create(&definition);
+  PyObject *module = PyModule_Create(&definition);
+  PyObject *ledger = module == nullptr ? nullptr : PyType_FromSpec(&ledger_spec);
+  if (ledger == nullptr || PyModule_AddObject(module, "Ledger", ledger) < 0) {
+    Py_XDECREF(ledger);
+    Py_CLEAR(module);
+  }
+  return module;
 }

@@ -23,6 +23,7 @@ from op_tools import cli
 from op_tools.call.description import tensors_in
 from op_tools.call.equality import same_bits
 from op_tools.files import captures, segments, store_format, stored
+from op_tools.files.archive import ArchiveError
 from op_tools.native import fingerprints
 from op_tools.replay.check import Options, replay
 
@@ -429,3 +430,76 @@ def test_a_running_command_chooses_the_store(device: str, tmp_path: Path, capsys
     assert len(stored.opened(store).calls) == 1
     assert cli.main(["run", "OpCapture", "--format", "seed", "--ops", "torch.Tensor.exp", str(script)]) == 0
     assert (folder / "torch.Tensor.exp").exists()
+
+
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    inner = (2 / 3.14159265) ** 0.5 * (x + 0.044715 * torch.pow(x.float(), 3.0))
+    return 0.5 * x * (1.0 + torch.tanh(inner))
+
+
+def test_results_of_one_rounding_are_written_as_their_operation(
+    device: str, fingerprinted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OP_TOOLS_RESULTS_DIR", str(tmp_path))
+    x = torch.randn(512, 1040, device=device).bfloat16().requires_grad_()
+    seen: dict[str, dict[str, list[torch.Tensor]]] = {}
+    for layout in ("seed", "store"):
+        torch.manual_seed(0)
+        x.grad = None
+        with op_tools.OpCapture(format=layout) as capture:
+            _gelu(x).float().sum().backward()
+        seen[layout] = {
+            part: [t for read in parts(capture, part) for t in tensors_in(read)]
+            for part in ("input", "output", "grad_inputs", "grad_outputs")
+        }
+    for part, tensors in seen["seed"].items():
+        found = seen["store"][part]
+        assert len(tensors) == len(found), part
+        assert all(map(same_bits, tensors, found)), part
+    size = x.numel() * 4
+    if fingerprinted == "device":
+        # x and its sum of gradients in bfloat16; what pow, tanh, their gradients and a product's two gradients are
+        assert capture.bytes_written < 8 * size, "none of the sums, products and conversions"
+        assert capture.bytes_captured > 30 * size
+
+
+def test_nans_are_written_as_they_are(
+    device: str, fingerprinted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OP_TOOLS_RESULTS_DIR", str(tmp_path))
+    x = torch.full((512, 1040), torch.nan, device=device)
+    with op_tools.OpCapture(format="store") as capture:
+        y = torch.mul(x, 3.0)
+        torch.sub(y, x)
+    assert len([*tmp_path.rglob(segments.INDEX)]) == 1
+    assert '"derived"' not in next(tmp_path.rglob(segments.INDEX)).read_text()
+    assert all(t.isnan().all() for read in parts(capture, "output") for t in tensors_in(read))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"do":"mul"', '"do":"add"', "other bits than the captured one"),
+        ('"do":"mul"', '"do":"system"', "cannot be computed"),
+        ('"of":[[', '"of":[[0,1,4],[', "makes no sense"),
+        ('"derived":1,', '"derived":9,', "missing in the index"),
+        ('"dtype":"float32"', '"dtype":"int64"', "cannot be computed"),
+    ],
+)
+def test_damaged_operations_are_refused(
+    device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    monkeypatch.setattr(fingerprints, "_HOST_DEVICES", frozenset({"cpu"}))
+    fingerprints._method.cache_clear()
+    monkeypatch.setenv("OP_TOOLS_RESULTS_DIR", str(tmp_path))
+    with op_tools.OpCapture(format="store") as capture:
+        torch.mul(torch.randn(512, 1040, device=device), 3.0)
+    index = next(tmp_path.rglob(segments.INDEX))
+    lines = index.read_text().splitlines(keepends=True)
+    at = next(i for i, line in enumerate(lines) if '"derived"' in line)
+    assert old in lines[at]
+    lines[at] = lines[at].replace(old, new)
+    index.write_text("".join(lines))
+    with pytest.raises(ArchiveError, match=message):
+        parts(capture, "output")
+    fingerprints._method.cache_clear()

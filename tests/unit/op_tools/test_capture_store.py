@@ -170,7 +170,7 @@ def test_a_folder_outside_the_store_is_no_call(tmp_path: Path) -> None:
     ("head", "reason"),
     [
         ("{}", "is not the index of a capture store"),
-        (json.dumps({"format": segments.MAGIC, "version": 2}), "has version 2, this op_tools reads 1"),
+        (json.dumps({"format": segments.MAGIC, "version": 3}), "has version 3, this op_tools reads 1 to 2"),
         (json.dumps({"format": segments.MAGIC, "version": 1, "byteorder": "middle"}), "another byte order"),
         ("", "is empty or cut off"),
     ],

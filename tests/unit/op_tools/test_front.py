@@ -120,7 +120,7 @@ def test_a_mode_lets_pass_and_watches() -> None:
 
     x = torch.ones(2)
     try:
-        COMPILED.set_plans(plans, make, watch)
+        COMPILED.set_plans(plans, make, watch, ())
         with mode:
             torch.add(x, x, alpha=2)
             torch.mul(x, x)
@@ -128,7 +128,7 @@ def test_a_mode_lets_pass_and_watches() -> None:
             with pytest.raises(RuntimeError):
                 torch.add(x, torch.ones(3))
         assert [(plan, kwargs) for plan, _, kwargs in seen] == [("plan", {"alpha": 2}), ("plan", {})]
-        COMPILED.set_plans(None, make, watch)
+        COMPILED.set_plans(None, make, watch, ())
         with mode:
             torch.add(x, x)
         assert len(seen) == 2

@@ -1,0 +1,226 @@
+// Watching a call without any Python code of the tools: for one tool that only notes what was called, or how long it took,
+// and only where a call looks like an earlier one. Everything else goes to `Interceptor.watch`, which does the same.
+// Included by front.cpp.
+
+// What `light` of a plan holds; the second half only where times are measured.
+enum Light { kOp, kCalls, kRows, kFlush, kSites, kFindSite, kFailed, kRun, kSizeOfNote,
+             kMark = kSizeOfNote, kRelease, kDeviceType, kSequence, kNoteNodes, kTiming, kForward, kSizeOfTime };
+// What `around` holds: all calls share it.
+enum Around { kInterceptor, kKnown, kDescribe, kIds, kStarts, kCapturing, kSizeOfAround };
+
+constexpr Py_ssize_t kAskEvery = 64;  // rows: as `record` of the tools
+
+bool is_none_active(PyObject *count_modes) {
+  Owned count{PyObject_CallNoArgs(count_modes)};
+  return count != nullptr && PyLong_AsLong(count) == 0;
+}
+
+// Whether all tensors are of PyTorch's own classes, and the first one that is not on the CPU; a borrowed reference.
+bool all_plain(PyObject *tensors, PyObject *&on_device) {
+  on_device = nullptr;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
+    PyObject *tensor = PyList_GET_ITEM(tensors, i);
+    if (!is_plain(tensor)) return false;
+    if (on_device != nullptr) continue;
+    Owned is_cpu{got(get_is_cpu, tensor)};
+    if (is_cpu == nullptr) return false;
+    if (is_cpu == Py_False) on_device = tensor;
+  }
+  return true;
+}
+
+// The description of arguments like these if there is one, borrowed; no error is set.
+PyObject *description_of(PyObject *args, PyObject *kwargs, PyObject *tensors, PyObject *known) {
+  Key key;
+  PyObject *found = nullptr;
+  if (add_arguments(args, kwargs, key, tensors) == kRegular) {
+    Owned whole{key.tuple()};
+    if (whole != nullptr) found = PyDict_GetItemWithError(known, whole);
+  }
+  PyErr_Clear();
+  return found;
+}
+
+PyObject *addresses_of(PyObject *inputs, PyObject *outputs) {
+  const Py_ssize_t first = PyList_GET_SIZE(inputs), count = first + PyList_GET_SIZE(outputs);
+  PyObject *bytes = PyBytes_FromStringAndSize(nullptr, count * 8);
+  if (bytes == nullptr) return nullptr;
+  char *place = PyBytes_AS_STRING(bytes);
+  for (Py_ssize_t i = 0; i < count; ++i, place += 8) {
+    PyObject *tensor = i < first ? PyList_GET_ITEM(inputs, i) : PyList_GET_ITEM(outputs, i - first);
+    Owned number{PyObject_CallOneArg(call_data_ptr, tensor)};
+    uint64_t address = number == nullptr ? 0 : PyLong_AsUnsignedLongLong(number);
+    if (PyErr_Occurred()) {  // some tensors have no address
+      PyErr_Clear();
+      address = 0;
+    }
+    std::memcpy(place, &address, 8);
+  }
+  return bytes;
+}
+
+// A device event that is recorded now, by the backward clock; a null pointer where that fails.
+void *marked(PyObject *light) {
+  auto mark = reinterpret_cast<void *(*)()>(PyLong_AsVoidPtr(PyTuple_GET_ITEM(light, kMark)));
+  return mark == nullptr ? nullptr : mark();
+}
+
+PyObject *now() {  // as time.perf_counter_ns
+  timespec time{};
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return PyLong_FromLongLong(time.tv_sec * 1'000'000'000ll + time.tv_nsec);
+}
+
+struct Watched {
+  PyObject *light, *id, *location, *inputs;  // borrowed
+  Owned tensors, began;
+  void *events[2] = {nullptr, nullptr};  // before and after
+  void (*release)(void *, void *) = nullptr;
+  long long sequence = 0;
+  ~Watched() {  // of a call that failed, or could not be noted
+    if (events[0] != nullptr) release(events[0], events[1]);
+  }
+};
+
+long long sequence_of(PyObject *light) {
+  PyObject *ask = PyTuple_GET_ITEM(light, kSequence);
+  if (ask == Py_None) return 0;
+  Owned number{PyObject_CallNoArgs(ask)};
+  return number == nullptr ? -1 : PyLong_AsLongLong(number);
+}
+
+// One row in the order of the tool's table, or one timing that waits until the device has passed its events.
+PyObject *row_of(Watched &call, PyObject *site, PyObject *step, PyObject *results) {
+  PyObject *light = call.light;
+  if (PyTuple_GET_SIZE(light) == kSizeOfNote) {
+    Owned addresses{addresses_of(call.tensors, results)};
+    if (addresses == nullptr) return nullptr;
+    return PyTuple_Pack(5, PyTuple_GET_ITEM(light, kRun), call.id, site, step, addresses.object);
+  }
+  PyObject *op = PyTuple_GET_ITEM(light, kOp), *device_type = PyTuple_GET_ITEM(light, kDeviceType);
+  Owned made{PyTuple_Pack(5, call.id, op, site, step, device_type)};
+  if (made == nullptr) return nullptr;
+  const long long end = sequence_of(light);
+  if (PyErr_Occurred()) return nullptr;
+  if (end > call.sequence) {
+    Owned from{PyLong_FromLongLong(call.sequence)}, to{PyLong_FromLongLong(end)};
+    if (from == nullptr || to == nullptr) return nullptr;
+    Owned done{PyObject_CallFunctionObjArgs(PyTuple_GET_ITEM(light, kNoteNodes), from.object, to.object, made.object, nullptr)};
+    if (done == nullptr) return nullptr;
+  }
+  thread_local const long thread = syscall(SYS_gettid);
+  Owned spans{PyBytes_FromStringAndSize(reinterpret_cast<char *>(call.events), sizeof(call.events))};
+  Owned runner{PyLong_FromLong(thread)};
+  if (spans == nullptr || runner == nullptr) return nullptr;
+  Owned parts{PyTuple_Pack(6, made.object, PyTuple_GET_ITEM(light, kForward), spans.object, call.began.object,
+                           runner.object, Py_None)};
+  Owned packed{parts == nullptr ? nullptr : PyTuple_Pack(1, parts.object)};
+  if (packed == nullptr) return nullptr;
+  auto *kind = reinterpret_cast<PyTypeObject *>(PyTuple_GET_ITEM(light, kTiming));
+  PyObject *timing = PyTuple_Type.tp_new(kind, packed, nullptr);
+  if (timing != nullptr) call.events[0] = call.events[1] = nullptr;  // they are the timing's now
+  return timing;
+}
+
+bool note(Watched &call, PyObject *shared, PyObject *result) {
+  PyObject *light = call.light, *op = PyTuple_GET_ITEM(light, kOp), *on_device;
+  Owned results{PyList_New(0)}, only{PyTuple_Pack(1, result)};
+  if (results == nullptr || only == nullptr) return false;
+  Owned outputs{Py_XNewRef(description_of(only, nullptr, results, PyTuple_GET_ITEM(shared, kKnown)))};
+  if (outputs == nullptr || !all_plain(results, on_device)) {
+    PyErr_Clear();
+    Py_XDECREF(outputs.object);
+    outputs.object = PyObject_CallFunctionObjArgs(PyTuple_GET_ITEM(shared, kDescribe), result, results.object, nullptr);
+    if (outputs == nullptr) return false;
+  }
+  Owned place{PyTuple_Pack(4, op, call.location, PyTuple_GET_ITEM(call.inputs, 3), PyTuple_GET_ITEM(outputs.object, 3))};
+  if (place == nullptr) return false;
+  Owned site{Py_XNewRef(PyDict_GetItemWithError(PyTuple_GET_ITEM(light, kSites), place))};
+  if (site == nullptr && !PyErr_Occurred())
+    site.object = PyObject_CallFunctionObjArgs(PyTuple_GET_ITEM(light, kFindSite), op, call.location, call.inputs,
+                                               outputs.object, nullptr);
+  Owned step{site == nullptr ? nullptr : PyObject_GetAttr(PyTuple_GET_ITEM(shared, kInterceptor), name_step)};
+  Owned row{step == nullptr ? nullptr : row_of(call, site, step, results)};
+  if (row == nullptr) return false;
+  PyObject *calls = PyTuple_GET_ITEM(light, kCalls), *rows = PyTuple_GET_ITEM(light, kRows);
+  PyObject *before = PyDict_GetItemWithError(calls, op);
+  if (before == nullptr && PyErr_Occurred()) return false;
+  Owned count{PyLong_FromLongLong(1 + (before == nullptr ? 0 : PyLong_AsLongLong(before)))};
+  if (count == nullptr || PyDict_SetItem(calls, op, count) < 0) return false;
+  Owned done{PyObject_CallMethodOneArg(rows, name_append, row)};
+  const Py_ssize_t size = done == nullptr ? -1 : PyObject_Size(rows);
+  if (size < 0) return false;
+  if (size % kAskEvery == 0) {
+    Owned flushed{PyObject_CallOneArg(PyTuple_GET_ITEM(light, kFlush), rows)};
+    return flushed != nullptr;
+  }
+  return true;
+}
+
+// Whether nothing stands in the way of a short cut: no other mode, no compiled code, no graph that is being captured.
+bool may_watch(PyObject *shared) {
+  if (PyList_GET_SIZE(PyTuple_GET_ITEM(shared, kStarts)) > 0) return false;
+  if (!is_none_active(count_function_modes) || !is_none_active(count_dispatch_modes)) return false;
+  PyObject *capturing = PyTuple_GET_ITEM(shared, kCapturing);
+  if (capturing == Py_None) return true;
+  Owned answer{PyObject_CallNoArgs(capturing)};
+  return answer == Py_False;
+}
+
+bool is_on(PyObject *tensor, PyObject *device_type) {
+  Owned is_meta{got(get_is_meta, tensor)};
+  if (is_meta != Py_False) return false;
+  if (device_type == nullptr) return true;
+  Owned device{got(get_device, tensor)}, type{device == nullptr ? nullptr : PyObject_GetAttr(device, name_type)};
+  return type != nullptr && PyUnicode_Compare(type, device_type) == 0;
+}
+
+// Call a function and note it; `watched` stays false where `Interceptor.watch` must do that, and nothing has happened then.
+PyObject *watch_lightly(PyObject *light, PyObject *function, PyObject *args, PyObject *kwargs, bool &watched) {
+  Owned shared{Py_XNewRef(around)};
+  const bool timed = PyTuple_GET_SIZE(light) == kSizeOfTime;
+  if (shared == nullptr || PyTuple_GET_SIZE(shared.object) != kSizeOfAround || !may_watch(shared)) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  Watched call{};
+  call.light = light;
+  call.tensors.object = PyList_New(0);
+  PyObject *on_device = nullptr;
+  Owned inputs{call.tensors == nullptr
+                   ? nullptr
+                   : Py_XNewRef(description_of(args, kwargs, call.tensors, PyTuple_GET_ITEM(shared.object, kKnown)))};
+  if (inputs == nullptr || !all_plain(call.tensors, on_device) || on_device == nullptr ||
+      !is_on(on_device, timed ? PyTuple_GET_ITEM(light, kDeviceType) : nullptr)) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  Owned location{call_site(nullptr, nullptr)}, id{location == nullptr ? nullptr : PyIter_Next(PyTuple_GET_ITEM(shared.object, kIds))};
+  if (id != nullptr && timed) {
+    call.sequence = sequence_of(light);
+    call.began.object = now();
+    call.release = reinterpret_cast<void (*)(void *, void *)>(PyLong_AsVoidPtr(PyTuple_GET_ITEM(light, kRelease)));
+    if (!PyErr_Occurred()) call.events[0] = marked(light);
+  }
+  if (id == nullptr || (timed && call.events[0] == nullptr)) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  watched = true;
+  call.id = id;
+  call.location = location;
+  call.inputs = inputs;
+  Owned result{PyObject_Call(function, args, kwargs)};
+  if (result == nullptr) return nullptr;
+  if (timed && (call.events[1] = marked(light)) == nullptr) PyErr_SetString(PyExc_RuntimeError, "no event could be recorded");
+  if (PyErr_Occurred() || !note(call, shared, result)) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;  // Ctrl-C
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    Owned told{PyObject_CallFunctionObjArgs(PyTuple_GET_ITEM(light, kFailed), function, id.object, location.object, error, nullptr)};
+    for (PyObject *one : {type, error, trace}) Py_XDECREF(one);
+    if (told == nullptr) PyErr_Clear();  // the training goes on
+  }
+  return Py_NewRef(result.object);
+}

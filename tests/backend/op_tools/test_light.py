@@ -1,0 +1,204 @@
+"""Calls that C++ watches by itself leave the same records as those that go through the tools' own code."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import op_tools
+from op_tools.native import front, ledger
+from op_tools.native.statistics import Measure
+from op_tools.watch import backward_clock
+from op_tools.watch.intercept import INTERCEPTOR
+
+COMPILED = front.LIBRARY.wait()
+pytestmark = pytest.mark.skipif(COMPILED is None, reason=f"not compiled here {front.LIBRARY.failure}")
+
+
+class Marked(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+class Passes(TorchFunctionMode):
+    """Some other mode."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _program(device: str) -> None:
+    x, w = torch.ones(4, 4, device=device, requires_grad=True), torch.nn.Parameter(torch.ones(4, 4, device=device))
+    for _ in range(3):
+        y = torch.nn.functional.linear(x, w, bias=None)
+        torch.cat([y, x], dim=1).max(dim=1)
+        y.add(1.5, alpha=2).view(-1)[1:3].sum().backward()
+        torch.add(torch.ones(2), 1)  # on the CPU
+        torch.empty(0, device=device).mul(2)
+        with torch.no_grad(), torch.device(device):
+            torch.zeros(2).add_(1)
+        with Passes():
+            torch.mul(x, 2)
+        x.as_subclass(Marked).neg()
+        with pytest.raises(RuntimeError):
+            torch.mm(x, torch.ones(3, 3, device=device))
+        {"a": torch.tanh(x)}
+
+
+def _rows(tool: Any) -> list[Any]:
+    kept = ("op", "location", "inputs", "outputs", "step", "phase")
+    rows = [{key: row[key] for key in kept if key in row} for row in tool.records()]
+    return sorted(rows, key=lambda row: repr(row["op"])) if "phase" in rows[0] else rows
+
+
+@pytest.mark.parametrize("name", ["OpObserve", "OpTimeMeasure"])
+def test_the_records_are_the_same(device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OP_TOOLS_CONSOLE", "off")
+    backward_clock.LIBRARIES.wait()
+    walked: list[Any] = []
+    found, counts, walks = [], [], []
+    kind = getattr(op_tools, name)
+    after = kind.after
+
+    def counted(self: Any, call: Any) -> None:
+        walked.append(call.op)
+        after(self, call)
+
+    monkeypatch.setattr(kind, "after", counted)
+    for light in (True, False):
+        if not light:
+            monkeypatch.setattr(kind, "light", lambda self, traits: None)
+        with kind() as tool:
+            _program(device)
+        found.append(_rows(tool))
+        counts.append(tool.calls)
+        walks.append(len(walked))
+        walked.clear()
+        assert not tool.findings()
+    assert found[0] == found[1]
+    assert counts[0] == counts[1]
+    assert walks[0] < walks[1] - 15, "C++ watched some by itself"
+
+
+def test_addresses_are_those_of_the_tensors(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OP_TOOLS_CONSOLE", "off")
+    x = torch.ones(3, device=device)
+    results = []
+    with op_tools.OpObserve() as observe:
+        for _ in range(3):
+            results.append(torch.neg(x))
+    assert [row["data_ptrs"] for row in observe.records()] == [[x.data_ptr(), y.data_ptr()] for y in results]
+    assert [row["call_id"] for row in observe.records()] == sorted(row["call_id"] for row in observe.records())
+
+
+def test_what_goes_wrong_is_a_finding(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OP_TOOLS_CONSOLE", "off")
+    x = torch.ones(3, device=device)
+    with op_tools.OpObserve() as observe:
+        torch.neg(x)
+        plan = INTERCEPTOR._plans[torch.neg]  # type: ignore[index]
+        light = list(plan.light)
+        light[4] = {}  # no site is known
+
+        def broken(*seen: Any) -> int:
+            raise OSError("disk full")
+
+        light[5] = broken
+        plan.light = tuple(light)
+        assert torch.equal(torch.neg(x).cpu(), -torch.ones(3))
+        torch.neg(x)
+    assert [(f.kind, f.op) for f in observe.findings()] == [("tool-failure", "torch.neg")]
+    assert "disk full" in observe.findings()[0].message
+
+
+def test_a_tool_of_ones_own_sees_every_call(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OP_TOOLS_CONSOLE", "off")
+
+    class Mine(op_tools.OpObserve):
+        seen = 0
+
+        def after(self, call: Any) -> None:
+            Mine.seen += 1
+            super().after(call)
+
+    x = torch.ones(3, device=device)
+    with Mine():
+        for _ in range(4):
+            torch.neg(x)
+    assert Mine.seen == 4
+
+
+def _ledgers() -> list[Any]:
+    return [ledger.Ledger(), COMPILED.Ledger()]
+
+
+def test_ledgers_agree(device: str) -> None:
+    rng = random.Random(0)
+    both = _ledgers()
+    measured: list[list[int]] = [[], []]
+    tensors: list[torch.Tensor | None] = [None]
+    makers: list[Callable[[], Any]] = [
+        lambda: torch.ones(4, 3, device=device),
+        lambda: torch.ones(2, device=device, dtype=torch.int64),
+        lambda: torch.ones(0, device=device),
+        lambda: rng.choice([t for t in tensors if t is not None] or [torch.ones(2, device=device)]).t(),
+        lambda: rng.choice([t for t in tensors if t is not None] or [torch.ones(2, device=device)])[1:],
+        lambda: torch.ones(3, device=device, dtype=torch.complex64),
+    ]
+    for _ in range(400):
+        action = rng.random()
+        if action < 0.35:
+            made = rng.choice(makers)()
+            tensors.append(made if made.dim() < 3 else None)
+        elif action < 0.5 and len(tensors) > 4:
+            del tensors[rng.randrange(len(tensors))]
+        elif action < 0.6:
+            written = rng.choice(tensors)
+            if written is not None:
+                written.add_(1)
+        elif action < 0.62:
+            for one in both:
+                one.clear()
+        elif action < 0.66:
+            fresh = torch.empty(3, device=device)
+            tensors.append(fresh)
+            for one in both:
+                one.leave_alone([fresh])
+        some = [None, *[rng.choice(tensors)] * rng.randrange(3)]
+        looks = []
+        for one, seen in zip(both, measured):
+
+            def measure(new: list[torch.Tensor], seen: list[int] = seen) -> list[Any]:
+                seen.extend(id(t) for t in new)
+                return [Measure(t.numel()) for t in new]
+
+            looks.append([(i, m.numel) for i, m in ledger_pairs(one.look(some, measure))])
+        assert looks[0] == looks[1]
+        assert measured[0] == measured[1]
+        assert both[0].reused == both[1].reused
+
+
+def ledger_pairs(found: tuple[Any, ...]) -> list[tuple[int, Measure]]:
+    return list(zip(found[::2], found[1::2]))
+
+
+def test_a_ledger_does_not_keep_tensors(device: str) -> None:
+    for one in _ledgers():
+        for _ in range(10_000):
+            one.look([torch.empty(1, device=device)], lambda new: [Measure(1) for _ in new])
+        assert one.reused == 0, "another tensor at the same address is another tensor"
+
+
+def test_errors_of_measuring_come_through(device: str) -> None:
+    def broken(new: list[torch.Tensor]) -> list[Any]:
+        raise OSError("no kernel")
+
+    for one in _ledgers():
+        with pytest.raises(OSError, match="no kernel"):
+            one.look([torch.ones(2, device=device)], broken)
+    with pytest.raises(TypeError):
+        COMPILED.Ledger().look([torch.ones(2, device=device)], lambda new: [])
