@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..call.description import Tensor
+from ..call.description import Tensor, map_tensors, tensors_in
 from ..copies.operands import Layout, Ref, is_plain
 from ..judge.sampling.axes import Axes, Names
 from ..judge.sampling.reduction import Chosen, Cut, Index
@@ -21,17 +21,49 @@ from .ladder import BACKWARD, FORWARD, Job
 class Kind:
     """Calls that look alike and are sampled: their axes, and how they are cut."""
 
-    def __init__(self, axes: Axes, tensors: Sequence[Tensor], writes: bool, random: bool) -> None:
-        sizes = axes.sizes(tensors)
+    def __init__(self, axes: Axes, model: tuple[Any, Any], writes: bool, random: bool) -> None:
+        self._model = self.prepared = model  # (args, kwargs) without memory
+        if axes.prepare is not None:
+            self.prepared = axes.prepare(*model)
+        self.tensors = list(tensors_in(self.prepared))
+        sizes = axes.sizes(self.tensors)
         assert sizes is not None
         self.axes, self.sizes, self.writes, self.random = axes, sizes, writes, random
-        self.arguments = [t.numel() for t in tensors]
+        self.survives: bool | None = None  # whether arguments were still there in the backward of earlier calls
+        self.arguments = [t.numel() for t in self.tensors]
         self.elements = sum(self.arguments) + sum([_product(names, sizes) for names in axes.results])
         self.work = math.prod(sizes.values()) if axes.product is not None else 0
-        like = [t.shape for t, names in zip(tensors, axes.tensors) if names]
+        like = [t.shape for t, names in zip(self.tensors, axes.tensors) if names]
         self._shape = like[0] if axes.flat and not axes.lists else None  # of results
         self._chosen: dict[Cut, Chosen] = {}
         self.layouts: dict[Hashable, Layout] = {}
+
+    def value(self, tensors: Sequence[Tensor | None]) -> tuple[Any, Any]:
+        """(args, kwargs) with these tensors; without memory where there is none."""
+        given = iter(tensors)
+
+        def fill(model: Tensor) -> Tensor:
+            found = next(given)
+            return model if found is None else found
+
+        args, kwargs = map_tensors(self._model, fill)
+        return args, kwargs
+
+    def needs(self, positions: Sequence[int]) -> list[int]:
+        """The arguments whose values the gradients of some depend on."""
+        axes = self.axes
+        if axes.fixed_gradient:
+            return []
+        if axes.product is not None and not {*positions} - {*axes.product.operands, axes.product.added}:
+            left, right = axes.product.operands
+            return [{left: right, right: left}[n] for n in positions if n in (left, right)]
+        return list(range(len(self.tensors)))
+
+    def zeros(self, model: Tensor, names: Names, index: Index) -> Tensor:
+        """Zeros on the host in place of an argument that is cut to some places."""
+        sizes = [model.numel()] if self.axes.flat and names else model.shape
+        shape = [len(index[n]) if n is not None and n in index else size for n, size in zip(names, sizes)]
+        return torch.zeros(shape, dtype=model.dtype)
 
     def chosen(self, cut: Cut, tensors: Sequence[Tensor]) -> Chosen:
         """The places for one way to cut such calls."""

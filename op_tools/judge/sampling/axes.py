@@ -51,6 +51,7 @@ class Axes:
     beside: Mapping[int, int] = dataclasses.field(default_factory=dict)
     flat: bool = False
     writes: bool = False  # to its arguments, though its name does not say so
+    fixed_gradient: bool = False  # its gradients do not depend on the values of its arguments
     lists: bool = False  # tensors side by side in lists: each has an axis of its own
     prepare: Prepare | None = None  # writes out an argument that depends on places: a causal mask
 
@@ -150,9 +151,9 @@ def axes_of(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Axes |
 
 @functools.cache
 def _rule_of(op: str) -> Rule | None:
-    from . import images, lists, pointwise, products, rows  # noqa: F401  # they register their rules
+    from . import images, lists, moves, pointwise, products, rows  # noqa: F401  # they register their rules
 
-    if not op.startswith("torch."):
+    if not op.startswith(("torch.", "autograd.")):
         return None
     last = last_name(op)
     if lists.works_on_lists(op):

@@ -10,6 +10,7 @@ import torch
 from ...call.description import Tensor
 from ...call.operators.registry import last_name
 from .axes import Arguments, Axes, Names, rule
+from .moves import getitem_by_slices
 
 _MAX_MASK: Final = 1 << 28  # elements of a causal mask that is written out
 
@@ -148,8 +149,10 @@ def index_select(call: Arguments) -> Axes | None:
 
 @rule("__getitem__")
 def getitem(call: Arguments) -> Axes | None:
-    """Rows by one tensor of indices."""
+    """Rows by one tensor of indices, or parts by slices."""
     x, index = call.get(0, "input"), call.get(1, "index")
+    if len(call.tensors) == 1 and not isinstance(index, (Tensor, list)):
+        return getitem_by_slices(call, x, index)
     if not isinstance(index, Tensor) or index.dtype in (torch.bool, torch.uint8) or x.dim() < 2:
         return None
     names, rows = _dims(x), _dims(index, "i")
@@ -190,30 +193,4 @@ def index_add(call: Arguments) -> Axes | None:
     call.call(x, tuple(names))
     call.call(index, (None,))
     call.call(source, tuple(names))
-    return call.axes(tuple(names))
-
-
-@rule("cat", "concat", "concatenate")
-def cat(call: Arguments) -> Axes | None:
-    """All other dimensions."""
-    dim, first = call.get(1, "dim", 0), call.tensors[0]
-    if not isinstance(dim, int) or any(t.dim() != first.dim() or not t.dim() for t in call.tensors):
-        return None
-    names = _dims(first)
-    names[dim] = None
-    for tensor in call.tensors:
-        call.call(tensor, tuple(names))
-    return call.axes(tuple(names))
-
-
-@rule("stack")
-def stack(call: Arguments) -> Axes | None:
-    """All dimensions of the tensors."""
-    dim, first = call.get(1, "dim", 0), call.tensors[0]
-    if not isinstance(dim, int) or any(t.shape != first.shape for t in call.tensors):
-        return None
-    names = _dims(first)
-    for tensor in call.tensors:
-        call.call(tensor, tuple(names))
-    names.insert(dim % (len(names) + 1), None)
     return call.axes(tuple(names))

@@ -22,7 +22,7 @@ from .reduction import VARIANTS
 _CHUNKS: Final = 8192
 _CHECKED: Final = 6  # chunks or rows that the CPU does again
 _SAMPLE: Final = 2048
-_AT_ONCE: Final = 1 << 25  # elements in float64 on the device
+_AT_ONCE: Final = 1 << 22  # elements in float64 on the device
 
 
 class Reduced(NamedTuple):
@@ -53,11 +53,13 @@ class Total:
         """The calls that judge its result."""
         raise NotImplementedError
 
-    def backward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], sent: Any, found: Any, rng: random.Random
-    ) -> list[Reduced]:
+    def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng: random.Random) -> Any:
+        """What `backward` will need of the arguments."""
+        return None
+
+    def backward(self, kept: Any, sent: Any, found: Any, rng: random.Random) -> list[Reduced]:
         """The calls that judge its gradients."""
-        raise NotImplementedError
+        return []
 
 
 class Sum(Total):
@@ -66,7 +68,8 @@ class Sum(Total):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, rng: random.Random) -> list[Reduced]:
         x = args[0].detach()
         rows, tail = _chunks(x)
-        partial = rows.sum(1, dtype=torch.float64)
+        step = max(1, _AT_ONCE // rows.shape[1])
+        partial = torch.cat([part.double().sum(1) for part in rows.split(step)])
         chosen = _index(rows.shape[0], _CHECKED, x.device, rng)
         checked = Reduced("torch.sum", torch.sum, (rows.index_select(0, chosen), 1), {}, partial[chosen].float())
         if tail.numel():
@@ -75,16 +78,18 @@ class Sum(Total):
             partial *= partial.numel() / x.numel()
         return [Reduced(self.op, self.function, (partial,), {}, result.detach().clone()), checked]
 
-    def backward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], sent: Any, found: Any, rng: random.Random
-    ) -> list[Reduced]:
-        x, (g,), (gradient, *_) = args[0], sent, found
-        if gradient.shape != x.shape:
-            return []
+    def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng: random.Random) -> Any:
+        x: Tensor = args[0]
         chosen = _index(x.numel(), _SAMPLE, x.device, rng)
-        few = x.detach().reshape(-1)[chosen].requires_grad_()
+        return x.shape, chosen, x.detach().reshape(-1)[chosen]
+
+    def backward(self, kept: Any, sent: Any, found: Any, rng: random.Random) -> list[Reduced]:
+        (shape, chosen, few), (g,), (gradient, *_) = kept, sent, found
+        if gradient.shape != shape:
+            return []
+        few = few.detach().requires_grad_()
         if last_name(self.op) == "mean":
-            g = g.double() * (few.numel() / x.numel())
+            g = g.double() * (few.numel() / shape.numel())
         picked = _picked(gradient, chosen)
         return [Reduced(self.op, self.function, (few,), {}, None, [g.clone()], [picked])]
 
@@ -107,7 +112,8 @@ class Norm(Total):
         tensors = list(tensors_in(args))
         for tensor in tensors:
             rows, tail = _chunks(tensor.detach(), 1024)
-            found = torch.linalg.vector_norm(rows, 2, dim=1, dtype=torch.float64)
+            step = max(1, _AT_ONCE // rows.shape[1])
+            found = torch.cat([torch.linalg.vector_norm(p, 2, dim=1, dtype=torch.float64) for p in rows.split(step)])
             if len(checked) < 16 or rng.random() < 0.1:
                 place = rng.randrange(rows.shape[0])
                 checked.append(rows[place].clone())
@@ -203,24 +209,70 @@ class CrossEntropy(Total):
         named = {"weight": weight, "reduction": "sum"}
         return Reduced(self.op, self.function, (few, first), named, result.detach().clone())
 
-    def backward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], sent: Any, found: Any, rng: random.Random
-    ) -> list[Reduced]:
+    def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng: random.Random) -> Any:
         named = self._named(args, kwargs)
-        x, (g,), gradient = named["input"], sent, found[0]
+        chosen = _index(named["input"].shape[0], 4 * _CHECKED, named["input"].device, rng)
+        return chosen, self._rows(named, chosen), self._weights(named) if named["reduction"] == "mean" else None
+
+    def backward(self, kept: Any, sent: Any, found: Any, rng: random.Random) -> list[Reduced]:
+        (chosen, part, weights), (g,), gradient = kept, sent, found[0]
         if gradient is None or any(f is not None for f in found[1:]):
             return []
-        chosen = _index(x.shape[0], 4 * _CHECKED, x.device, rng)
-        part = self._rows(named, chosen)
-        if named["reduction"] == "mean":
-            g = g.double() / self._weights(named)
-        few = (part.args[0].requires_grad_(), part.args[1])
+        if weights is not None:
+            g = g.double() / weights
+        few = (part.args[0].detach().requires_grad_(), part.args[1])
         others = [None] * (len(list(tensors_in((few, part.kwargs)))) - 1)
         kwargs = {**part.kwargs, "reduction": "sum"}
         return [part._replace(args=few, kwargs=kwargs, sent=[g.clone()], found=[gradient.detach()[chosen], *others])]
 
 
+class Reshaped(Total):
+    """`view`, `reshape` and the like: the elements stay in their order, and some of them stand for all."""
+
+    def elements(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+        tensors = list(tensors_in((args, kwargs)))
+        given = args[1] if len(args) > 1 else None
+        if not tensors or isinstance(given, torch.dtype) or not tensors[0].numel():
+            return None
+        return 2 * tensors[0].numel()
+
+    def _args(self, few: Tensor) -> tuple[Any, ...]:
+        last, count = last_name(self.op), few.numel()
+        more: dict[str, tuple[Any, ...]] = {"view": (count,), "reshape": ((count,),), "unflatten": (0, (count,))}
+        return (few, *more.get(last, ()))
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, rng: random.Random) -> list[Reduced]:
+        x = next(tensors_in((args, kwargs)))
+        if not isinstance(result, Tensor) or result.numel() != x.numel() or result.dtype != x.dtype:
+            return []
+        few, ours = self._picked((x, result), rng)
+        return [Reduced(self.op, self.function, self._args(few), {}, ours)]
+
+    def backward(self, kept: Any, sent: Any, found: Any, rng: random.Random) -> list[Reduced]:
+        (g, *_), (gradient, *_) = sent, found
+        if gradient is None or g is None or g.numel() != gradient.numel():
+            return []
+        came, ours = self._picked((g, gradient), rng)
+        args = self._args(torch.zeros_like(ours).requires_grad_())
+        return [Reduced(self.op, self.function, args, {}, None, [came], [ours])]
+
+    def _picked(self, tensors: Sequence[Tensor], rng: random.Random) -> list[Tensor]:
+        """The same elements of both, counted in the order of their dimensions."""
+        first = tensors[0]
+        seed, count = rng.randrange(VARIANTS), min(_SAMPLE, first.numel())
+        return [t.detach()[_places_in(t.shape, count, t.device, seed)] for t in tensors]
+
+
+@functools.lru_cache(maxsize=512)
+def _places_in(shape: torch.Size, count: int, device: torch.device, seed: int) -> tuple[Tensor, ...]:
+    """Some elements of a tensor of this shape, as one index for each dimension."""
+    flat = torch.tensor(choose(shape.numel(), 1, count, random.Random(seed)), dtype=torch.int64)
+    found = torch.unravel_index(flat, shape)
+    return tuple([index.to(device) for index in found])
+
+
 _TOTALS: Final[dict[str, type[Total]]] = {
+    **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "ravel"), Reshaped),
     "sum": Sum,
     "mean": Sum,
     "norm": Norm,
