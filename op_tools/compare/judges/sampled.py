@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import random
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -23,18 +22,18 @@ from ... import settings
 from ...call import facts
 from ...call.description import Tensor, map_tensors, tensors_in
 from ...call.devices import module_of, quiet
-from ...call.traits import traits_of
 from ...copies.invocation import Region
-from ...copies.operands import Layout, Operands, is_plain, mark_after, stage, start_of_storage
+from ...copies.operands import Operands, is_plain, mark_after, stage, start_of_storage
 from ...copies.queue import MemoryBudget, Reservation
 from ...judge import golden
 from ...judge.sampling import suspects
-from ...judge.sampling.axes import Names, axes_of
+from ...judge.sampling.axes import axes_of
 from ...judge.sampling.reduction import Chosen, Cut, Index, cut_tensor
-from ...judge.sampling.totals import Reduced, Total, total_of
+from ...judge.sampling.totals import Reduced, Total, columns_backward, columns_of, total_of
 from ...judge.verdict import NOT_COMPARABLE, Judgement
 from ..ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, arguments_kind
-from ..sample import Group, Kind, Sample, ref_of, with_more
+from ..sample import Group, Kind, Sample, ref_of, with_more, with_other
+from ..slices import Ready, Slices, copies, cut_arguments, cut_gradients, operands_of, reduced_job, slices
 from .views import MODEL, without_memory
 
 _MAX_KINDS: Final = 20_000
@@ -47,9 +46,6 @@ _MIN_HELD: Final = 1 << 26  # bytes of them in any case
 _MAX_COPIED: Final = 1 << 28  # bytes of arguments that are copied on the device before a call that writes to them
 _CHANGED: Final = "its arguments were changed before its backward"
 _DRAWS_NOTHING: Final = "attention"  # its rule knows only calls without dropout
-
-Slices = tuple[Any, Sequence[Tensor]]  # a tree of staged leaves, and the tensors
-Ready = dict[int, Tensor]  # arguments that are cut, by position
 
 
 @dataclasses.dataclass(eq=False)
@@ -116,10 +112,10 @@ class Sampled(Judge):
             return True
         affordable = sum([t.nbytes for t in live.tensors]) <= _MAX_COPIED
         if affordable and not kind.axes.lists and not kind.random:
-            taken.copies = _copies(live.tensors)
+            taken.copies = copies(live.tensors)
         else:
             taken.index = kind.chosen(kind.forward(), kind.tensors).index(live.device)
-            taken.before = self._slices(kind, self._cut(kind, live.tensors, taken.index), taken.index)
+            taken.before = slices(kind, cut_arguments(kind, live.tensors, taken.index), taken.index)
         return True
 
     def _find(self, call: ComparedCall) -> Kind | Total | None:
@@ -161,50 +157,14 @@ class Sampled(Judge):
 
     # -- slices ---------------------------------------------------------------------------------------------
 
-    def _cut(
-        self, kind: Kind, tensors: Sequence[Tensor | None], index: Index, needed: Iterable[int] | None = None
-    ) -> Ready:
-        """The arguments cut to some places, or only those that are needed."""
-        axes = kind.axes
-        if axes.prepare is not None:
-            tensors = list(tensors_in(axes.prepare(*kind.value(tensors))))
-        made: dict[Hashable, Tensor] = {}
-        found: Ready = {}
-        for number in range(len(tensors)) if needed is None else needed:
-            tensor = tensors[number]
-            assert tensor is not None
-            key = _place_of(tensor)
-            if key not in made:
-                made[key] = cut_tensor(tensor, axes.tensors[number], index, axes.flat)
-            found[number] = made[key]
-        return found
-
-    def _slices(self, kind: Kind, ready: Ready, index: Index) -> Slices:
-        """The arguments of a cut call, with zeros for those whose values do not matter."""
-        made: list[Tensor] = []
-        numbers: dict[int, int] = {}
-        position = itertools.count()
-
-        def place(model: Tensor) -> Any:
-            number = next(position)
-            tensor = ready.get(number)
-            if tensor is None:
-                tensor = kind.zeros(model, kind.axes.tensors[number], index)
-            if id(tensor) not in numbers:
-                numbers[id(tensor)] = len(made)
-                made.append(tensor)
-            return ref_of(tensor, numbers[id(tensor)], model.requires_grad)
-
-        return map_tensors(kind.prepared, place), made
-
     def _part(self, job: Job, kind: Kind, cut: Cut, before: Slices, after: Slices, own: ComparedCall | None) -> Job:
         """A job that judges a cut call."""
         call = job.call
         assert isinstance(call, ComparedCall)
         mark = mark_after((*before[1], *after[1]))
         key = (job.phase, cut, job.grad_kind)
-        arguments = _operands(kind, (*key, "before"), before, mark)
-        snapshot = _operands(kind, (*key, "after"), after, mark)
+        arguments = operands_of(kind, (*key, "before"), before, mark)
+        snapshot = operands_of(kind, (*key, "after"), after, mark)
         if own is None:
             number = self._number((arguments_kind(call), call.numbers, key)) if all(call.numbers) else 0
             region: Region = call.region._replace(grad_enabled=job.phase == BACKWARD)
@@ -223,16 +183,16 @@ class Sampled(Judge):
     ) -> Index:
         """These places, with those that stand out on the device."""
         some = chosen.some.difference(fixed)
-        if not some:
-            return index
-        call = call._replace(each=chosen.more)
+        if not some or (not chosen.more and self._rng.random() < 0.5):
+            return index  # of calls made of long rows, every other one is judged at the usual places alone
+        call = call._replace(each=chosen.more or 1)
         try:
             with quiet(), golden.neutral(bool(call.found)), _no_autocast(job.call.region.device):
                 more = suspects.find(kind.axes, chosen.cut.axes, call, self._rng)
         except (RuntimeError, NotImplementedError):  # no kernel for a wider dtype, no memory
             return index
         self.ranked += bool(more)
-        return with_more(index, more, some)
+        return with_more(index, more, some) if chosen.more else with_other(index, self._rng.choice(more or [{}]), some)
 
     # -- judging --------------------------------------------------------------------------------------------
 
@@ -289,11 +249,11 @@ class Sampled(Judge):
             chosen = kind.chosen(cut, kind.tensors)
             whole = suspects.Call(call.function, kind.value(earlier), earlier, call.region.rounded_to, live.results)
             index = self._suspects(kind, chosen, job, whole, chosen.index(live.device))
-            before = self._slices(kind, self._cut(kind, earlier, index), index)
+            before = slices(kind, cut_arguments(kind, earlier, index), index)
             if taken.copies:
                 taken.index, taken.before, taken.copies = index, before, ()
         if kind.writes:
-            after = self._slices(kind, self._cut(kind, live.tensors, index), index)
+            after = slices(kind, cut_arguments(kind, live.tensors, index), index)
         names, made = iter(kind.axes.results), list(after[1])
 
         def cut_result(tensor: Tensor) -> Any:
@@ -307,10 +267,10 @@ class Sampled(Judge):
             taken.part = part.call
         sample = self._sample(job)
         sample.take(part, Group(kind, index))
-        self._keep(taken, live, call)
+        self._keep(taken, live, call, sample)
         return _pending(job, sample)
 
-    def _keep(self, taken: _Taken, live: Any, call: ComparedCall) -> None:
+    def _keep(self, taken: _Taken, live: Any, call: ComparedCall, sample: Sample) -> None:
         """Keep what a backward will need: arguments that somebody else holds anyway, and slices of all others."""
         kind, tensors = taken.kind, live.tensors
         assert isinstance(kind, Kind)
@@ -335,12 +295,18 @@ class Sampled(Judge):
         taken.versions = [t._version for t in taken.held if t is not None]
         for cut, positions in kind.backward(wanted).items():
             needed = kind.needs(positions)
+            affine = kind.affine(positions)
+            if affine is not None:
+                x, named = tensors[affine.positions[0]], (call.op, call.function)
+                taken.kept, check = columns_of(affine, named, x, self._rng)
+                sample.take(reduced_job(sample.job, check), Group())
+                continue
             if all(n >= len(holds) or holds[n] for n in needed):
                 continue
             chosen = kind.chosen(cut, kind.tensors)
             if chosen.elements <= _MAX_WHOLE:
                 index = chosen.index(live.device)
-                taken.slices[cut] = index, self._cut(kind, tensors, index, needed)
+                taken.slices[cut] = index, cut_arguments(kind, tensors, index, needed)
             found = suspects.project(kind.axes, positions, tensors, call.region.rounded_to, self._rng)
             if found is not None:
                 taken.projected[positions[0]] = found
@@ -361,6 +327,7 @@ class Sampled(Judge):
             kind.survives = kind.survives is not False and all(ref() is not None for ref in taken.observed)
         if len(sent) != len(kind.axes.results) or not kind.fits([g for g in sent if g is not None]):
             return None
+        of_affine: list[int] = []
         if taken.before is not None:
             cut = kind.forward()
             if kind.axes.lists or any(kind.axes.cut_for_gradient(n) != cut.axes for n in positions):
@@ -369,6 +336,8 @@ class Sampled(Judge):
             groups = {cut: positions}
         else:
             groups = kind.backward(positions)
+            for cut in [c for c, some in groups.items() if taken.kept is not None and kind.affine(some)]:
+                of_affine = groups.pop(cut)
             ways = {cut: way for cut, some in groups.items() if (way := self._way(job, kind, taken, cut, some))}
         sample = self._sample(job)
         for cut, some in groups.items():
@@ -376,9 +345,15 @@ class Sampled(Judge):
                 self.setup.skip(job.live, "a gradient that needs nearly all of its arguments", BACKWARD)
                 continue
             index, before = ways[cut]
-            part = self._part(job, kind, cut, before, _gradients(job, kind, index, some), taken.part)
+            part = self._part(job, kind, cut, before, cut_gradients(job, kind, index, some), taken.part)
             part.unasked = tuple([n for n in range(len(kind.axes.tensors)) if n not in some])
             sample.take(part, Group(kind, index))
+        affine = kind.affine(of_affine) if of_affine else None
+        if affine is not None and sent[0] is not None:
+            stand_in = columns_backward(affine, taken.kept, sent[0], found, of_affine)
+            _, weight, bias = affine.positions
+            rows = (None, weight) if len(stand_in.args) == 2 else (bias, None, weight)
+            sample.take(reduced_job(job, stand_in), Group(rows=rows))
         taken.held = taken.versions = ()
         taken.reservation = None
         return _pending(job, sample) if sample.parts else Judgement(NOT_COMPARABLE, "it is too large to be compared")
@@ -403,37 +378,16 @@ class Sampled(Judge):
             fixed = [name for n in needed for name in kind.axes.tensors[n]] if ready is not None else ()
             index = self._suspects(kind, chosen, job, whole, index, fixed)
         if ready is None:
-            ready = self._cut(kind, tensors, index, needed)
-        return index, self._slices(kind, ready, index)
+            ready = cut_arguments(kind, tensors, index, needed)
+        return index, slices(kind, ready, index)
 
     def _from_totals(self, job: Job, reduced: Sequence[Reduced]) -> Judgement | None:
         """Calls that stand for the whole one."""
-        call, backward = job.call, job.phase == BACKWARD
-        assert isinstance(call, ComparedCall)
         if not reduced:
             return None
         sample = self._sample(job)
         for each in reduced:
-            value = (list(each.sent), list(each.found)) if backward else (None, None, each.result)
-            before, after = (stage(v, event=False) for v in ((each.args, each.kwargs), value))
-            mark = mark_after((*before.storages, *after.storages))
-            before, after = before._replace(event=mark), after._replace(event=mark)
-            own = dataclasses.replace(
-                call,
-                op=each.op,
-                function=each.function,
-                traits=traits_of(each.function),
-                numbers=(0, 0),
-                before=before,
-                notes={},
-                region=call.region._replace(grad_enabled=backward),
-                places=None,
-                drawn=None,
-            )
-            part = Job(own, job.phase, event=job.event, live=job.live, before=before, snapshot=after)
-            part.nbytes = before.nbytes + after.nbytes
-            part.unasked = tuple([n for n, g in enumerate(each.found) if g is None])
-            sample.take(part, Group())
+            sample.take(reduced_job(job, each), Group())
         return _pending(job, sample)
 
     def arguments(self, call: ComparedCall) -> Operands | str | None:
@@ -466,6 +420,14 @@ class Sampled(Judge):
         ]
 
 
+def _used_memory(device: torch.device) -> int:
+    """Bytes that the run has used at most so far."""
+    try:
+        return int(module_of(device.type).max_memory_allocated(device))
+    except Exception:
+        return 0
+
+
 @contextlib.contextmanager
 def _no_autocast(device: str) -> Iterator[None]:
     """No autocast; `torch.autocast` itself would forget the run's cached weights on leaving."""
@@ -477,55 +439,6 @@ def _no_autocast(device: str) -> Iterator[None]:
         torch.set_autocast_enabled(device, enabled)
 
 
-def _place_of(tensor: Tensor) -> Hashable:
-    """Equal for the same memory seen in the same way; no Python object for a storage, which autograd would count."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad
-
-
-def _copies(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of all tensors on the device; those at the same place in memory are one."""
-    made: dict[Hashable, Tensor] = {}
-    for tensor in tensors:
-        key = _place_of(tensor)
-        if key not in made:
-            made[key] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    return [made[_place_of(t)] for t in tensors]
-
-
 def _pending(job: Job, sample: Sample) -> Judgement:
     job.parts = sample.parts
     return PENDING
-
-
-def _operands(kind: Kind, key: Hashable, slices: Slices, mark: Any) -> Operands:
-    """Slices as operands; calls that look alike share the layout, and so the tree."""
-    tree, made = slices
-    layout = kind.layouts.get(key)
-    if layout is None or layout.tree != tree:
-        layout = kind.layouts[key] = Layout(tree, ())
-    return Operands(layout.tree, tuple(made), mark, sum([t.nbytes for t in made]), (), layout)
-
-
-def _gradients(job: Job, kind: Kind, index: Index, some: Sequence[int]) -> Slices:
-    """The gradients that came in and those that are judged, cut to some places."""
-    assert job.grads is not None
-    sent, found = job.grads
-    made: list[Tensor] = []
-
-    def cut(tensor: Tensor | None, names: Names) -> Any:
-        if tensor is None:
-            return None
-        made.append(cut_tensor(tensor, names, index, kind.axes.flat))
-        return ref_of(made[-1], len(made) - 1)
-
-    ours = [cut(g, names) for g, names in zip(sent, kind.axes.results)]
-    theirs = [cut(found[n], names) if n in some else None for n, names in enumerate(kind.axes.tensors)]
-    return (ours, theirs), made
-
-
-def _used_memory(device: torch.device) -> int:
-    """Bytes that the run has used at most so far."""
-    try:
-        return int(module_of(device.type).max_memory_allocated(device))
-    except Exception:
-        return 0

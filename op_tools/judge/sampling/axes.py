@@ -35,6 +35,15 @@ class Product(NamedTuple):
     beta: float = 1
 
 
+class Affine(NamedTuple):
+    """A norm over the last dimensions: its weight and bias have gradients that are sums over all rows."""
+
+    positions: tuple[int, int | None, int | None]  # of what is normalised, the weight and the bias
+    dims: int  # that are normalised
+    centred: bool
+    eps: float | None
+
+
 @dataclasses.dataclass(frozen=True)
 class Axes:
     """What runs over what in one kind of call.
@@ -48,6 +57,7 @@ class Axes:
     whole: frozenset[str] = frozenset()  # never cut: what is computed depends on all of it
     ordered: frozenset[str] = frozenset()  # places along it must stay in order, unless `prepare` is done
     product: Product | None = None
+    affine: Affine | None = None
     beside: Mapping[int, int] = dataclasses.field(default_factory=dict)
     flat: bool = False
     writes: bool = False  # to its arguments, though its name does not say so

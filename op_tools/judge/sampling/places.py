@@ -57,7 +57,7 @@ def counts(
     most, least = (_MAX_ALONG_FLAT, _MIN_ALONG_AXIS) if flat else (_MAX_ALONG_AXIS, _MIN_ALONG_AXIS)
     more = 8 if flat else 2
     if rest[-1] >= _LONG_ROW:
-        more, least = 1, _MIN_OF_ROWS
+        more, least = 0, _MIN_OF_ROWS  # a row that stands out takes the place of others
     taken = {name: min(sizes[name], most) for name in sorted(cut)}
 
     def elements(names: Sequence[str | None], other: int) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from ...call.description import Tensor
 from ...call.operators.registry import last_name
-from .axes import Arguments, Axes, Names, rule
+from .axes import Affine, Arguments, Axes, Names, rule
 from .moves import getitem_by_slices
 
 _MAX_MASK: Final = 1 << 28  # elements of a causal mask that is written out
@@ -55,7 +55,12 @@ def layer_norm(call: Arguments) -> Axes | None:
     names: Names = (*rows, *[None] * count)
     for tensor in call.tensors:
         call.call(tensor, names if tensor is x else (None,) * count)
-    return call.axes(names)
+    centred = last_name(call.op) == "layer_norm"
+    weight, bias = call.get(2, "weight"), call.get(3, "bias") if centred else None
+    a, b = [None if t is None else call.position(t) for t in (weight, bias)]
+    eps = call.get(4, "eps", 1e-5) if centred else call.get(3, "eps")
+    affine = Affine((call.position(x), a, b), count, centred, eps) if (a, b) != (None, None) else None
+    return call.axes(names, affine=affine)
 
 
 @rule("batch_norm")

@@ -16,12 +16,15 @@ import torch
 from ...call.description import Tensor, tensors_in
 from ...call.operators.registry import last_name
 from ...compat import foreach_norm
+from .axes import Affine
 from .places import choose
 from .reduction import VARIANTS
 
 _CHUNKS: Final = 8192
 _CHECKED: Final = 6  # chunks or rows that the CPU does again
 _SAMPLE: Final = 2048
+_COLUMNS: Final = 16
+_MAX_IN_ROWS: Final = 1 << 18  # elements of rows of losses
 _AT_ONCE: Final = 1 << 22  # elements in float64 on the device
 
 
@@ -170,6 +173,9 @@ class CrossEntropy(Total):
         x, target = named["input"].detach()[some], named["target"][some]
         return Reduced(self.op, self.function, (x, target), {**more, "reduction": "none"})
 
+    def _some(self, x: Tensor, rng: random.Random) -> Tensor:
+        return _index(x.shape[0], max(4, min(4 * _CHECKED, _MAX_IN_ROWS // x.shape[1])), x.device, rng)
+
     def _weights(self, named: dict[str, Any]) -> Tensor:
         """By how much a mean is divided, in float64."""
         target: Tensor = named["target"]
@@ -189,7 +195,7 @@ class CrossEntropy(Total):
             widened = {k: v.double() if isinstance(v, Tensor) else v for k, v in part.kwargs.items()}
             losses.append(part.function(part.args[0].double(), part.args[1], **widened))
         rows = torch.cat(losses)
-        chosen = _index(x.shape[0], 4 * _CHECKED, x.device, rng)
+        chosen = self._some(x, rng)
         checked = self._rows(named, chosen)._replace(result=rows[chosen].float())
         if named["reduction"] == "mean":
             rows = rows / self._weights(named)
@@ -211,7 +217,7 @@ class CrossEntropy(Total):
 
     def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng: random.Random) -> Any:
         named = self._named(args, kwargs)
-        chosen = _index(named["input"].shape[0], 4 * _CHECKED, named["input"].device, rng)
+        chosen = self._some(named["input"], rng)
         return chosen, self._rows(named, chosen), self._weights(named) if named["reduction"] == "mean" else None
 
     def backward(self, kept: Any, sent: Any, found: Any, rng: random.Random) -> list[Reduced]:
@@ -269,6 +275,60 @@ def _places_in(shape: torch.Size, count: int, device: torch.device, seed: int) -
     flat = torch.tensor(choose(shape.numel(), 1, count, random.Random(seed)), dtype=torch.int64)
     found = torch.unravel_index(flat, shape)
     return tuple([index.to(device) for index in found])
+
+
+class Columns(NamedTuple):
+    """Some columns of what a norm normalised, without weight and bias."""
+
+    places: Tensor
+    normalised: Tensor
+
+
+def columns_of(
+    affine: Affine, call: tuple[str, Callable[..., Any]], x: Tensor, rng: random.Random
+) -> tuple[Columns, Reduced]:
+    """What the gradients of weight and bias need of a norm's argument; and a call that checks some rows of it.
+
+    Mean and variance of each row are computed on the device, in float64.
+    """
+    shape = x.shape[x.dim() - affine.dims :]
+    rows = x.detach().reshape(-1, shape.numel())
+    found = []
+    eps = torch.finfo(x.dtype).eps if affine.eps is None else affine.eps
+    for part in rows.split(max(1, _AT_ONCE // rows.shape[1])):
+        wide = part.double()
+        if affine.centred:
+            variance, mean = torch.var_mean(wide, 1, correction=0)
+        else:
+            variance, mean = wide.square().mean(1), torch.zeros((), dtype=torch.float64, device=x.device)
+        found.append((variance.add_(eps).rsqrt_(), mean.expand(len(part))))
+    scale, mean = [torch.cat(parts)[:, None] for parts in zip(*found)]
+    single = torch.float64 if x.dtype == torch.float64 else torch.float32
+    places = _index(rows.shape[1], _COLUMNS, x.device, rng)
+    columns = rows.index_select(1, places).double().sub_(mean).mul_(scale).to(single)
+    some = _index(rows.shape[0], _CHECKED, x.device, rng)
+    few = rows.index_select(0, some)
+    result = few.double().sub_(mean[some]).mul_(scale[some]).to(single).view(-1, *shape)
+    args = (few.view(-1, *shape), tuple(shape), None, *([None] if affine.centred else []), affine.eps)
+    return Columns(places, columns), Reduced(*call, args, {}, result)
+
+
+def columns_backward(
+    affine: Affine, kept: Columns, sent: Tensor, found: Sequence[Tensor | None], wanted: Sequence[int]
+) -> Reduced:
+    """The gradients of weight and bias at some columns, as those of `weight · normalised + bias`."""
+    _, weight, bias = affine.positions
+    places, columns = kept
+    came = sent.detach().reshape(len(columns), -1).index_select(1, places)
+    of_weight, of_bias = [
+        None if at not in wanted or at is None or (g := found[at]) is None else g.detach().reshape(-1)[places]
+        for at in (weight, bias)
+    ]
+    ones = torch.ones_like(columns[0] if of_weight is None else of_weight).requires_grad_(of_weight is not None)
+    if of_bias is None:
+        return Reduced("torch.mul", torch.mul, (columns, ones), {}, None, [came], [None, of_weight])
+    zeros = torch.zeros_like(of_bias).requires_grad_()
+    return Reduced("torch.addcmul", torch.addcmul, (zeros, columns, ones), {}, None, [came], [of_bias, None, of_weight])
 
 
 _TOTALS: Final[dict[str, type[Total]]] = {
