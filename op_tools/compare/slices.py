@@ -7,12 +7,17 @@ import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
+import torch
+
 from ..call.description import Tensor, map_tensors, tensors_in
+from ..call.devices import can_pin
 from ..call.traits import traits_of
-from ..copies.operands import Layout, Operands, mark_after, stage
+from ..compat import cuda_stream
+from ..copies.operands import Layout, Operands, bytes_of, mark_after, padded, stage
 from ..judge.sampling.axes import Names
 from ..judge.sampling.reduction import Index, cut_tensor
 from ..judge.sampling.totals import Reduced
+from ..native.kernels import copy_to_host
 from .ladder import BACKWARD, ComparedCall, Job
 from .sample import Kind, ref_of
 
@@ -73,20 +78,22 @@ def copies(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [made[place_of(t)] for t in tensors]
 
 
-def reduced_job(job: Job, each: Reduced) -> Job:
-    """A job that judges a call which stands for another one."""
+def reduced_job(job: Job, each: Reduced, number: int) -> Job:
+    """A job that judges a call which stands for another one; the number is that of such calls, or 0."""
     call, backward = job.call, job.phase == BACKWARD
     assert isinstance(call, ComparedCall)
     value = (list(each.sent), list(each.found)) if backward else (None, None, each.result)
     before, after = (stage(v, event=False) for v in ((each.args, each.kwargs), value))
-    mark = mark_after((*before.storages, *after.storages))
-    before, after = before._replace(event=mark), after._replace(event=mark)
+    storages, mark = on_host((*before.storages, *after.storages))
+    count = len(before.storages)
+    before = before._replace(storages=tuple(storages[:count]), event=mark)
+    after = after._replace(storages=tuple(storages[count:]), event=mark)
     own = dataclasses.replace(
         call,
         op=each.op,
         function=each.function,
         traits=traits_of(each.function),
-        numbers=(0, 0),
+        numbers=(number, number),
         before=before,
         notes={},
         region=call.region._replace(grad_enabled=backward),
@@ -99,9 +106,29 @@ def reduced_job(job: Job, each: Reduced) -> Job:
     return part
 
 
-def operands_of(kind: Kind, key: Hashable, slices: Slices, mark: Any) -> Operands:
+def on_host(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Any]:
+    """The bytes of tensors without gaps in pinned memory, and an event after which they are there.
+
+    The device's memory is free for what it does next. Where there is no such memory, the tensors themselves.
+    """
+    device = next((t.device for t in tensors if not t.is_cpu), None)
+    if device is None or device.type != "cuda" or not can_pin("cuda"):
+        return tensors, mark_after(tuple(tensors))
+    starts = list(itertools.accumulate([padded(t.nbytes) for t in tensors], initial=0))
+    buffer = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    first = buffer.data_ptr()
+    spans = [buffer[start : start + t.nbytes] for start, t in zip(starts, tensors)]
+    there = [(first + start, t.data_ptr(), t.nbytes) for start, t in zip(starts, tensors) if not t.is_cpu]
+    if not copy_to_host(there, cuda_stream(device.index)):
+        return tensors, mark_after(tuple(tensors))
+    for span, tensor in zip(spans, tensors):
+        if tensor.is_cpu:
+            span.copy_(bytes_of(tensor))
+    return spans, mark_after(tuple(tensors))
+
+
+def operands_of(kind: Kind, key: Hashable, tree: Any, made: Sequence[Tensor], mark: Any) -> Operands:
     """Slices as operands; calls that look alike share the layout, and so the tree."""
-    tree, made = slices
     layout = kind.layouts.get(key)
     if layout is None or layout.tree != tree:
         layout = kind.layouts[key] = Layout(tree, ())

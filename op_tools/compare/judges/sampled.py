@@ -23,7 +23,7 @@ from ...call import facts
 from ...call.description import Tensor, map_tensors, tensors_in
 from ...call.devices import module_of, quiet
 from ...copies.invocation import Region
-from ...copies.operands import Operands, is_plain, mark_after, stage, start_of_storage
+from ...copies.operands import Operands, is_plain, stage, start_of_storage
 from ...copies.queue import MemoryBudget, Reservation
 from ...judge import golden
 from ...judge.sampling import suspects
@@ -33,7 +33,7 @@ from ...judge.sampling.totals import Reduced, Total, columns_backward, columns_o
 from ...judge.verdict import NOT_COMPARABLE, Judgement
 from ..ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, arguments_kind
 from ..sample import Group, Kind, Sample, ref_of, with_more, with_other
-from ..slices import Ready, Slices, copies, cut_arguments, cut_gradients, operands_of, reduced_job, slices
+from ..slices import Ready, Slices, copies, cut_arguments, cut_gradients, on_host, operands_of, reduced_job, slices
 from .views import MODEL, without_memory
 
 _MAX_KINDS: Final = 20_000
@@ -161,10 +161,10 @@ class Sampled(Judge):
         """A job that judges a cut call."""
         call = job.call
         assert isinstance(call, ComparedCall)
-        mark = mark_after((*before[1], *after[1]))
-        key = (job.phase, cut, job.grad_kind)
-        arguments = operands_of(kind, (*key, "before"), before, mark)
-        snapshot = operands_of(kind, (*key, "after"), after, mark)
+        storages, mark = on_host((*before[1], *after[1]))
+        key, count = (job.phase, cut, job.grad_kind), len(before[1])
+        arguments = operands_of(kind, (*key, "before"), before[0], storages[:count], mark)
+        snapshot = operands_of(kind, (*key, "after"), after[0], storages[count:], mark)
         if own is None:
             number = self._number((arguments_kind(call), call.numbers, key)) if all(call.numbers) else 0
             region: Region = call.region._replace(grad_enabled=job.phase == BACKWARD)
@@ -299,7 +299,7 @@ class Sampled(Judge):
             if affine is not None:
                 x, named = tensors[affine.positions[0]], (call.op, call.function)
                 taken.kept, check = columns_of(affine, named, x, self._rng)
-                sample.take(reduced_job(sample.job, check), Group())
+                sample.take(self._stand_in(sample.job, check), Group())
                 continue
             if all(n >= len(holds) or holds[n] for n in needed):
                 continue
@@ -353,7 +353,7 @@ class Sampled(Judge):
             stand_in = columns_backward(affine, taken.kept, sent[0], found, of_affine)
             _, weight, bias = affine.positions
             rows = (None, weight) if len(stand_in.args) == 2 else (bias, None, weight)
-            sample.take(reduced_job(job, stand_in), Group(rows=rows))
+            sample.take(self._stand_in(job, stand_in), Group(rows=rows))
         taken.held = taken.versions = ()
         taken.reservation = None
         return _pending(job, sample) if sample.parts else Judgement(NOT_COMPARABLE, "it is too large to be compared")
@@ -386,9 +386,14 @@ class Sampled(Judge):
         if not reduced:
             return None
         sample = self._sample(job)
-        for each in reduced:
-            sample.take(reduced_job(job, each), Group())
+        for place, each in enumerate(reduced):
+            sample.take(self._stand_in(job, each, place), Group())
         return _pending(job, sample)
+
+    def _stand_in(self, job: Job, each: Reduced, place: int = 0) -> Job:
+        call = job.call
+        key = (arguments_kind(call), call.numbers, job.phase, job.grad_kind, each.op, place)
+        return reduced_job(job, each, self._number(key) if all(call.numbers) else 0)
 
     def arguments(self, call: ComparedCall) -> Operands | str | None:
         taken: _Taken | None = call.notes.get(self)
