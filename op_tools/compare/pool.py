@@ -17,7 +17,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -33,6 +33,7 @@ from .worker import Answer, Message, Options, Spans
 _RING: Final = 64 << 20  # bytes of calls that wait for one worker
 _ONE_THREAD: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _CALL_COST: Final = 1 << 17  # of any call, in bytes that take as long
+_KIND_COST: Final = 32 * _CALL_COST  # of the first call of a kind, likewise
 _MAX_SECONDS_TO_END: Final = 5.0
 _MAX_TREES: Final = 50_000
 # what means the same in another process
@@ -118,6 +119,7 @@ class _Process:
         self.flights: dict[int, _Flight] = {}
         self.ready = self.ended = False
         self.load = 0  # bytes of calls that were given to it and are not done
+        self.kinds: set[Hashable] = set()  # of calls that it has compared
         self.change = threading.Condition()
         self._sending = threading.Lock()
         self.trees: set[int] = set()  # that it has
@@ -254,14 +256,19 @@ class Pool:
 
     # -- for those who send ---------------------------------------------------------------------------
 
-    def lease(self, nbytes: int) -> Lease | None:
-        """The least-loaded worker, for a call of so many bytes and its backward, or None."""
+    def lease(self, nbytes: int, kind: Hashable = None) -> Lease | None:
+        """The least-loaded worker, for a call of so many bytes and its backward, or None.
+
+        The first call of a kind takes a worker as long as many others: one that knows the kind may have more to do.
+        """
         there = [w for w in self._processes if w.ready and not w.ended and len(w.trees) < _MAX_TREES]
         if not there or self._closed:
             return None
         with self._lock:
             self._memories += 1
-            lease = Lease(min(there, key=lambda worker: worker.load), self._memories)
+            best = min(there, key=lambda worker: worker.load + (0 if kind in worker.kinds else _KIND_COST))
+            best.kinds.add(kind)
+            lease = Lease(best, self._memories)
             lease.nbytes = nbytes + _CALL_COST
             lease.worker.load += lease.nbytes
             return lease

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..call.description import Tensor
+from ..call.description import Tensor, map_tensors, tensors_in
 from ..copies.operands import Layout, Ref, is_plain
-from ..judge.sampling.axes import Axes, Names
+from ..judge.sampling.axes import Affine, Axes, Names
 from ..judge.sampling.reduction import Chosen, Cut, Index
 from ..judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row
 from .ladder import BACKWARD, FORWARD, Job
@@ -21,17 +21,54 @@ from .ladder import BACKWARD, FORWARD, Job
 class Kind:
     """Calls that look alike and are sampled: their axes, and how they are cut."""
 
-    def __init__(self, axes: Axes, tensors: Sequence[Tensor], writes: bool, random: bool) -> None:
-        sizes = axes.sizes(tensors)
+    def __init__(self, axes: Axes, model: tuple[Any, Any], writes: bool, random: bool) -> None:
+        self._model = self.prepared = model  # (args, kwargs) without memory
+        if axes.prepare is not None:
+            self.prepared = axes.prepare(*model)
+        self.tensors = list(tensors_in(self.prepared))
+        sizes = axes.sizes(self.tensors)
         assert sizes is not None
         self.axes, self.sizes, self.writes, self.random = axes, sizes, writes, random
-        self.arguments = [t.numel() for t in tensors]
+        self.survives: bool | None = None  # whether arguments were still there in the backward of earlier calls
+        self.arguments = [t.numel() for t in self.tensors]
         self.elements = sum(self.arguments) + sum([_product(names, sizes) for names in axes.results])
         self.work = math.prod(sizes.values()) if axes.product is not None else 0
-        like = [t.shape for t, names in zip(tensors, axes.tensors) if names]
+        like = [t.shape for t, names in zip(self.tensors, axes.tensors) if names]
         self._shape = like[0] if axes.flat and not axes.lists else None  # of results
         self._chosen: dict[Cut, Chosen] = {}
         self.layouts: dict[Hashable, Layout] = {}
+
+    def value(self, tensors: Sequence[Tensor | None]) -> tuple[Any, Any]:
+        """(args, kwargs) with these tensors; without memory where there is none."""
+        given = iter(tensors)
+
+        def fill(model: Tensor) -> Tensor:
+            found = next(given)
+            return model if found is None else found
+
+        args, kwargs = map_tensors(self._model, fill)
+        return args, kwargs
+
+    def needs(self, positions: Sequence[int]) -> list[int]:
+        """The arguments whose values the gradients of some depend on."""
+        axes = self.axes
+        if axes.fixed_gradient:
+            return []
+        if axes.product is not None and not {*positions} - {*axes.product.operands, axes.product.added}:
+            left, right = axes.product.operands
+            return [{left: right, right: left}[n] for n in positions if n in (left, right)]
+        return list(range(len(self.tensors)))
+
+    def affine(self, positions: Sequence[int]) -> Affine | None:
+        """How the gradients of these are judged if they are the weight and the bias of a norm."""
+        found = self.axes.affine
+        return found if found is not None and {*positions} <= {*found.positions[1:]} else None
+
+    def zeros(self, model: Tensor, names: Names, index: Index) -> Tensor:
+        """Zeros on the host in place of an argument that is cut to some places."""
+        sizes = [model.numel()] if self.axes.flat and names else model.shape
+        shape = [len(index[n]) if n is not None and n in index else size for n, size in zip(names, sizes)]
+        return torch.zeros(shape, dtype=model.dtype)
 
     def chosen(self, cut: Cut, tensors: Sequence[Tensor]) -> Chosen:
         """The places for one way to cut such calls."""
@@ -79,6 +116,7 @@ class Group(NamedTuple):
 
     kind: Kind | None = None
     places: Index = {}  # noqa: RUF012
+    rows: Sequence[int | None] = ()  # which row of the job each row of the part is
 
 
 class Sample:
@@ -135,7 +173,12 @@ class Sample:
                 job.golden, job.values, job.args, job.kwargs = part.golden, part.values, part.args, part.kwargs
                 job.unasked = part.unasked
             whole = whole + Judgement(found.verdict, found.reason, (), found.probes)
-            rows = _merged(rows, judged) if rows and job.phase == BACKWARD else [*rows, *judged]
+            if rows and group.rows and len(group.rows) == len(judged):
+                for place, row in zip(group.rows, judged):
+                    if place is not None and place < len(rows):
+                        rows[place] = row._replace(index=rows[place].index)
+            else:
+                rows = _merged(rows, judged) if rows and job.phase == BACKWARD else [*rows, *judged]
         self._count(self)
         job.judgement = dataclasses.replace(whole, rows=tuple(rows))
 
@@ -144,14 +187,14 @@ class Sample:
         for row in found.rows:
             if group.kind is not None:
                 yield _placed(row, group.kind, group.places, part) if row.verdict == WRONG else row
-            elif number == 0 or row.verdict != RIGHT:  # partial results have no row of their own
+            elif number == 0 or group.rows or row.verdict != RIGHT:  # partial results have no row of their own
                 same = part.call.op == self.job.call.op
                 yield row if same else row._replace(op=self.job.call.op, index=None)
 
     def elements(self) -> tuple[int, int]:
         """How many elements of results or gradients were judged, and how many there are."""
         judged = whole = 0
-        for part, (kind, _) in zip(self.parts, self.groups):
+        for part, (kind, _, _) in zip(self.parts, self.groups):
             if part.snapshot is None:
                 continue
             tree = part.snapshot.tree
@@ -230,4 +273,12 @@ def with_more(index: Index, more: Sequence[Index], some: frozenset[str]) -> Inde
         added = [m[name] for m in more if name in m]
         if added:
             found[name] = torch.cat([index[name], *added])
+    return found
+
+
+def with_other(index: Index, worst: Index, some: frozenset[str]) -> Index:
+    """The places, with one that stands out in place of the last."""
+    found = dict(index)
+    for name in some.intersection(worst):
+        found[name] = torch.cat((index[name][: -len(worst[name])], worst[name]))
     return found

@@ -320,6 +320,7 @@ class _ParameterNames:
         self._records = records
         self._sites: dict[int, tuple[str, str]] | None = None
         self._known: dict[tuple[int, str], str] = {}
+        self._leaves: dict[int, Any] = {}
 
     def of(self, site: int, row: str) -> str:
         """The name, empty for results (`names.of(3, "torch.add grad[0]")`)."""
@@ -335,10 +336,11 @@ class _ParameterNames:
         match = re.search(r" (input|grad)(?:\[(\d+)\])?$", row)
         if match is None or site not in self._sites:
             return ""
-        op, described = self._sites[site]
+        if site not in self._leaves:  # an optimizer has thousands of rows, and all of its parameters in each record
+            op, described = self._sites[site]
+            self._leaves[site] = leaves_of_record(op, json.loads(described)["inputs"])
         part = "grad_input" if match[1] == "grad" else "input"
-        known = leaves_of_record(op, json.loads(described)["inputs"])
-        leaf = leaf_of_row(known, part, None if match[2] is None else int(match[2]))
+        leaf = leaf_of_row(self._leaves[site], part, None if match[2] is None else int(match[2]))
         return "" if leaf is None else leaf.name
 
 

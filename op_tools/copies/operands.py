@@ -361,6 +361,8 @@ class Fetcher:
         """The bytes of staged storages on the host, valid until this fetcher is used again."""
         there = [s for s in storages if not s.is_cpu]
         if not there:
+            if event is not None:  # they may still be on their way
+                event.synchronize()
             return [bytes_of(s) for s in storages]
         if self.to_host is not None:
             if event is not None:

@@ -12,41 +12,40 @@ import contextlib
 import dataclasses
 import random
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from ... import settings
 from ...call import facts
 from ...call.description import Tensor, map_tensors, tensors_in
 from ...call.devices import module_of, quiet
-from ...call.traits import traits_of
 from ...copies.invocation import Region
-from ...copies.materialise import place_of
-from ...copies.operands import Layout, Operands, is_plain, mark_after, stage
+from ...copies.operands import Operands, is_plain, stage, start_of_storage
 from ...copies.queue import MemoryBudget, Reservation
 from ...judge import golden
 from ...judge.sampling import suspects
-from ...judge.sampling.axes import Names, axes_of
+from ...judge.sampling.axes import axes_of
 from ...judge.sampling.reduction import Chosen, Cut, Index, cut_tensor
-from ...judge.sampling.totals import Reduced, Total, total_of
+from ...judge.sampling.totals import Reduced, Total, columns_backward, columns_of, total_of
 from ...judge.verdict import NOT_COMPARABLE, Judgement
 from ..ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, arguments_kind
-from ..sample import Group, Kind, Sample, ref_of, with_more
+from ..sample import Group, Kind, Sample, ref_of, with_more, with_other
+from ..slices import Ready, Slices, copies, cut_arguments, cut_gradients, on_host, operands_of, reduced_job, slices
+from .views import MODEL, without_memory
 
 _MAX_KINDS: Final = 20_000
 _MIN_ELEMENTS: Final = 1 << 20  # of arguments and results: below, all of them are compared
 _MIN_WORK: Final = 1 << 31  # multiplications
 _MAX_WHOLE: Final = 1 << 25  # elements of a call that cannot be cut and is compared in full all the same
 _FIRST_NUMBER: Final = 1 << 40  # of kinds of cut calls: none of the descriptions of a run
-_SHARE: Final = 20  # of the memory of a device that arguments may take which wait for their backward
-_WHERE_UNKNOWN: Final = 1 << 28
-_MAX_COPIED: Final = 1 << 30  # bytes of arguments that are copied on the device before a call that writes to them
+_SHARE: Final = 20  # of the memory that a run uses: what arguments may take that wait for their backward
+_MIN_HELD: Final = 1 << 26  # bytes of them in any case
+_MAX_COPIED: Final = 1 << 28  # bytes of arguments that are copied on the device before a call that writes to them
 _CHANGED: Final = "its arguments were changed before its backward"
 _DRAWS_NOTHING: Final = "attention"  # its rule knows only calls without dropout
-
-Slices = tuple[Any, Sequence[Tensor]]  # a tree of staged leaves, and the tensors
 
 
 @dataclasses.dataclass(eq=False)
@@ -55,18 +54,21 @@ class _Taken:
 
     kind: Kind | Total
     index: Index = dataclasses.field(default_factory=dict)
-    copies: Any = None  # of (args, kwargs) that the call writes to
+    copies: Sequence[Tensor] = ()  # of arguments that the call writes to
     before: Slices | None = None  # of arguments that the call writes to, or that its backward needs as they were
     part: ComparedCall | None = None  # of a random call: what its forward has found belongs to its backward
-    held: tuple[Any, Any] | None = None  # (args, kwargs), aliases of the run's tensors
+    held: Sequence[Tensor | None] = ()  # aliases of arguments that somebody else holds, too
     versions: Sequence[int] = ()
     reservation: Reservation | None = None
-    slices: dict[Cut, tuple[Index, Slices]] = dataclasses.field(default_factory=dict)
+    slices: dict[Cut, tuple[Index, Ready]] = dataclasses.field(default_factory=dict)
+    observed: Sequence[TensorWeakRef] = ()  # the arguments themselves, while somebody else holds them
+    kept: Any = None  # of a call that is judged from partial results
+    projected: dict[int, suspects.Projected] = dataclasses.field(default_factory=dict)
 
     @property
     def changed(self) -> bool:
         """Whether something was written to the arguments since."""
-        return [t._version for t in tensors_in(self.held)] != list(self.versions)
+        return [t._version for t in self.held if t is not None] != list(self.versions)
 
 
 class Sampled(Judge):
@@ -110,10 +112,10 @@ class Sampled(Judge):
             return True
         affordable = sum([t.nbytes for t in live.tensors]) <= _MAX_COPIED
         if affordable and not kind.axes.lists and not kind.random:
-            taken.copies = _copies((live.args, live.kwargs))
+            taken.copies = copies(live.tensors)
         else:
-            taken.index = kind.chosen(kind.forward(), live.tensors).index(live.device)
-            taken.before = self._slices(kind, (live.args, live.kwargs), taken.index)
+            taken.index = kind.chosen(kind.forward(), kind.tensors).index(live.device)
+            taken.before = slices(kind, cut_arguments(kind, live.tensors, taken.index), taken.index)
         return True
 
     def _find(self, call: ComparedCall) -> Kind | Total | None:
@@ -122,7 +124,9 @@ class Sampled(Judge):
         count = sum([t.numel() for t in live.tensors])
         if not count or traits.collective or traits.factory or not (self._always or count >= _MIN_ELEMENTS >> 4):
             return None
-        if not self.setup.is_stock(call.op, call.function) or facts.has_free_vectors(call.op):
+        if not traits.by_engine and not self.setup.is_stock(call.op, call.function):
+            return None
+        if facts.has_free_vectors(call.op):
             return None
         draws = bool(traits.random) and not call.op.endswith(_DRAWS_NOTHING)
         if draws and not call.op.endswith(".dropout"):
@@ -135,13 +139,11 @@ class Sampled(Judge):
             total = total_of(call.op, call.function, live.args, live.kwargs)
             return total if total is not None and self._is_large(total.elements(live.args, live.kwargs)) else None
         tensors = live.tensors
-        if axes.prepare is not None:
-            tensors = list(tensors_in(axes.prepare(live.args, live.kwargs)))
         writes = bool(traits.mutates or facts.may_mutate(call.op, live.kwargs) or traits.facts.writes or axes.writes)
-        if writes and not axes.lists and len({t.untyped_storage()._cdata for t in tensors}) != len(tensors):
+        if writes and not axes.lists and len(set(map(start_of_storage, tensors))) != len(tensors):
             return None
-        kind = Kind(axes, tensors, writes, draws)
-        chosen = kind.chosen(kind.forward(), tensors)
+        kind = Kind(axes, map_tensors((live.args, live.kwargs), without_memory), writes, draws)
+        chosen = kind.chosen(kind.forward(), kind.tensors)
         if not self._is_large(kind.elements, kind.work) or not chosen.counts:
             return None
         return None if chosen.elements > max(kind.elements // 2, _MAX_WHOLE) else kind
@@ -155,31 +157,14 @@ class Sampled(Judge):
 
     # -- slices ---------------------------------------------------------------------------------------------
 
-    def _slices(self, kind: Kind, value: Any, index: Index) -> Slices:
-        """The arguments cut to some places."""
-        axes = kind.axes
-        if axes.prepare is not None:
-            value = axes.prepare(*value)
-        names, places = iter(axes.tensors), {}  # type: Any, dict[Any, int]
-        made: list[Tensor] = []
-
-        def cut(tensor: Tensor) -> Any:
-            key, own = place_of(tensor), next(names)
-            if key not in places:
-                places[key] = len(made)
-                made.append(cut_tensor(tensor, own, index, axes.flat))
-            return ref_of(made[places[key]], places[key], tensor.requires_grad)
-
-        return map_tensors(value, cut), made
-
     def _part(self, job: Job, kind: Kind, cut: Cut, before: Slices, after: Slices, own: ComparedCall | None) -> Job:
         """A job that judges a cut call."""
         call = job.call
         assert isinstance(call, ComparedCall)
-        mark = mark_after((*before[1], *after[1]))
-        key = (job.phase, cut, job.grad_kind)
-        arguments = _operands(kind, (*key, "before"), before, mark)
-        snapshot = _operands(kind, (*key, "after"), after, mark)
+        storages, mark = on_host((*before[1], *after[1]))
+        key, count = (job.phase, cut, job.grad_kind), len(before[1])
+        arguments = operands_of(kind, (*key, "before"), before[0], storages[:count], mark)
+        snapshot = operands_of(kind, (*key, "after"), after[0], storages[count:], mark)
         if own is None:
             number = self._number((arguments_kind(call), call.numbers, key)) if all(call.numbers) else 0
             region: Region = call.region._replace(grad_enabled=job.phase == BACKWARD)
@@ -193,26 +178,28 @@ class Sampled(Judge):
         with self._lock:
             return self._numbers.setdefault(key, _FIRST_NUMBER + len(self._numbers))
 
-    def _suspects(self, kind: Kind, chosen: Chosen, job: Job, call: suspects.Call, device: torch.device) -> Index:
-        """The places for the next call, with those that stand out on the device."""
-        index, cut = chosen.index(device), chosen.cut
-        if not chosen.some:
-            return index
-        call = call._replace(each=chosen.more)
+    def _suspects(
+        self, kind: Kind, chosen: Chosen, job: Job, call: suspects.Call, index: Index, fixed: Iterable[str | None] = ()
+    ) -> Index:
+        """These places, with those that stand out on the device."""
+        some = chosen.some.difference(fixed)
+        if not some or (not chosen.more and self._rng.random() < 0.5):
+            return index  # of calls made of long rows, every other one is judged at the usual places alone
+        call = call._replace(each=chosen.more or 1)
         try:
             with quiet(), golden.neutral(bool(call.found)), _no_autocast(job.call.region.device):
-                more = suspects.find(kind.axes, cut.axes, call, self._rng)
+                more = suspects.find(kind.axes, chosen.cut.axes, call, self._rng)
         except (RuntimeError, NotImplementedError):  # no kernel for a wider dtype, no memory
             return index
         self.ranked += bool(more)
-        return with_more(index, more, chosen.some)
+        return with_more(index, more, some) if chosen.more else with_other(index, self._rng.choice(more or [{}]), some)
 
     # -- judging --------------------------------------------------------------------------------------------
 
     def settle(self, job: Job) -> Judgement | None:
         call = job.call
         assert isinstance(call, ComparedCall)
-        taken: _Taken | None = call.notes.get(self)
+        taken: _Taken | None = call.notes.get(self) or self._moved(job, call)
         if taken is None:
             return None
         try:
@@ -220,34 +207,53 @@ class Sampled(Judge):
         except Exception as error:
             self.setup.report(f"sampling failed on {call.op}: {type(error).__name__}: {error}")
             found = None
+        if found is PENDING:
+            job.grads = None  # slices of them are enough
         if found is None and job.phase == FORWARD:
             del call.notes[self]
             if taken.before is not None or taken.copies is not None:  # what the call has overwritten is lost
                 return Judgement(NOT_COMPARABLE, "its results do not have the shapes that its arguments say")
         return found
 
+    def _moved(self, job: Job, call: ComparedCall) -> _Taken | None:
+        """What is known of a large view in its backward; nothing of its arguments is needed."""
+        model = call.notes.get(MODEL)
+        if job.phase == FORWARD or model is None or not call.numbers[0]:
+            return None
+        key = (arguments_kind(call), call.function, MODEL)
+        if key not in self._kinds and len(self._kinds) < _MAX_KINDS:
+            axes, count = axes_of(call.op, *model), sum([t.numel() for t in tensors_in(model)])
+            found: Kind | Total | None = total_of(call.op, call.function, *model)
+            if axes is not None and axes.fixed_gradient:
+                found = Kind(axes, model, writes=False, random=False)
+            self._kinds[key] = found if self._is_large(2 * count) else None
+        kind = self._kinds.get(key)
+        return None if kind is None else _Taken(kind)
+
     def _forward(self, job: Job, taken: _Taken) -> Judgement | None:
         kind, live, call = taken.kind, job.live, job.call
         assert isinstance(call, ComparedCall)
         if isinstance(kind, Total):
             parts = kind.forward(live.args, live.kwargs, live.result, self._rng)
-            self._keep(taken, live, call)
+            if call.region.grad_enabled and any(t.requires_grad for t in live.tensors):
+                taken.kept = kind.keep(live.args, live.kwargs, self._rng)
             return self._from_totals(job, parts)
         if not kind.fits(live.results):
             return None
-        cut, value = kind.forward(), (live.args, live.kwargs)
+        cut = kind.forward()
         after: Slices = ((None, None), [])
         if taken.before is not None:
             index, before = taken.index, taken.before
         else:
-            earlier: tuple[Any, Any] = value if taken.copies is None else taken.copies
-            whole = suspects.Call(call.function, *earlier, call.region.rounded_to, live.results)
-            index = self._suspects(kind, kind.chosen(cut, live.tensors), job, whole, live.device)
-            before = self._slices(kind, earlier, index)
-            if taken.copies is not None:
-                taken.index, taken.before, taken.copies = index, before, None
+            earlier = taken.copies or live.tensors
+            chosen = kind.chosen(cut, kind.tensors)
+            whole = suspects.Call(call.function, kind.value(earlier), earlier, call.region.rounded_to, live.results)
+            index = self._suspects(kind, chosen, job, whole, chosen.index(live.device))
+            before = slices(kind, cut_arguments(kind, earlier, index), index)
+            if taken.copies:
+                taken.index, taken.before, taken.copies = index, before, ()
         if kind.writes:
-            after = self._slices(kind, value, index)
+            after = slices(kind, cut_arguments(kind, live.tensors, index), index)
         names, made = iter(kind.axes.results), list(after[1])
 
         def cut_result(tensor: Tensor) -> Any:
@@ -261,54 +267,67 @@ class Sampled(Judge):
             taken.part = part.call
         sample = self._sample(job)
         sample.take(part, Group(kind, index))
-        self._keep(taken, live, call)
+        self._keep(taken, live, call, sample)
         return _pending(job, sample)
 
-    def _keep(self, taken: _Taken, live: Any, call: ComparedCall) -> None:
-        """Keep what a backward will need: the arguments themselves while there is memory for them, else slices."""
-        if not call.region.grad_enabled or not any(t.requires_grad for t in live.tensors) or taken.before is not None:
+    def _keep(self, taken: _Taken, live: Any, call: ComparedCall, sample: Sample) -> None:
+        """Keep what a backward will need: arguments that somebody else holds anyway, and slices of all others."""
+        kind, tensors = taken.kind, live.tensors
+        assert isinstance(kind, Kind)
+        wanted = [n for n, t in enumerate(tensors) if t.requires_grad] if call.region.grad_enabled else []
+        if not wanted or taken.before is not None or kind.axes.fixed_gradient:
             return
-        kind = taken.kind
-        others = sum([t.nbytes for t in live.tensors if not (t.is_leaf and t.requires_grad)])
-        if self._budget is None:
-            self._budget = MemoryBudget(_free_memory(live.device) // _SHARE)
-        taken.reservation = self._budget.reserve(others)
-        value = (live.args, live.kwargs)
-        if taken.reservation is None and isinstance(kind, Kind):
-            positions = [n for n, t in enumerate(live.tensors) if t.requires_grad]
-            for cut in kind.backward(positions):
-                chosen = kind.chosen(cut, live.tensors)
-                if chosen.elements <= _MAX_WHOLE:
-                    index = chosen.index(live.device)
-                    taken.slices[cut] = index, self._slices(kind, value, index)
-            return
+        holds = [t.is_leaf and t.requires_grad for t in tensors]
+        if kind.survives:
+            if self._budget is None:
+                self._budget = MemoryBudget(max(_used_memory(live.device) // _SHARE, _MIN_HELD))
+            # what others hold anyway costs nothing; that is known only of earlier calls, so the sum is bounded
+            taken.reservation = self._budget.reserve(sum([t.nbytes for t, h in zip(tensors, holds) if not h]) // _SHARE)
+            if taken.reservation is not None:
+                holds = [True] * len(tensors)
+        elif kind.survives is None:
+            taken.observed = [TensorWeakRef(t) for t in tensors]
         made: dict[int, Tensor] = {}
-
-        def hold(tensor: Tensor) -> Tensor:
-            if id(tensor) not in made:
+        for tensor, hold in zip(tensors, holds):
+            if hold and id(tensor) not in made:
                 made[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
-            return made[id(tensor)]
-
-        taken.held = map_tensors(value, hold)
-        taken.versions = [t._version for t in tensors_in(taken.held)]
+        taken.held = [made.get(id(t)) for t in tensors]
+        taken.versions = [t._version for t in taken.held if t is not None]
+        for cut, positions in kind.backward(wanted).items():
+            needed = kind.needs(positions)
+            affine = kind.affine(positions)
+            if affine is not None:
+                x, named = tensors[affine.positions[0]], (call.op, call.function)
+                taken.kept, check = columns_of(affine, named, x, self._rng)
+                sample.take(self._stand_in(sample.job, check), Group())
+                continue
+            if all(n >= len(holds) or holds[n] for n in needed):
+                continue
+            chosen = kind.chosen(cut, kind.tensors)
+            if chosen.elements <= _MAX_WHOLE:
+                index = chosen.index(live.device)
+                taken.slices[cut] = index, cut_arguments(kind, tensors, index, needed)
+            found = suspects.project(kind.axes, positions, tensors, call.region.rounded_to, self._rng)
+            if found is not None:
+                taken.projected[positions[0]] = found
 
     def _backward(self, job: Job, taken: _Taken) -> Judgement | None:
-        kind = taken.kind
+        kind, call = taken.kind, job.call
+        assert isinstance(call, ComparedCall)
         assert job.grads is not None
         sent, found = job.grads
         positions = [n for n, g in enumerate(found) if g is not None and n not in job.unasked]
         if not positions:
             return None
-        if taken.held is not None and taken.changed:
-            return Judgement(NOT_COMPARABLE, _CHANGED)
         if isinstance(kind, Total):
-            return (
-                None
-                if taken.held is None
-                else self._from_totals(job, kind.backward(*taken.held, sent, found, self._rng))
-            )
+            return self._from_totals(job, kind.backward(taken.kept, sent, found, self._rng))
+        if taken.held and taken.changed:
+            return Judgement(NOT_COMPARABLE, _CHANGED)
+        if taken.observed:
+            kind.survives = kind.survives is not False and all(ref() is not None for ref in taken.observed)
         if len(sent) != len(kind.axes.results) or not kind.fits([g for g in sent if g is not None]):
             return None
+        of_affine: list[int] = []
         if taken.before is not None:
             cut = kind.forward()
             if kind.axes.lists or any(kind.axes.cut_for_gradient(n) != cut.axes for n in positions):
@@ -316,76 +335,74 @@ class Sampled(Judge):
             ways: dict[Cut, tuple[Index, Slices]] = {cut: (taken.index, taken.before)}
             groups = {cut: positions}
         else:
-            groups, ways = kind.backward(positions), taken.slices
-            if taken.held is not None:
-                ways = self._ways(job, kind, taken.held, groups)
+            groups = kind.backward(positions)
+            for cut in [c for c, some in groups.items() if taken.kept is not None and kind.affine(some)]:
+                of_affine = groups.pop(cut)
+            ways = {cut: way for cut, some in groups.items() if (way := self._way(job, kind, taken, cut, some))}
         sample = self._sample(job)
         for cut, some in groups.items():
             if cut not in ways:
                 self.setup.skip(job.live, "a gradient that needs nearly all of its arguments", BACKWARD)
                 continue
             index, before = ways[cut]
-            part = self._part(job, kind, cut, before, _gradients(job, kind, index, some), taken.part)
+            part = self._part(job, kind, cut, before, cut_gradients(job, kind, index, some), taken.part)
             part.unasked = tuple([n for n in range(len(kind.axes.tensors)) if n not in some])
             sample.take(part, Group(kind, index))
+        affine = kind.affine(of_affine) if of_affine else None
+        if affine is not None and sent[0] is not None:
+            stand_in = columns_backward(affine, taken.kept, sent[0], found, of_affine)
+            _, weight, bias = affine.positions
+            rows = (None, weight) if len(stand_in.args) == 2 else (bias, None, weight)
+            sample.take(self._stand_in(job, stand_in), Group(rows=rows))
+        taken.held = taken.versions = ()
+        taken.reservation = None
         return _pending(job, sample) if sample.parts else Judgement(NOT_COMPARABLE, "it is too large to be compared")
 
-    def _ways(
-        self, job: Job, kind: Kind, held: tuple[Any, Any], groups: dict[Cut, list[int]]
-    ) -> dict[Cut, tuple[Index, Slices]]:
-        """Slices of the arguments for each way to cut; none where that is too much."""
+    def _way(self, job: Job, kind: Kind, taken: _Taken, cut: Cut, some: Sequence[int]) -> tuple[Index, Slices] | None:
+        """Slices of the arguments for one way to cut, at places some of which stand out; None where there are none."""
         assert job.grads is not None
         sent, found = job.grads
-        prepare = kind.axes.prepare
-        tensors = list(tensors_in(held if prepare is None else prepare(*held)))
-        ways = {}
-        for cut, some in groups.items():
-            chosen = kind.chosen(cut, tensors)
-            if chosen.elements > _MAX_WHOLE:
-                continue
+        device = next(g.device for g in sent if g is not None)
+        chosen, needed = kind.chosen(cut, kind.tensors), kind.needs(some)
+        index, ready = taken.slices.get(cut) or (chosen.index(device), None)
+        tensors = taken.held or [None] * len(kind.tensors)
+        lost = [n for n in needed if n < len(tensors) and tensors[n] is None]
+        if ready is None and (lost or chosen.elements > _MAX_WHOLE):
+            return None
+        projected = taken.projected.get(some[0])
+        if (ready is None or projected is not None) and not kind.axes.fixed_gradient:
             gradients = {n: g for n in some if (g := found[n]) is not None}
-            whole = suspects.Call(job.call.function, *held, job.call.region.rounded_to, (), sent, gradients)
-            index = self._suspects(kind, chosen, job, whole, tensors[0].device)
-            ways[cut] = index, self._slices(kind, held, index)
-        return ways
+            region, value = job.call.region, kind.value(tensors)
+            whole = suspects.Call(job.call.function, value, tensors, region.rounded_to, (), sent, gradients, projected)
+            # of slices that were taken before, there are no others
+            fixed = [name for n in needed for name in kind.axes.tensors[n]] if ready is not None else ()
+            index = self._suspects(kind, chosen, job, whole, index, fixed)
+        if ready is None:
+            ready = cut_arguments(kind, tensors, index, needed)
+        return index, slices(kind, ready, index)
 
     def _from_totals(self, job: Job, reduced: Sequence[Reduced]) -> Judgement | None:
         """Calls that stand for the whole one."""
-        call, backward = job.call, job.phase == BACKWARD
-        assert isinstance(call, ComparedCall)
         if not reduced:
             return None
         sample = self._sample(job)
-        for each in reduced:
-            value = (list(each.sent), list(each.found)) if backward else (None, None, each.result)
-            before, after = (stage(v, event=False) for v in ((each.args, each.kwargs), value))
-            mark = mark_after((*before.storages, *after.storages))
-            before, after = before._replace(event=mark), after._replace(event=mark)
-            own = dataclasses.replace(
-                call,
-                op=each.op,
-                function=each.function,
-                traits=traits_of(each.function),
-                numbers=(0, 0),
-                before=before,
-                notes={},
-                region=call.region._replace(grad_enabled=backward),
-                places=None,
-                drawn=None,
-            )
-            part = Job(own, job.phase, event=job.event, live=job.live, before=before, snapshot=after)
-            part.nbytes = before.nbytes + after.nbytes
-            part.unasked = tuple([n for n, g in enumerate(each.found) if g is None])
-            sample.take(part, Group())
+        for place, each in enumerate(reduced):
+            sample.take(self._stand_in(job, each, place), Group())
         return _pending(job, sample)
+
+    def _stand_in(self, job: Job, each: Reduced, place: int = 0) -> Job:
+        call = job.call
+        key = (arguments_kind(call), call.numbers, job.phase, job.grad_kind, each.op, place)
+        return reduced_job(job, each, self._number(key) if all(call.numbers) else 0)
 
     def arguments(self, call: ComparedCall) -> Operands | str | None:
         taken: _Taken | None = call.notes.get(self)
         if taken is None:
             return None
-        if taken.held is None:
+        tensors = [t for t in taken.held if t is not None]
+        if isinstance(taken.kind, Total) or len(tensors) < len(taken.held) or not tensors:
             return "what its gradients need of its arguments was not kept"
-        return _CHANGED if taken.changed else stage(taken.held)
+        return _CHANGED if taken.changed else stage(taken.kind.value(tensors))
 
     # -- telling --------------------------------------------------------------------------------------------
 
@@ -408,6 +425,14 @@ class Sampled(Judge):
         ]
 
 
+def _used_memory(device: torch.device) -> int:
+    """Bytes that the run has used at most so far."""
+    try:
+        return int(module_of(device.type).max_memory_allocated(device))
+    except Exception:
+        return 0
+
+
 @contextlib.contextmanager
 def _no_autocast(device: str) -> Iterator[None]:
     """No autocast; `torch.autocast` itself would forget the run's cached weights on leaving."""
@@ -419,52 +444,6 @@ def _no_autocast(device: str) -> Iterator[None]:
         torch.set_autocast_enabled(device, enabled)
 
 
-def _copies(value: Any) -> Any:
-    """Copies of all tensors on the device; those at the same place in memory are one."""
-    made: dict[Any, Tensor] = {}
-
-    def copy(tensor: Tensor) -> Tensor:
-        key = place_of(tensor)
-        if key not in made:
-            made[key] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        return made[key]
-
-    return map_tensors(value, copy)
-
-
 def _pending(job: Job, sample: Sample) -> Judgement:
     job.parts = sample.parts
     return PENDING
-
-
-def _operands(kind: Kind, key: Hashable, slices: Slices, mark: Any) -> Operands:
-    """Slices as operands; calls that look alike share the layout, and so the tree."""
-    tree, made = slices
-    layout = kind.layouts.get(key)
-    if layout is None or layout.tree != tree:
-        layout = kind.layouts[key] = Layout(tree, ())
-    return Operands(layout.tree, tuple(made), mark, sum([t.nbytes for t in made]), (), layout)
-
-
-def _gradients(job: Job, kind: Kind, index: Index, some: Sequence[int]) -> Slices:
-    """The gradients that came in and those that are judged, cut to some places."""
-    assert job.grads is not None
-    sent, found = job.grads
-    made: list[Tensor] = []
-
-    def cut(tensor: Tensor | None, names: Names) -> Any:
-        if tensor is None:
-            return None
-        made.append(cut_tensor(tensor, names, index, kind.axes.flat))
-        return ref_of(made[-1], len(made) - 1)
-
-    ours = [cut(g, names) for g, names in zip(sent, kind.axes.results)]
-    theirs = [cut(found[n], names) if n in some else None for n, names in enumerate(kind.axes.tensors)]
-    return (ours, theirs), made
-
-
-def _free_memory(device: torch.device) -> int:
-    try:
-        return int(module_of(device.type).mem_get_info(device)[0])
-    except Exception:
-        return _SHARE * _WHERE_UNKNOWN

@@ -24,6 +24,7 @@ from ..worker import Answer, Message, Options
 _MIN_CORES: Final = 8
 _MAX_PROCESSES: Final = 12
 _WORTH_STARTING: Final = 4.0  # seconds that a run lasts, and as many of comparing
+_WORTH_STARTING_SAMPLED: Final = 48  # parts of large calls: who trains a large model waits for more than a few
 _LOST: Final = Judgement(NOT_COMPARABLE, "the worker holding its arguments exited")
 
 
@@ -50,6 +51,7 @@ class Workers(Judge):
         self._lock = threading.Lock()
         self._busy, self._began = 0.0, time.monotonic()  # seconds of comparing in this process, and since when
         self._device: torch.device | None = None
+        self._sampled = 0  # parts of large calls before there were workers
 
     def expects(self, call: ComparedCall) -> bool:
         if self._device is None:
@@ -73,9 +75,13 @@ class Workers(Judge):
                 setup.report(f"no worker processes: {type(error).__name__}: {error}")
 
     def admit(self, job: Job) -> None:
+        if job.whole is not None and self.pool is None and self.processes:
+            self._sampled += 1
+            if self._sampled == _WORTH_STARTING_SAMPLED:
+                self._start()
         if self.pool is not None and (job.phase == FORWARD or job.whole is not None) and self._may_send(job):
             assert isinstance(job.call, ComparedCall)
-            lease = self.pool.lease(job.nbytes)
+            lease = self.pool.lease(job.nbytes, (job.call.op, job.call.numbers, job.phase))
             if lease is not None:
                 job.call.notes[self] = lease
 

@@ -35,6 +35,15 @@ class Product(NamedTuple):
     beta: float = 1
 
 
+class Affine(NamedTuple):
+    """A norm over the last dimensions: its weight and bias have gradients that are sums over all rows."""
+
+    positions: tuple[int, int | None, int | None]  # of what is normalised, the weight and the bias
+    dims: int  # that are normalised
+    centred: bool
+    eps: float | None
+
+
 @dataclasses.dataclass(frozen=True)
 class Axes:
     """What runs over what in one kind of call.
@@ -48,9 +57,11 @@ class Axes:
     whole: frozenset[str] = frozenset()  # never cut: what is computed depends on all of it
     ordered: frozenset[str] = frozenset()  # places along it must stay in order, unless `prepare` is done
     product: Product | None = None
+    affine: Affine | None = None
     beside: Mapping[int, int] = dataclasses.field(default_factory=dict)
     flat: bool = False
     writes: bool = False  # to its arguments, though its name does not say so
+    fixed_gradient: bool = False  # its gradients do not depend on the values of its arguments
     lists: bool = False  # tensors side by side in lists: each has an axis of its own
     prepare: Prepare | None = None  # writes out an argument that depends on places: a causal mask
 
@@ -150,9 +161,9 @@ def axes_of(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Axes |
 
 @functools.cache
 def _rule_of(op: str) -> Rule | None:
-    from . import images, lists, pointwise, products, rows  # noqa: F401  # they register their rules
+    from . import images, lists, moves, pointwise, products, rows  # noqa: F401  # they register their rules
 
-    if not op.startswith("torch."):
+    if not op.startswith(("torch.", "autograd.")):
         return None
     last = last_name(op)
     if lists.works_on_lists(op):

@@ -10,9 +10,9 @@ _TILES: Final = (16, 32, 64, 128, 256)
 _LIMITS: Final = (1 << 16, 1 << 24, 1 << 31, 1 << 32)  # elements where an index may wrap around
 _MAX_ALONG_AXIS: Final = 48
 _MAX_ALONG_FLAT: Final = 2048
-_MAX_RESULTS: Final = 1 << 13
+_MAX_RESULTS: Final = 1 << 12
 _MAX_IN_ROWS: Final = 1 << 15  # of results that are whole rows
-_MAX_ELEMENTS: Final = 1 << 20  # of all slices of a call together
+_MAX_ELEMENTS: Final = 1 << 18  # of all slices of a call together
 _MIN_ALONG_AXIS: Final = 2
 _MIN_OF_ROWS: Final = 1
 _LONG_ROW: Final = 4096
@@ -55,9 +55,9 @@ def counts(
     products of their dimensions that have no name.
     """
     most, least = (_MAX_ALONG_FLAT, _MIN_ALONG_AXIS) if flat else (_MAX_ALONG_AXIS, _MIN_ALONG_AXIS)
-    more = 2
+    more = 8 if flat else 2
     if rest[-1] >= _LONG_ROW:
-        more, least = 1, _MIN_OF_ROWS
+        more, least = 0, _MIN_OF_ROWS  # a row that stands out takes the place of others
     taken = {name: min(sizes[name], most) for name in sorted(cut)}
 
     def elements(names: Sequence[str | None], other: int) -> int:

@@ -20,6 +20,12 @@ _MORE: Final = frozenset(
 )
 _OPERATORS: Final = {"truediv": "div", "rtruediv": "div", "floordiv": "floor_divide", "mod": "remainder"}
 _SELECTS: Final = frozenset({"max", "min", "sort", "topk"})  # elementwise in some of their forms only
+_FIXED_GRADIENT: Final = frozenset(
+    {
+        *("add", "sub", "rsub", "neg", "positive", "clone", "contiguous", "to", "float", "half", "bfloat16", "double"),
+        *("type_as", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__"),
+    }
+)
 _SHAPE_OF_FIRST: Final = frozenset({"to", "type_as", "copy_"})
 
 
@@ -56,5 +62,6 @@ def pointwise(call: Arguments) -> Axes | None:
     asks_for_layout = any(isinstance(v, torch.memory_format) for v in (*call.args, *call.kwargs.values()))
     if shape.numel() > 1 and not asks_for_layout and all(a or t.dim() == 0 for a, t in zip(alike, call.tensors)):
         names: tuple[Names, ...] = tuple([("e",) if a else () for a in alike])
-        return Axes(names, (("e",),), flat=True)
-    return Axes(tuple([batch_names(t.shape, "e") for t in call.tensors]), (batch_names(shape, "e"),))
+        return Axes(names, (("e",),), flat=True, fixed_gradient=last in _FIXED_GRADIENT)
+    own = tuple([batch_names(t.shape, "e") for t in call.tensors])
+    return Axes(own, (batch_names(shape, "e"),), fixed_gradient=last in _FIXED_GRADIENT)

@@ -15,7 +15,7 @@ from .axes import Axes, Names
 
 Index = dict[str, Tensor]  # by axis: the places, on the device
 
-VARIANTS: Final = 4  # choices of places for a kind of call, used in turn
+VARIANTS: Final = 8  # choices of places for a kind of call, used in turn
 
 
 class Cut(NamedTuple):

@@ -9,7 +9,8 @@ import torch
 
 from ...call.description import Tensor
 from ...call.operators.registry import last_name
-from .axes import Arguments, Axes, Names, rule
+from .axes import Affine, Arguments, Axes, Names, rule
+from .moves import getitem_by_slices
 
 _MAX_MASK: Final = 1 << 28  # elements of a causal mask that is written out
 
@@ -54,7 +55,12 @@ def layer_norm(call: Arguments) -> Axes | None:
     names: Names = (*rows, *[None] * count)
     for tensor in call.tensors:
         call.call(tensor, names if tensor is x else (None,) * count)
-    return call.axes(names)
+    centred = last_name(call.op) == "layer_norm"
+    weight, bias = call.get(2, "weight"), call.get(3, "bias") if centred else None
+    a, b = [None if t is None else call.position(t) for t in (weight, bias)]
+    eps = call.get(4, "eps", 1e-5) if centred else call.get(3, "eps")
+    affine = Affine((call.position(x), a, b), count, centred, eps) if (a, b) != (None, None) else None
+    return call.axes(names, affine=affine)
 
 
 @rule("batch_norm")
@@ -148,8 +154,10 @@ def index_select(call: Arguments) -> Axes | None:
 
 @rule("__getitem__")
 def getitem(call: Arguments) -> Axes | None:
-    """Rows by one tensor of indices."""
+    """Rows by one tensor of indices, or parts by slices."""
     x, index = call.get(0, "input"), call.get(1, "index")
+    if len(call.tensors) == 1 and not isinstance(index, (Tensor, list)):
+        return getitem_by_slices(call, x, index)
     if not isinstance(index, Tensor) or index.dtype in (torch.bool, torch.uint8) or x.dim() < 2:
         return None
     names, rows = _dims(x), _dims(index, "i")
@@ -190,30 +198,4 @@ def index_add(call: Arguments) -> Axes | None:
     call.call(x, tuple(names))
     call.call(index, (None,))
     call.call(source, tuple(names))
-    return call.axes(tuple(names))
-
-
-@rule("cat", "concat", "concatenate")
-def cat(call: Arguments) -> Axes | None:
-    """All other dimensions."""
-    dim, first = call.get(1, "dim", 0), call.tensors[0]
-    if not isinstance(dim, int) or any(t.dim() != first.dim() or not t.dim() for t in call.tensors):
-        return None
-    names = _dims(first)
-    names[dim] = None
-    for tensor in call.tensors:
-        call.call(tensor, tuple(names))
-    return call.axes(tuple(names))
-
-
-@rule("stack")
-def stack(call: Arguments) -> Axes | None:
-    """All dimensions of the tensors."""
-    dim, first = call.get(1, "dim", 0), call.tensors[0]
-    if not isinstance(dim, int) or any(t.shape != first.shape for t in call.tensors):
-        return None
-    names = _dims(first)
-    for tensor in call.tensors:
-        call.call(tensor, tuple(names))
-    names.insert(dim % (len(names) + 1), None)
     return call.axes(tuple(names))

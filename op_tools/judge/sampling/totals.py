@@ -16,13 +16,16 @@ import torch
 from ...call.description import Tensor, tensors_in
 from ...call.operators.registry import last_name
 from ...compat import foreach_norm
+from .axes import Affine
 from .places import choose
 from .reduction import VARIANTS
 
 _CHUNKS: Final = 8192
 _CHECKED: Final = 6  # chunks or rows that the CPU does again
 _SAMPLE: Final = 2048
-_AT_ONCE: Final = 1 << 25  # elements in float64 on the device
+_COLUMNS: Final = 16
+_MAX_IN_ROWS: Final = 1 << 18  # elements of rows of losses
+_AT_ONCE: Final = 1 << 22  # elements in float64 on the device
 
 
 class Reduced(NamedTuple):
@@ -53,11 +56,13 @@ class Total:
         """The calls that judge its result."""
         raise NotImplementedError
 
-    def backward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], sent: Any, found: Any, rng: random.Random
-    ) -> list[Reduced]:
+    def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng: random.Random) -> Any:
+        """What `backward` will need of the arguments."""
+        return None
+
+    def backward(self, kept: Any, sent: Any, found: Any, rng: random.Random) -> list[Reduced]:
         """The calls that judge its gradients."""
-        raise NotImplementedError
+        return []
 
 
 class Sum(Total):
@@ -66,7 +71,8 @@ class Sum(Total):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, rng: random.Random) -> list[Reduced]:
         x = args[0].detach()
         rows, tail = _chunks(x)
-        partial = rows.sum(1, dtype=torch.float64)
+        step = max(1, _AT_ONCE // rows.shape[1])
+        partial = torch.cat([part.double().sum(1) for part in rows.split(step)])
         chosen = _index(rows.shape[0], _CHECKED, x.device, rng)
         checked = Reduced("torch.sum", torch.sum, (rows.index_select(0, chosen), 1), {}, partial[chosen].float())
         if tail.numel():
@@ -75,16 +81,18 @@ class Sum(Total):
             partial *= partial.numel() / x.numel()
         return [Reduced(self.op, self.function, (partial,), {}, result.detach().clone()), checked]
 
-    def backward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], sent: Any, found: Any, rng: random.Random
-    ) -> list[Reduced]:
-        x, (g,), (gradient, *_) = args[0], sent, found
-        if gradient.shape != x.shape:
-            return []
+    def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng: random.Random) -> Any:
+        x: Tensor = args[0]
         chosen = _index(x.numel(), _SAMPLE, x.device, rng)
-        few = x.detach().reshape(-1)[chosen].requires_grad_()
+        return x.shape, chosen, x.detach().reshape(-1)[chosen]
+
+    def backward(self, kept: Any, sent: Any, found: Any, rng: random.Random) -> list[Reduced]:
+        (shape, chosen, few), (g,), (gradient, *_) = kept, sent, found
+        if gradient.shape != shape:
+            return []
+        few = few.detach().requires_grad_()
         if last_name(self.op) == "mean":
-            g = g.double() * (few.numel() / x.numel())
+            g = g.double() * (few.numel() / shape.numel())
         picked = _picked(gradient, chosen)
         return [Reduced(self.op, self.function, (few,), {}, None, [g.clone()], [picked])]
 
@@ -107,7 +115,8 @@ class Norm(Total):
         tensors = list(tensors_in(args))
         for tensor in tensors:
             rows, tail = _chunks(tensor.detach(), 1024)
-            found = torch.linalg.vector_norm(rows, 2, dim=1, dtype=torch.float64)
+            step = max(1, _AT_ONCE // rows.shape[1])
+            found = torch.cat([torch.linalg.vector_norm(p, 2, dim=1, dtype=torch.float64) for p in rows.split(step)])
             if len(checked) < 16 or rng.random() < 0.1:
                 place = rng.randrange(rows.shape[0])
                 checked.append(rows[place].clone())
@@ -164,6 +173,9 @@ class CrossEntropy(Total):
         x, target = named["input"].detach()[some], named["target"][some]
         return Reduced(self.op, self.function, (x, target), {**more, "reduction": "none"})
 
+    def _some(self, x: Tensor, rng: random.Random) -> Tensor:
+        return _index(x.shape[0], max(4, min(4 * _CHECKED, _MAX_IN_ROWS // x.shape[1])), x.device, rng)
+
     def _weights(self, named: dict[str, Any]) -> Tensor:
         """By how much a mean is divided, in float64."""
         target: Tensor = named["target"]
@@ -183,7 +195,7 @@ class CrossEntropy(Total):
             widened = {k: v.double() if isinstance(v, Tensor) else v for k, v in part.kwargs.items()}
             losses.append(part.function(part.args[0].double(), part.args[1], **widened))
         rows = torch.cat(losses)
-        chosen = _index(x.shape[0], 4 * _CHECKED, x.device, rng)
+        chosen = self._some(x, rng)
         checked = self._rows(named, chosen)._replace(result=rows[chosen].float())
         if named["reduction"] == "mean":
             rows = rows / self._weights(named)
@@ -203,24 +215,124 @@ class CrossEntropy(Total):
         named = {"weight": weight, "reduction": "sum"}
         return Reduced(self.op, self.function, (few, first), named, result.detach().clone())
 
-    def backward(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], sent: Any, found: Any, rng: random.Random
-    ) -> list[Reduced]:
+    def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng: random.Random) -> Any:
         named = self._named(args, kwargs)
-        x, (g,), gradient = named["input"], sent, found[0]
+        chosen = self._some(named["input"], rng)
+        return chosen, self._rows(named, chosen), self._weights(named) if named["reduction"] == "mean" else None
+
+    def backward(self, kept: Any, sent: Any, found: Any, rng: random.Random) -> list[Reduced]:
+        (chosen, part, weights), (g,), gradient = kept, sent, found[0]
         if gradient is None or any(f is not None for f in found[1:]):
             return []
-        chosen = _index(x.shape[0], 4 * _CHECKED, x.device, rng)
-        part = self._rows(named, chosen)
-        if named["reduction"] == "mean":
-            g = g.double() / self._weights(named)
-        few = (part.args[0].requires_grad_(), part.args[1])
+        if weights is not None:
+            g = g.double() / weights
+        few = (part.args[0].detach().requires_grad_(), part.args[1])
         others = [None] * (len(list(tensors_in((few, part.kwargs)))) - 1)
         kwargs = {**part.kwargs, "reduction": "sum"}
         return [part._replace(args=few, kwargs=kwargs, sent=[g.clone()], found=[gradient.detach()[chosen], *others])]
 
 
+class Reshaped(Total):
+    """`view`, `reshape` and the like: the elements stay in their order, and some of them stand for all."""
+
+    def elements(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
+        tensors = list(tensors_in((args, kwargs)))
+        given = args[1] if len(args) > 1 else None
+        if not tensors or isinstance(given, torch.dtype) or not tensors[0].numel():
+            return None
+        return 2 * tensors[0].numel()
+
+    def _args(self, few: Tensor) -> tuple[Any, ...]:
+        last, count = last_name(self.op), few.numel()
+        more: dict[str, tuple[Any, ...]] = {"view": (count,), "reshape": ((count,),), "unflatten": (0, (count,))}
+        return (few, *more.get(last, ()))
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, rng: random.Random) -> list[Reduced]:
+        x = next(tensors_in((args, kwargs)))
+        if not isinstance(result, Tensor) or result.numel() != x.numel() or result.dtype != x.dtype:
+            return []
+        few, ours = self._picked((x, result), rng)
+        return [Reduced(self.op, self.function, self._args(few), {}, ours)]
+
+    def backward(self, kept: Any, sent: Any, found: Any, rng: random.Random) -> list[Reduced]:
+        (g, *_), (gradient, *_) = sent, found
+        if gradient is None or g is None or g.numel() != gradient.numel():
+            return []
+        came, ours = self._picked((g, gradient), rng)
+        args = self._args(torch.zeros_like(ours).requires_grad_())
+        return [Reduced(self.op, self.function, args, {}, None, [came], [ours])]
+
+    def _picked(self, tensors: Sequence[Tensor], rng: random.Random) -> list[Tensor]:
+        """The same elements of both, counted in the order of their dimensions."""
+        first = tensors[0]
+        seed, count = rng.randrange(VARIANTS), min(_SAMPLE, first.numel())
+        return [t.detach()[_places_in(t.shape, count, t.device, seed)] for t in tensors]
+
+
+@functools.lru_cache(maxsize=512)
+def _places_in(shape: torch.Size, count: int, device: torch.device, seed: int) -> tuple[Tensor, ...]:
+    """Some elements of a tensor of this shape, as one index for each dimension."""
+    flat = torch.tensor(choose(shape.numel(), 1, count, random.Random(seed)), dtype=torch.int64)
+    found = torch.unravel_index(flat, shape)
+    return tuple([index.to(device) for index in found])
+
+
+class Columns(NamedTuple):
+    """Some columns of what a norm normalised, without weight and bias."""
+
+    places: Tensor
+    normalised: Tensor
+
+
+def columns_of(
+    affine: Affine, call: tuple[str, Callable[..., Any]], x: Tensor, rng: random.Random
+) -> tuple[Columns, Reduced]:
+    """What the gradients of weight and bias need of a norm's argument; and a call that checks some rows of it.
+
+    Mean and variance of each row are computed on the device, in float64.
+    """
+    shape = x.shape[x.dim() - affine.dims :]
+    rows = x.detach().reshape(-1, shape.numel())
+    found = []
+    eps = torch.finfo(x.dtype).eps if affine.eps is None else affine.eps
+    for part in rows.split(max(1, _AT_ONCE // rows.shape[1])):
+        wide = part.double()
+        if affine.centred:
+            variance, mean = torch.var_mean(wide, 1, correction=0)
+        else:
+            variance, mean = wide.square().mean(1), torch.zeros((), dtype=torch.float64, device=x.device)
+        found.append((variance.add_(eps).rsqrt_(), mean.expand(len(part))))
+    scale, mean = [torch.cat(parts)[:, None] for parts in zip(*found)]
+    single = torch.float64 if x.dtype == torch.float64 else torch.float32
+    places = _index(rows.shape[1], _COLUMNS, x.device, rng)
+    columns = rows.index_select(1, places).double().sub_(mean).mul_(scale).to(single)
+    some = _index(rows.shape[0], _CHECKED, x.device, rng)
+    few = rows.index_select(0, some)
+    result = few.double().sub_(mean[some]).mul_(scale[some]).to(single).view(-1, *shape)
+    args = (few.view(-1, *shape), tuple(shape), None, *([None] if affine.centred else []), affine.eps)
+    return Columns(places, columns), Reduced(*call, args, {}, result)
+
+
+def columns_backward(
+    affine: Affine, kept: Columns, sent: Tensor, found: Sequence[Tensor | None], wanted: Sequence[int]
+) -> Reduced:
+    """The gradients of weight and bias at some columns, as those of `weight · normalised + bias`."""
+    _, weight, bias = affine.positions
+    places, columns = kept
+    came = sent.detach().reshape(len(columns), -1).index_select(1, places)
+    of_weight, of_bias = [
+        None if at not in wanted or at is None or (g := found[at]) is None else g.detach().reshape(-1)[places]
+        for at in (weight, bias)
+    ]
+    ones = torch.ones_like(columns[0] if of_weight is None else of_weight).requires_grad_(of_weight is not None)
+    if of_bias is None:
+        return Reduced("torch.mul", torch.mul, (columns, ones), {}, None, [came], [None, of_weight])
+    zeros = torch.zeros_like(of_bias).requires_grad_()
+    return Reduced("torch.addcmul", torch.addcmul, (zeros, columns, ones), {}, None, [came], [of_bias, None, of_weight])
+
+
 _TOTALS: Final[dict[str, type[Total]]] = {
+    **dict.fromkeys(("view", "reshape", "flatten", "unflatten", "ravel"), Reshaped),
     "sum": Sum,
     "mean": Sum,
     "norm": Norm,

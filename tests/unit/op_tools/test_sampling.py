@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from op_tools.call.description import map_tensors, tensors_in
 from op_tools.call.functions import name_of
+from op_tools.compare.judges.views import without_memory
 from op_tools.compare.sample import Kind
 from op_tools.judge.sampling import places, suspects
 from op_tools.judge.sampling.axes import axes_of
@@ -60,6 +61,14 @@ CALLS: dict[str, Callable[[Make, int], tuple[Any, tuple[Any, ...], dict[str, Any
     "sum": lambda x, n: (torch.sum, (x(60, 9, 70), (1,)), {}),
     "mean": lambda x, n: (torch.Tensor.mean, (x(60, 9, 70), -1), {"keepdim": True}),
     "cat": lambda x, n: (torch.cat, ([x(60, 9), x(60, 4)], 1), {}),
+    "cat, with an empty one": lambda x, n: (torch.cat, ([torch.empty(0).double(), x(60, 9)], -1), {}),
+    "split": lambda x, n: (torch.Tensor.split, (x(60, 9, 70), 4, 1), {}),
+    "chunk": lambda x, n: (torch.chunk, (x(60, 9, 70), 2), {"dim": -1}),
+    "slices": lambda x, n: (torch.Tensor.__getitem__, (x(60, 9, 70), (slice(None), None, ..., slice(3, 50))), {}),
+    "permute": lambda x, n: (torch.permute, (x(60, 9, 70), (2, 0, 1)), {}),
+    "transpose": lambda x, n: (torch.Tensor.transpose, (x(60, 9, 70), 1, -1), {}),
+    "flip": lambda x, n: (torch.flip, (x(60, 9, 70), (1,)), {}),
+    "roll": lambda x, n: (torch.roll, (x(60, 9, 70), 3, 1), {}),
     "stack": lambda x, n: (torch.stack, ([x(60, 9), x(60, 9)], 1), {}),
     "max_pool2d": lambda x, n: (F.max_pool2d, (x(60, 70, 6, 6), 2), {}),
     "foreach": lambda x, n: (torch._foreach_mul, ([x(60, 90), x(3)], [x(60, 90), x(3)]), {}),
@@ -79,7 +88,7 @@ def test_a_cut_call_has_the_elements_of_the_whole_one(name: str) -> None:
     results = list(tensors_in(function(*args, **kwargs)))
     prepared = (args, kwargs) if axes.prepare is None else axes.prepare(args, kwargs)
     tensors = list(tensors_in(prepared))
-    kind = Kind(axes, tensors, writes=False, random=False)
+    kind = Kind(axes, map_tensors((args, kwargs), without_memory), writes=False, random=False)
     assert kind.fits(results)
 
     def cut(index: Any) -> tuple[Any, Any]:
@@ -123,7 +132,7 @@ def test_the_worst_element_stands_out(name: str) -> None:
     result = function(*args, **kwargs)
     place = tuple(random.Random(1).randrange(size) for size in result.shape)
     result[place] += 3.0
-    call = suspects.Call(function, args, kwargs, None, [result])
+    call = suspects.Call(function, (args, kwargs), list(tensors_in((args, kwargs))), None, [result])
     found = suspects.find(axes, axes.cut_for_results(), call, random.Random(0))
     if axes.flat:
         flat = int(torch.arange(result.numel()).view(result.shape)[place])
@@ -168,7 +177,9 @@ def test_totals_come_from_partial_results(function: Any, args: Any, kwargs: Any)
         return
     gradient = torch.autograd.grad(result * 3, known["x"])[0]
     found = [gradient, *[None] * (len(given) - 1)]
-    for reduced in total.backward(given, kwargs, [torch.tensor(3.0)], found, random.Random(0)):
+    for reduced in total.backward(
+        total.keep(given, kwargs, random.Random(0)), [torch.tensor(3.0)], found, random.Random(0)
+    ):
         few = map_tensors(reduced.args, _double)
         leaf = few[0].requires_grad_()
         output = reduced.function(*few, **map_tensors(reduced.kwargs, _double))
