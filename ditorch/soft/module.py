@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import amp, memory, native, sharing
+from . import amp, cuda_only, memory, native, sharing
 from .memory import (
     Device,
     device_index,
@@ -207,6 +207,8 @@ def ipc_collect() -> None:
 # What the redirect asks for when tensors go to other processes.
 _reduce_tensor = sharing.reduce_tensor
 _share = sharing.share
+# What `ditorch doctor` shows.
+_gaps = cuda_only.REFUSED
 
 
 def _native_operators() -> set[str]:
