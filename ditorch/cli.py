@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ditorch.conformance.arguments import add_arguments as add_conformance_arguments
-from ditorch.scan import Scan
+from ditorch.scan import OUTSIDE, Scan
 
 PACKAGE = Path(__file__).resolve().parent
 
@@ -57,9 +57,10 @@ def make_parser() -> argparse.ArgumentParser:
 
     doctor_parser = commands.add_parser("doctor", parents=[device], help="versions, devices, patches, gaps")
     doctor_parser.add_argument("--json", action="store_true")
+    doctor_parser.add_argument("--verbose", action="store_true", help="every function that is emulated or missing, too")
 
     scan_parser = commands.add_parser("scan", parents=[device], help="which CUDA calls a code base makes")
-    scan_parser.add_argument("path")
+    scan_parser.add_argument("path", help="a script, with the modules of its own that it imports, or a folder")
     scan_parser.add_argument("--json", action="store_true")
     scan_parser.add_argument("--all", action="store_true", help="list mapped calls one by one too")
 
@@ -98,20 +99,12 @@ def doctor(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(found.as_dict(), indent=2))
         return 0
-    console = Console()
-    for title, content in found.as_dict().items():
-        table = Table(title=title, title_justify="left", show_header=isinstance(content, list), box=None)
-        rows = content if isinstance(content, list) else [{"": n, " ": v} for n, v in content.items()]
-        for column in rows[0] if rows else ():
-            table.add_column(column)
-        for row in rows:
-            table.add_row(*(str(value) for value in row.values()))
-        console.print(table if rows else f"{title}: none")
+    print(found.text(options.verbose))
     return 0
 
 
 def scan(options: argparse.Namespace) -> int:
-    """Print what becomes of the CUDA calls below a path; exit status 1 when some are unsupported.
+    """Print what becomes of the CUDA calls of a script or a folder; exit status 1 when some will fail.
 
     Example: ``ditorch scan src --device ascend --json``
     """
@@ -129,9 +122,13 @@ def scan(options: argparse.Namespace) -> int:
     found = look(options.path, wanted)
     if options.json:
         print(json.dumps(found.as_dict(), indent=2))
-    else:
+    elif sys.stdout.isatty():
         _print_scan(found, options.all)
-    return 1 if found.counts().get("unsupported") else 0
+    else:
+        for use in found.uses:
+            print(use)
+        print(_verdict(found), file=sys.stderr)
+    return 1 if found.failing() else 0
 
 
 def conformance(options: argparse.Namespace) -> int:
@@ -156,8 +153,14 @@ def _print_scan(found: Scan, everything: bool) -> None:
     for (status, name, note), count in sorted(groups.items()):
         summary.add_row(status, name, str(count), note)
     console.print(summary)
-    listed = [use for use in found.uses if everything or use.status not in ("mapped", "emulated", "hint")]
-    for use in listed:
-        console.print(f"{use.file}:{use.line}: {use.status} {use.name} {use.note}", markup=False, soft_wrap=True)
+    for use in found.uses:
+        if everything or use.status in ("unsupported", "unreadable"):
+            console.print(str(use), markup=False, soft_wrap=True)
+    console.print(_verdict(found), markup=False)
+
+
+def _verdict(found: Scan) -> str:
     counts = ", ".join(f"{count} {status}" for status, count in sorted(found.counts().items()))
-    console.print(counts or "no CUDA calls", markup=False)
+    failing = len(found.failing())
+    ends = f"{failing} will fail" if failing else "nothing that will fail"
+    return f"{found.files} files: {counts or 'no CUDA calls'}; {ends} on {found.backend}. Not looked at: {OUTSIDE}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,9 +27,12 @@ def install(ledger: Ledger, devices: Devices) -> None:
         return
     _install_meshes(ledger, devices)
     _install_fsdp(ledger, devices)
+    _install_device_type(ledger, devices)
     if devices.backend.collective is None:
         return
     _install_groups(ledger, devices)
+    _install_gloo(ledger, devices)
+    _install_split(ledger, devices)
     in_float32 = DITORCH.read(REDUCE_VARIABLE) != "0"
     fill_gaps(ledger, devices.backend.collective_gaps, in_float32)
 
@@ -106,6 +110,73 @@ def _install_groups(ledger: Ledger, devices: Devices) -> None:
         return lambda: original() if devices.called_from_inside(2) else True
 
     ledger.redirect(functions.is_nccl_available, nccl_is_there, why)
+
+
+def _install_gloo(ledger: Ledger, devices: Devices) -> None:
+    """gloo takes CUDA tensors; in a group of that name the accelerator's go by its own collectives."""
+    device_type, collective = devices.type, devices.backend.collective
+    if device_type == "cpu":
+        return
+    config: Any = dist.distributed_c10d.BackendConfig
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Any, backend: Any) -> None:
+            original(self, backend)
+            found: dict[str, Any] = self.device_backend_map
+            if device_type not in found and str(found.get("cpu")) == "gloo":
+                self.device_backend_map = {"cpu": found["cpu"], device_type: dist.Backend(collective)}
+
+        return init
+
+    why = "gloo groups take tensors of the accelerator, as they take CUDA's"
+    ledger.redirect(config.__init__, make, why, what="torch.distributed.BackendConfig")
+
+
+def _install_split(ledger: Ledger, devices: Devices) -> None:
+    """PyTorch splits groups that are bound to a device, which only NCCL and XCCL can: made anew elsewhere."""
+    split: Any = getattr(dist.distributed_c10d, "split_group", None)
+    if split is None or devices.type == "cpu":
+        return
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def split_group(parent_pg: Any = None, split_ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+            parent = parent_pg or dist.group.WORLD
+            if not split_ranks or parent is None or _can_split(parent, devices.type):
+                return original(parent_pg, split_ranks, *args, **kwargs)
+            named = dict(zip(("timeout", "pg_options", "group_desc"), args), **kwargs)
+            mine = next((ranks for ranks in split_ranks if dist.get_rank(parent) in ranks), None)
+            if mine is None:
+                return None
+            members = [dist.get_global_rank(parent, rank) for rank in mine]
+            more = {key: named[key] for key in ("timeout", "group_desc") if named.get(key) is not None}
+            return dist.new_group(members, use_local_synchronization=True, **more)
+
+        return split_group
+
+    ledger.redirect(split, make, "groups that cannot be split are made anew", "emulated")
+
+
+def _can_split(group: Any, device_type: str) -> bool:
+    try:
+        return bool(group._get_backend(torch.device(device_type)).supports_splitting)
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def _install_device_type(ledger: Ledger, devices: Devices) -> None:
+    """Checkpoints and their like ask PyTorch which device tensors lie on."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def available() -> Any:
+            found = original()
+            caller = str(sys._getframe(2).f_globals.get("__name__"))
+            return devices.type if found == "cuda" and caller.startswith("torch.distributed") else found
+
+        return available
+
+    asked = getattr(torch._utils, "_get_available_device_type", None)
+    if asked is not None and devices.type != "cpu":
+        ledger.redirect(asked, make, "torch.distributed sees the real device type")
 
 
 def _nccl_options(ledger: Ledger) -> type | None:

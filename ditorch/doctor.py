@@ -32,6 +32,8 @@ class Diagnosis:
     emulated: dict[str, str]
     hints: dict[str, str]
     missing: dict[str, str]
+    gaps: dict[str, str]
+    """What this backend cannot do, or does in another way, beyond single functions."""
     environment: dict[str, str]
     op_tools_patches: dict[str, str]
 
@@ -43,15 +45,39 @@ class Diagnosis:
         return asdict(self)
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, verbose: bool = False) -> str:
+        """What one needs first; `verbose` lists every function that is emulated, ignored or missing, too.
+
+        Example: ``print(ditorch.doctor().text(verbose=True))``
+        """
         lines: list[str] = []
-        for title, content in self.as_dict().items():
-            if title == "op_tools_patches" and not content:
-                continue  # no tool is active
-            lines.append(title)
-            rows = content.items() if isinstance(content, dict) else ((_first(row), _rest(row)) for row in content)
-            lines.extend(f"  {name}: {value}" for name, value in rows)
-            if not content:
-                lines.append("  none")
+        head = {
+            "versions": [f"{name} {value}" for name, value in self.versions.items()],
+            "backend": [f"{name}: {value}" for name, value in self.backend.items()],
+            "devices": [_device_line(device) for device in self.devices],
+            "collectives": [f"{name}: {value}" for name, value in self.collectives.items()],
+            "gaps": [f"{name}: {why}" for name, why in self.gaps.items()],
+            "environment": [f"{name}={value}" for name, value in self.environment.items()],
+            "patched": [", ".join(f"{count} {kind}" for kind, count in self.patched.items()) or "nothing"],
+        }
+        for title, rows in head.items():
+            lines += [title, *(f"  {row}" for row in rows or ["none"])]
+        rest: dict[str, dict[str, str]] = {
+            "other backends": {row["name"]: row["reason"] for row in self.candidates},
+            "emulated": self.emulated,
+            "hints, without effect": self.hints,
+            "missing": self.missing,
+        }
+        if self.op_tools_patches:
+            lines += ["op_tools_patches", *(f"  {name}: {why}" for name, why in self.op_tools_patches.items())]
+        if verbose:
+            for title, listed in rest.items():
+                lines += [title, *(f"  {name}: {why}" for name, why in listed.items())]
+        else:
+            counted = ", ".join(f"{len(listed)} {title}" for title, listed in rest.items())
+            lines.append(f"ditorch doctor --verbose lists {counted}")
         return "\n".join(lines)
 
 
@@ -87,6 +113,7 @@ def diagnose(backend: Backend, patches: list[Patch]) -> Diagnosis:
         emulated=of_kind["emulated"],
         hints=of_kind["hint"],
         missing=of_kind["unsupported"],
+        gaps=_gaps(backend, of_kind["emulated"]),
         environment={
             name: value
             for name, value in sorted(os.environ.items())
@@ -114,7 +141,7 @@ def _devices(backend: Backend) -> list[dict[str, Any]]:
     found = []
     for index in range(_ask(module, "device_count") or 0):
         free, total = _ask(module, "mem_get_info", index) or (None, None)
-        capability = _ask(module, "get_device_capability", index) or backend.capability
+        capability = backend.capability or _ask(module, "get_device_capability", index)  # as torch.cuda answers
         found.append(
             {
                 "device": f"{backend.device_type}:{index}",
@@ -145,9 +172,37 @@ def _ask(module: Any, name: str, *args: Any) -> Any:
         return None
 
 
-def _first(row: dict[str, Any]) -> Any:
-    return next(iter(row.values()))
+_NOTABLE = {
+    "torch.compile": "torch.compile",
+    "torch.cuda.CUDAGraph": "torch.cuda.CUDAGraph",
+    "torch.distributed.distributed_c10d.split_group": "torch.distributed.split_group",
+}
 
 
-def _rest(row: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in list(row.items())[1:])
+def _gaps(backend: Backend, emulated: dict[str, str]) -> dict[str, str]:
+    found = {shown: emulated[what] for what, shown in _NOTABLE.items() if what in emulated}
+    found.update({name: f"not there. Instead: {instead}" for name, instead in backend.gaps.items()})
+    found.update(getattr(backend.find_module(), "_gaps", {}))
+    return found
+
+
+def _device_line(device: dict[str, Any]) -> str:
+    free, total = (readable(device[key]) for key in ("memory free", "memory total"))
+    capability = device["capability"]
+    able = "" if capability is None else f", capability {capability[0]}.{capability[1]}"
+    return f"{device['device']}: {device['name']}, {free} of {total} free{able}"
+
+
+def readable(size: int | None) -> str:
+    """A number of bytes for people.
+
+    Example: ``readable(3 * 2**30) == "3.0 GiB"``
+    """
+    if size is None:
+        return "an unknown size"
+    value = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -43,6 +44,18 @@ CUDA_PACKAGES = {
     "bitsandbytes": "the vendor's quantization package",
     "transformer_engine": "torch.nn modules with torch.autocast",
 }
+NO_CUDA_SOURCE = "Instead: operators of torch, a C++ extension, or a kernel in the vendor's own language"
+CUDA_SOURCE = {".cu", ".cuh"}
+MAX_FILES = 500
+"""Files that a look at one script follows."""
+# Parts of PyTorch that ask more of a device than operators: what a vendor's package must have for them.
+FEATURES = {
+    "torch.nn.SyncBatchNorm": "batch_norm_stats and its kin, which PyTorch has for CUDA alone",
+    "torch.distributed.rpc": "CPU tensors work anywhere; device tensors need the vendor's transport",
+    "torch.distributed.tensor": "random operators need a generator with seed and offset",
+    "torch.multiprocessing": "device tensors in queues need the vendor's handles; else send tensor.cpu()",
+    "torch.nn.attention.flex_attention": "the compiled kernel is Triton's; eager and aot_eager run anywhere",
+}
 # What a vendor's module is expected to have, for backends that are not installed on this machine.
 EXPECTED = frozenset(
     re.findall(
@@ -58,6 +71,13 @@ EXPECTED = frozenset(
 )
 
 
+OUTSIDE = (
+    "code of installed packages and of compiled extensions, device names that are put together at run time, "
+    "and what a script downloads"
+)
+"""What a look at the source cannot know."""
+
+
 @dataclass(frozen=True)
 class Use:
     """One CUDA call or name in a file.
@@ -69,8 +89,12 @@ class Use:
     line: int
     name: str
     status: str
-    """``mapped``, ``emulated``, ``hint``, ``unsupported``, or ``unreadable`` for a file that is not Python."""
+    """``mapped``, ``emulated``, ``hint``, ``unsupported`` (fails), ``optional`` (would fail, but the code provides for
+    it), ``depends`` (on the vendor's package, or on whether it runs at all), ``unreadable`` (no Python)."""
     note: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.name}: {self.status}" + (f" ({self.note})" if self.note else "")
 
 
 @dataclass(frozen=True)
@@ -82,6 +106,7 @@ class Scan:
 
     backend: str
     uses: tuple[Use, ...]
+    files: int = 0
 
     def counts(self) -> dict[str, int]:
         """Number of uses per status.
@@ -90,16 +115,30 @@ class Scan:
         """
         return dict(Counter(use.status for use in self.uses))
 
+    def failing(self) -> list[Use]:
+        """The uses at which a run will fail.
+
+        Example: ``scan("train.py", backend).failing()``
+        """
+        return [use for use in self.uses if use.status == "unsupported"]
+
     def as_dict(self) -> dict[str, Any]:
         """Plain data for JSON.
 
         Example: ``json.dumps(scan.as_dict())``
         """
-        return {"backend": self.backend, "counts": self.counts(), "uses": [asdict(use) for use in self.uses]}
+        return {
+            "backend": self.backend,
+            "files": self.files,
+            "counts": self.counts(),
+            "fails": bool(self.failing()),
+            "outside": OUTSIDE,
+            "uses": [asdict(use) for use in self.uses],
+        }
 
 
 def scan(path: str | Path, backend: Backend) -> Scan:
-    """Look at one file or at every Python file below a folder.
+    """Look at a script with the modules of its own that it imports, or at everything below a folder.
 
     Example: ``scan("examples", ditorch.backend).counts()``
     """
@@ -108,9 +147,14 @@ def scan(path: str | Path, backend: Backend) -> Scan:
         raise FileNotFoundError(f"ditorch scan: {root} does not exist")
     judge = Judge(backend)
     uses: list[Use] = []
-    for file in _python_files(root):
-        uses.extend(scan_source(file.read_bytes(), str(file), judge))
-    return Scan(backend.name, tuple(uses))
+    files = _below(root) if root.is_dir() else _imported(root)
+    for file in files:
+        if file.suffix in CUDA_SOURCE:
+            if not backend.native:
+                uses.append(Use(str(file), 1, "CUDA source", "unsupported", NO_CUDA_SOURCE))
+        else:
+            uses.extend(scan_source(file.read_bytes(), str(file), judge))
+    return Scan(backend.name, tuple(uses), len(files))
 
 
 def scan_source(source: str | bytes, file: str, judge: Judge) -> list[Use]:
@@ -119,12 +163,18 @@ def scan_source(source: str | bytes, file: str, judge: Judge) -> list[Use]:
     Example: ``scan_source("import torch; torch.cuda.synchronize()", "a.py", Judge(backend))``
     """
     try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError) as error:
+        tree = _parsed(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [Use(file, getattr(error, "lineno", None) or 1, "", "unreadable", str(error))]
     visitor = _Visitor(file, judge)
     visitor.visit(tree)
     return sorted(visitor.uses, key=lambda use: use.line)
+
+
+def _parsed(source: str | bytes) -> ast.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the scanned code: escapes and the like
+        return ast.parse(source)
 
 
 class Judge:
@@ -156,6 +206,9 @@ class Judge:
             return "mapped", "module"
         if not self._here:
             return self._guess(name)
+        inner, _, last = name.rpartition(".")
+        if inner in ("graphs", "random", "streams", "memory") and not last.startswith("_"):
+            name = last  # the same function under the name of its file
         status, note = surface.classify(self.backend, self.backend.find_module(), Emulation, name)
         if status == "unsupported" and name in STATS:
             return "emulated", "from memory_stats"
@@ -170,13 +223,52 @@ class Judge:
         return surface.classify(self.backend, None, Emulation, name)
 
 
-def _python_files(root: Path) -> Iterator[Path]:
-    if root.is_file():
-        yield root
+def _below(root: Path) -> list[Path]:
+    found = (file for file in root.rglob("*") if file.suffix == ".py" or file.suffix in CUDA_SOURCE)
+    return [f for f in sorted(found) if f.is_file() and not SKIPPED_FOLDERS.intersection(f.relative_to(root).parts)]
+
+
+def _imported(script: Path) -> list[Path]:
+    """The script and the modules beside it that it imports for certain, and what those import."""
+    roots = [script.parent, *script.resolve().parents[1:3]]
+    found, waiting = [script], [script]
+    while waiting and len(found) < MAX_FILES:
+        file = waiting.pop()
+        try:
+            tree = _parsed(file.read_bytes())
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+        for name in _certain_imports(tree, file, roots):
+            if name not in found:
+                found.append(name)
+                waiting.append(name)
+    return found
+
+
+def _certain_imports(tree: ast.Module, file: Path, roots: list[Path]) -> Iterator[Path]:
+    for node in tree.body:  # not those in try, if and functions
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _modules(roots, alias.name.split("."))
+        elif isinstance(node, ast.ImportFrom):
+            base = roots if not node.level else [file.parents[node.level - 1]]
+            parts = node.module.split(".") if node.module else []
+            yield from _modules(base, parts)
+            for alias in node.names:
+                yield from _modules(base, [*parts, alias.name])
+
+
+def _modules(roots: list[Path], parts: list[str]) -> Iterator[Path]:
+    """The file of a module, and those of the packages around it, below the first root that has it."""
+    for root in roots:
+        if not parts or not ((root / parts[0]).is_dir() or (root / f"{parts[0]}.py").is_file()):
+            continue
+        for count in range(1, len(parts) + 1):
+            where = root.joinpath(*parts[:count])
+            for file in (where.with_name(f"{where.name}.py"), where / "__init__.py"):
+                if file.is_file():
+                    yield file
         return
-    for file in sorted(root.rglob("*.py")):
-        if not SKIPPED_FOLDERS.intersection(file.relative_to(root).parts):
-            yield file
 
 
 class _Visitor(ast.NodeVisitor):
@@ -184,10 +276,37 @@ class _Visitor(ast.NodeVisitor):
         self.file, self.judge = file, judge
         self.uses: list[Use] = []
         self.names: dict[str, str] = {}
+        self.tries = self.functions = 0
 
     def _add(self, node: ast.AST, name: str, verdict: tuple[str, str] | None = None) -> None:
         status, note = verdict or self.judge(name)
+        if status == "unsupported" and self.tries:
+            status = "optional"  # the code provides for its failure
         self.uses.append(Use(self.file, getattr(node, "lineno", 1), name, status, note))
+
+    # what may not run ------------------------------------------------------------------------------
+
+    def visit_Try(self, node: ast.Try) -> None:
+        self.tries += 1
+        for statement in node.body:
+            self.visit(statement)
+        self.tries -= 1
+        for part in (*node.handlers, *node.orelse, *node.finalbody):
+            self.visit(part)
+
+    visit_TryStar = visit_Try
+
+    def visit_If(self, node: ast.If) -> None:
+        if "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        self.generic_visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self.functions += 1
+        self.generic_visit(node)
+        self.functions -= 1
+
+    visit_AsyncFunctionDef = visit_FunctionDef
 
     # imports ---------------------------------------------------------------------------------------
 
@@ -195,6 +314,7 @@ class _Visitor(ast.NodeVisitor):
         for alias in node.names:
             top = alias.name.partition(".")[0]
             self._check_package(node, top)
+            self._check_feature(node, alias.name)
             if top == "torch":
                 self.names[alias.asname or top] = alias.name if alias.asname else top
 
@@ -209,14 +329,27 @@ class _Visitor(ast.NodeVisitor):
         for alias in node.names:
             full = f"{module}.{alias.name}"
             self.names[alias.asname or alias.name] = full
+            self._check_feature(node, full)
             if full.startswith("torch.cuda."):
                 self._add(node, full)
-            elif alias.name in ("CUDAExtension", "CUDA_HOME"):
-                self._add(node, full, ("unsupported", "Instead: operators written with torch or for the vendor"))
+            elif alias.name == "CUDAExtension" and not self.judge.backend.native:
+                self._add(node, full, ("unsupported", NO_CUDA_SOURCE))
 
     def _check_package(self, node: ast.AST, package: str) -> None:
         if package in CUDA_PACKAGES and not self.judge.backend.native:
-            self._add(node, package, ("unsupported", f"compiled for CUDA. Instead: {CUDA_PACKAGES[package]}"))
+            note = f"compiled for CUDA. Instead: {CUDA_PACKAGES[package]}"
+            self._add(node, package, ("depends", f"fails when this function runs: {note}") if self.functions
+                      else ("unsupported", note))  # fmt: skip
+
+    def _check_feature(self, node: ast.AST, full: str) -> None:
+        for feature, note in FEATURES.items():
+            if full == feature or full.startswith(feature + "."):
+                self._add(node, feature, self._feature(note))
+
+    def _feature(self, note: str) -> tuple[str, str]:
+        if self.judge.backend.name in ("soft", "cuda", "cpu"):
+            return "mapped", f"means {self.judge.backend.device_type}"
+        return "depends", note
 
     # names -----------------------------------------------------------------------------------------
 
@@ -237,8 +370,10 @@ class _Visitor(ast.NodeVisitor):
             self.generic_visit(node)
         elif self._is_cuda_name(full):
             self._add(node, full)
-        elif full.endswith(("cpp_extension.CUDAExtension", "cpp_extension.load_inline")):
-            self._add(node, full, ("unsupported", "Instead: operators written with torch or for the vendor"))
+        elif full.endswith("cpp_extension.CUDAExtension") and not self.judge.backend.native:
+            self._add(node, full, ("unsupported", NO_CUDA_SOURCE))
+        else:
+            self._check_feature(node, full)
 
     @staticmethod
     def _is_cuda_name(full: str) -> bool:
@@ -257,7 +392,11 @@ class _Visitor(ast.NodeVisitor):
         called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         if called == "cuda" and isinstance(node.func, ast.Attribute) and self._dotted(node.func) is None:
             self._add(node, ".cuda()")
+        if called in ("load", "load_inline"):
+            self._check_extension(node)
         for keyword in node.keywords:
+            if keyword.arg == "out_dtype" and called in ("mm", "bmm", "addmm", "baddbmm", "matmul"):
+                self._add(node, f"{called}(out_dtype=)", self._feature("an operator that PyTorch has for CUDA and XPU"))
             if keyword.arg in DEVICE_KEYWORDS:
                 self._check_device(keyword.value, f"{keyword.arg}='%s'")
             elif keyword.arg == "backend":
@@ -268,6 +407,17 @@ class _Visitor(ast.NodeVisitor):
             elif called in ("init_process_group", "new_group"):
                 self._check_collective(argument)
         self.generic_visit(node)
+
+    def _check_extension(self, node: ast.Call) -> None:
+        full = self._dotted(node.func) or ""
+        if "cpp_extension" not in full or self.judge.backend.native:
+            return
+        written = ast.unparse(node)
+        has_source = any(f"{suffix}'" in written for suffix in CUDA_SOURCE)
+        if has_source or any(keyword.arg == "cuda_sources" for keyword in node.keywords):
+            self._add(node, f"{full} of CUDA source", ("unsupported", NO_CUDA_SOURCE))
+        elif "sources" in written and not any(f"{suffix}'" in written for suffix in (".cpp", ".cc")):
+            self._add(node, full, ("depends", "on whether there is CUDA source among its files"))
 
     def visit_Compare(self, node: ast.Compare) -> None:
         for side in (node.left, *node.comparators):

@@ -248,7 +248,9 @@ _declare("DITORCH_REDUCE_FP32", "flag", 0, "sum half-precision tensors in float3
 _declare("DITORCH_QUIET", "flag", 0, "write no lines to standard error")
 
 _declare = DITORCH.group("ditorch: the software accelerator", "ditorch/soft/README.md")
-_declare("DITORCH_SOFT_DEVICES", "number", 2, "number of devices, 1 to 64", minimum=1)
+_declare(
+    "DITORCH_SOFT_DEVICES", "number", "", "number of devices, 1 to 64", computed="1, or torchrun's ranks", minimum=1
+)
 _declare("DITORCH_SOFT_MEMORY_LIMIT", "bytes", "", "bytes that each device may hold", computed="the host's memory")
 _declare("DITORCH_SOFT_FAULTS", "faults", "", "faults to plant", computed="none")
 _declare("DITORCH_CACHE_DIR", "path", "", "where compiled libraries are kept", computed="~/.cache/ditorch")

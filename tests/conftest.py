@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("DITORCH_SOFT_DEVICES", "2")  # before torch is imported: some tests go from one to another
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import torch.jit
 
-from ditorch.patching import Ledger
+from ditorch.imports import AfterImport
+from ditorch.patching import Ledger, Patch
 from ditorch.redirect.devices import Devices, redirect_parameters
 
 
@@ -19,12 +20,14 @@ def install(ledger: Ledger, devices: Devices) -> None:
     """
     _install_script(ledger, devices)
     _install_compile(ledger, devices)
+    _install_flex(ledger, devices)
 
 
 def _install_script(ledger: Ledger, devices: Devices) -> None:
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def script(*args: Any, **kwargs: Any) -> Any:
-            compiled = original(*args, **kwargs)
+        def script(obj: Any, optimize: Any = None, _frames_up: int = 0, *args: Any, **kwargs: Any) -> Any:
+            # Names in a scripted class are looked up in the caller's frame, which is two further up now.
+            compiled = original(obj, optimize, _frames_up + 2, *args, **kwargs)
             _translate_script(devices, compiled)
             return compiled
 
@@ -107,3 +110,28 @@ def _prepare_dynamo(ledger: Ledger, devices: Devices) -> None:
         return variables.ConstantVariable.create(devices.shown(found.as_python_constant()))
 
     ledger.replace(cls, "method_attr_device", method_attr_device, "compiled user code sees cuda:N")
+
+
+def _install_flex(ledger: Ledger, devices: Devices) -> None:
+    """Eager flex_attention runs wherever its steps do, but names the device types that it was tried on."""
+
+    def redirect(module: Any) -> None:
+        check = getattr(module, "_validate_device", None)
+        if check is None:
+            return
+
+        def make(original: Callable[..., Any]) -> Callable[..., Any]:
+            def validate(query: Any, *rest: Any) -> None:
+                if query.device.type != devices.type:
+                    original(query, *rest)
+
+            return validate
+
+        ledger.redirect(check, make, "eager flex_attention on the accelerator")
+
+    if devices.type == "cpu":
+        return
+    hook = AfterImport("torch.nn.attention.flex_attention", redirect)
+    what = "import of torch.nn.attention.flex_attention"
+    ledger.record(Patch(what, "eager flex_attention", "mapped", "registered", None, hook.remove))
+    hook.install()

@@ -63,7 +63,8 @@ def install(ledger: Ledger, devices: Devices) -> None:
     ledger.replace(torch.version, "cuda", CUDA_LEVEL, "code parses it to choose features", "emulated")
     ledger.redirect(
         torch.backends.cuda.is_built,
-        lambda original: lambda: True,
+        # PyTorch's own code asks before it takes CUDA's parts of its library, which are not there.
+        lambda original: lambda: original() if devices.called_from_inside(2) else True,
         "cuda means the accelerator, which is there",
         "emulated",
     )

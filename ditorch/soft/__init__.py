@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import os
 import threading
 from types import ModuleType
 from typing import Any
@@ -79,7 +80,8 @@ def _register() -> None:
     import torch
     from torch.utils import backend_registration
 
-    from . import collectives, module, threads
+    from ..imports import AfterImport
+    from . import collectives, cuda_only, dtensor, module, threads
 
     backend_registration.rename_privateuse1_backend("soft")
     torch._register_device_module("soft", module)
@@ -87,12 +89,15 @@ def _register() -> None:
         for_tensor=True, for_module=True, for_packed_sequence=True, for_storage=True
     )
     module.fill_in()
+    cuda_only.register()
     collectives.register()
+    AfterImport("torch.distributed.tensor._random", dtensor.install).install()
     threads.finish_at_exit()
 
 
 def _device_count() -> int:
-    text = DITORCH.read("DITORCH_SOFT_DEVICES")
+    # One, since programs share their work among all that they find; one for each rank that torchrun starts here.
+    text = DITORCH.read("DITORCH_SOFT_DEVICES") or os.environ.get("LOCAL_WORLD_SIZE", "1")
     if not text.isdecimal() or not 1 <= int(text) <= 64:
         raise ValueError(f"DITORCH_SOFT_DEVICES must be a number from 1 to 64, got {text!r}")
     return int(text)

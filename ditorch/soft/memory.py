@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections import OrderedDict
 from typing import Any
@@ -137,6 +138,44 @@ def empty_cache() -> None:
 def memory_snapshot(device: Device = None) -> list[dict[str, Any]]:
     """No segments: memory comes straight from the host and is not cached."""
     return []
+
+
+def _record_memory_history(*args: Any, **kwargs: Any) -> None:
+    """Accepted: no history is kept, memory comes straight from the host."""
+
+
+def _snapshot(device: Device = None) -> dict[str, Any]:
+    """A snapshot as ``torch.cuda.memory`` writes it: one live block per device, no history."""
+    segments = []
+    for index in range(native().device_count()):
+        size = memory_allocated(index)
+        if not size:
+            continue
+        block = {"address": 0, "size": size, "requested_size": size, "state": "active_allocated", "frames": []}
+        segments.append(
+            {
+                "device": index,
+                "address": 0,
+                "total_size": size,
+                "allocated_size": size,
+                "active_size": size,
+                "requested_size": size,
+                "stream": 0,
+                "segment_type": "large",
+                "segment_pool_id": (0, 0),
+                "is_expandable": False,
+                "frames": [],
+                "blocks": [block],
+            }
+        )
+    traces: list[list[Any]] = [[] for _ in range(native().device_count())]
+    return {"segments": segments, "device_traces": traces, "allocator_settings": {}, "external_annotations": []}
+
+
+def _dump_snapshot(filename: str = "dump_snapshot.pickle") -> None:
+    """Write that snapshot to a file, as ``torch.cuda.memory._dump_snapshot`` does."""
+    with open(filename, "wb") as file:
+        pickle.dump(_snapshot(), file)
 
 
 def memory_summary(device: Device = None, abbreviated: bool = False) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import amp, memory, native
+from . import amp, cuda_only, memory, native, sharing
 from .memory import (
     Device,
     device_index,
@@ -84,6 +84,7 @@ __all__ = [
     "synchronize",
 ]
 
+CAPABILITY = (8, 0)
 default_generators: tuple[torch.Generator, ...] = ()
 
 
@@ -111,7 +112,7 @@ def is_available() -> bool:
 
 
 def device_count() -> int:
-    """Number of devices (``DITORCH_SOFT_DEVICES``, 2 by default)."""
+    """Number of devices (``DITORCH_SOFT_DEVICES``, 1 by default)."""
     return int(native().device_count())
 
 
@@ -157,7 +158,7 @@ class DeviceProperties:
 
     name: str
     total_memory: int
-    major: int = 0
+    major: int = 8
     minor: int = 0
     multi_processor_count: int = 1
 
@@ -181,9 +182,9 @@ def get_device_name(device: Device = None) -> str:
 
 
 def get_device_capability(device: Device = None) -> tuple[int, int]:
-    """(0, 0): lower than any GPU, so that code asking for tensor cores takes its portable path."""
+    """(8, 0), as under CUDA's name: bfloat16 and TF32's switches are there, float8 kernels of later GPUs are not."""
     device_index(device)
-    return (0, 0)
+    return CAPABILITY
 
 
 def get_arch_list() -> list[str]:
@@ -200,7 +201,20 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
 
 
 def ipc_collect() -> None:
-    """Nothing to collect: memory is not shared between processes."""
+    """Nothing to collect: shared memory goes with the last tensor over it."""
+
+
+# What the redirect asks for when tensors go to other processes.
+_reduce_tensor = sharing.reduce_tensor
+_share = sharing.share
+# What `ditorch doctor` shows.
+_gaps = cuda_only.REFUSED
+
+
+def _native_operators() -> set[str]:
+    """Operators with a kernel of the device's own library, as in ``aten::add.Tensor``."""
+    own = {f"aten::{name}" for name in ("record_stream",)}
+    return set(native().planned_operators()) | own
 
 
 _initialized = True  # checkpointing saves the state of the generators only then

@@ -57,6 +57,20 @@ const at::Generator& default_generator(c10::DeviceIndex index) {
   return generators[device];
 }
 
+at::Tensor advanced_state(const at::Tensor& state, int64_t numbers) {
+  auto generator = at::detail::createCPUGenerator();
+  auto* host = at::check_generator<at::CPUGeneratorImpl>(generator);
+  host->set_state(*state.unsafeGetTensorImpl());
+  for (int64_t i = 0; i < numbers; ++i) {
+    host->random();
+  }
+  if (numbers > 0) { // the second half of a pair of normal numbers belongs to the place that was left
+    host->set_next_float_normal_sample(std::nullopt);
+    host->set_next_double_normal_sample(std::nullopt);
+  }
+  return at::Tensor(host->get_state());
+}
+
 at::Generator host_generator(const at::Generator& generator) {
   TORCH_CHECK(generator.device().type() == kSoft, "Expected a 'soft' device type for generator but found '",
               generator.device(), "'");

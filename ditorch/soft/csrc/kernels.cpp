@@ -21,6 +21,8 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include <atomic>
+
 namespace soft {
 namespace {
 
@@ -121,12 +123,17 @@ bool has_compatible_shallow_copy_type(const at::Tensor& self, const at::Tensor& 
 
 void record_stream(at::Tensor& /*self*/, c10::Stream /*stream*/) {} // work never outlives the call that issues it
 
+std::atomic<bool (*)(const at::Tensor&)> g_is_distributed{nullptr};
+
 // Attention takes the path that the CPU takes for the same tensors.
 int64_t sdp_choice(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                    const std::optional<at::Tensor>& mask, double dropout, bool causal, std::optional<double> scale,
                    bool enable_gqa) {
-  if (query.key_set().has(c10::DispatchKey::Python)) { // traced: there is no memory to look at
-    return static_cast<int64_t>(at::SDPBackend::math);
+  if (query.key_set().has(c10::DispatchKey::Python)) { // there is no memory to look at
+    // A DTensor shards operators of attention; the steps of the math path would meet a plain mask.
+    const auto is_distributed = g_is_distributed.load(std::memory_order_relaxed);
+    const bool fused = is_distributed != nullptr && is_distributed(query);
+    return static_cast<int64_t>(fused ? at::SDPBackend::efficient_attention : at::SDPBackend::math);
   }
   auto host = [](const at::Tensor& tensor) {
     return host_alias(tensor).requires_grad_(tensor.requires_grad());
@@ -162,6 +169,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 
 } // namespace
+
+void set_is_distributed(bool (*question)(const at::Tensor&)) {
+  g_is_distributed = question;
+}
+
 } // namespace soft
 
 namespace at::native {

@@ -234,6 +234,15 @@ c10::DataPtr adopt(c10::Storage host, c10::DeviceIndex device) {
   return handed_out(std::move(block), data);
 }
 
+std::optional<c10::Storage> adopted(const c10::Storage& soft) {
+  const auto& data = soft.data_ptr();
+  if (data.get_deleter() != &release) {
+    return std::nullopt;
+  }
+  const auto& host = static_cast<Block*>(data.get_context())->host;
+  return host ? std::optional(host) : std::nullopt;
+}
+
 void rethrow_if_out_of_memory(const c10::Error& error) {
   const std::string message = error.what_without_backtrace();
   if (message.find("can't allocate memory") != std::string::npos) {

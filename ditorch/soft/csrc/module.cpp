@@ -66,6 +66,20 @@ struct PythonHook final : public FaultHook {
   py::object on_before, on_after;
 };
 
+bool is_distributed(const at::Tensor& tensor) {
+  const py::gil_scoped_acquire gil;
+  return py::type::of(py::cast(tensor)).attr("__name__").cast<std::string>() == "DTensor";
+}
+
+// All bytes of a storage, as a tensor.
+at::Tensor bytes_of(c10::Storage storage, c10::DispatchKey key) {
+  const auto size = static_cast<int64_t>(storage.nbytes());
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key),
+                                                         caffe2::TypeMeta::Make<uint8_t>());
+  tensor.unsafeGetTensorImpl()->set_sizes_contiguous({size});
+  return tensor;
+}
+
 py::dict stats_dict(int64_t device) {
   const auto stats = memory_stats(static_cast<c10::DeviceIndex>(device));
   py::dict result;
@@ -100,6 +114,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_accumulated", [index](int64_t device) { reset_accumulated(index(device)); });
   m.def("set_memory_limit", [index](int64_t device, int64_t bytes) { set_memory_limit(index(device), bytes); });
   m.def("host_alias", &host_alias);
+  m.def("advanced_state", &advanced_state);
+  m.def("adopted_bytes", [](const at::Tensor& soft) -> std::optional<at::Tensor> {
+    auto host = adopted(soft.storage());
+    return host.has_value() ? std::optional(bytes_of(*host, c10::DispatchKey::CPU)) : std::nullopt;
+  });
+  m.def("move_to", [](const at::Tensor& soft, const at::Tensor& host) {
+    soft.storage().unsafeGetStorageImpl()->set_data_ptr_noswap(adopt(host.storage(), soft.device().index()));
+  });
+  m.def("bytes_over", [index](const at::Tensor& host, int64_t device) {
+    const auto where = checked_index(index(device));
+    const auto bytes = host.storage().nbytes();
+    return bytes_of(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
+                                                          adopt(host.storage(), where), allocator(), true),
+                    c10::DispatchKey::PrivateUse1);
+  });
   m.def("planned_operators", &planned_operators);
   m.def("set_fault_hook", [](py::object before, py::object after,
                             std::unordered_set<std::string> operators) {
@@ -107,6 +136,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     auto* hook = before.is_none() ? nullptr : new PythonHook(std::move(before), std::move(after));
     set_fault_hook(hook, std::move(operators));
   });
+  set_is_distributed(&is_distributed);
   bind_collectives(m);
   register_profiler();
 }

@@ -20,7 +20,7 @@
 namespace soft {
 namespace {
 
-std::atomic<int> g_device_count{2};
+std::atomic<int> g_device_count{1};
 std::array<std::atomic<int64_t>, kMaxDevices> g_next_stream{};
 thread_local c10::DeviceIndex t_device = 0;
 thread_local std::array<c10::StreamId, kMaxDevices> t_stream{};

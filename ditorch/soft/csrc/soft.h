@@ -52,6 +52,8 @@ c10::Allocator* allocator();
 void rethrow_if_out_of_memory(const c10::Error& error);
 // A soft DataPtr that keeps `host` alive and accounts for its bytes.
 c10::DataPtr adopt(c10::Storage host, c10::DeviceIndex device);
+// The CPU storage that a soft storage lies over, if it was adopted: what other processes can be handed.
+std::optional<c10::Storage> adopted(const c10::Storage& soft);
 MemoryStats memory_stats(c10::DeviceIndex device);
 void reset_peak(c10::DeviceIndex device);
 void reset_accumulated(c10::DeviceIndex device);
@@ -63,8 +65,14 @@ bool is_pinned(const void* ptr);
 // --- generator.cpp ----------------------------------------------------------
 const at::Generator& default_generator(c10::DeviceIndex index);
 at::Generator new_generator(c10::DeviceIndex index);
+// The state of a generator that has drawn so many more 32-bit numbers.
+at::Tensor advanced_state(const at::Tensor& state, int64_t numbers);
 // The CPU generator that a soft generator draws from.
 at::Generator host_generator(const at::Generator& generator);
+
+// --- kernels.cpp ------------------------------------------------------------
+// Answers whether a tensor is a DTensor; module.cpp asks Python.
+void set_is_distributed(bool (*question)(const at::Tensor&));
 
 // --- fallback.cpp: running an operator on aliases ----------------------------
 // A CPU tensor over the memory of `tensor`: same sizes, strides, offset and bits.

@@ -67,7 +67,7 @@ def test_properties():
     assert properties.name == torch.soft.get_device_name()
     assert properties.total_memory == torch.soft.mem_get_info(1)[1]
     assert properties.multi_processor_count >= 1
-    assert torch.soft.get_device_capability() == (0, 0) == (properties.major, properties.minor)
+    assert torch.soft.get_device_capability() == (8, 0) == (properties.major, properties.minor)
     assert torch.soft.is_bf16_supported()
     assert torch.soft.can_device_access_peer(0, 1)
     with pytest.raises(AttributeError):
