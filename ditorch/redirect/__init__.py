@@ -5,7 +5,7 @@ from __future__ import annotations
 from ditorch import distributed
 from ditorch.backend import Backend
 from ditorch.patching import Ledger
-from ditorch.redirect import amp, comm, compiler, cuda_module, graphs, runtime, tensor_types, tensors
+from ditorch.redirect import amp, comm, compiler, cuda_module, graphs, library, runtime, tensor_types, tensors
 from ditorch.redirect.devices import Devices
 
 __all__ = ["Devices", "install"]
@@ -17,6 +17,6 @@ def install(ledger: Ledger, backend: Backend, show_as_cuda: bool) -> Devices:
     Example: ``install(Ledger(), backend, show_as_cuda=True)``
     """
     devices = Devices(backend, show_as_cuda)
-    for part in (tensors, tensor_types, cuda_module, graphs, amp, comm, runtime, compiler, distributed):
+    for part in (tensors, tensor_types, cuda_module, graphs, amp, comm, runtime, compiler, library, distributed):
         part.install(ledger, devices)
     return devices
