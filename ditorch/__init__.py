@@ -9,10 +9,11 @@ from functools import partial
 from ditorch import backend as _backend_module
 from ditorch.backend import Backend
 from ditorch.console import say
-from ditorch.discovery import CUDA_VARIABLE, MAPPED, NoBackendError, choose
+from ditorch.discovery import MAPPED, NoBackendError, choose, mapped_variables
 from ditorch.doctor import Diagnosis, diagnose
 from ditorch.errors import UnsupportedError
 from ditorch.patching import Ledger, Patch
+from ditorch_common.environment import CUDA_VISIBLE, hides_all
 from ditorch_common.settings import DITORCH
 
 __version__ = "0.1.0"
@@ -59,12 +60,15 @@ def activate(device: str | None = None) -> Backend:
     if not chosen.native and not _flag("DITORCH_DISABLE_MOCK"):
         from ditorch import redirect
 
-        variable = MAPPED.pop(chosen.name, None)
+        if chosen.visible_devices and hides_all(os.environ):
+            why = "names no device: torch.cuda is left as it is and has none, as on CUDA"
+            _ledger.record(Patch(CUDA_VISIBLE, why, "hint", "none"))
+            return chosen
+        added = MAPPED.pop(chosen.name, set())
         try:
-            if variable is not None:
-                why = f"means {variable}={os.environ[variable]}"
-                undo = partial(os.environ.__delitem__, variable)
-                _ledger.record(Patch(CUDA_VARIABLE, why, "mapped", "registered", None, undo))
+            for variable, own in mapped_variables(chosen).items():
+                undo = partial(_unset, own) if own in added else None
+                _ledger.record(Patch(variable, f"means {own}={os.environ[own]}", "mapped", "registered", None, undo))
             redirect.install(_ledger, chosen, _flag("DITORCH_SHOW_DEVICE_AS_CUDA"))
         except BaseException:
             _ledger.undo_all()
@@ -100,6 +104,10 @@ def _is_command() -> bool:
     """Whether this process is the ``ditorch`` command, which chooses the device itself."""
     started = sys.orig_argv[1:3] if sys.orig_argv[1:2] == ["-m"] else []
     return started == ["-m", "ditorch"] or os.path.basename(sys.argv[0] if sys.argv else "") == "ditorch"
+
+
+def _unset(variable: str) -> None:
+    os.environ.pop(variable, None)
 
 
 def _flag(name: str) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ditorch_common.environment import Variables
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -33,13 +35,14 @@ class Backend:
     """Where the vendor's counterpart of ``torch.cuda`` lives; by default ``torch.<device_type>``."""
     collective: str | None = None
     """Name of its collective backend in ``torch.distributed``: what ``nccl`` turns into."""
-    visible_devices: str | None = None
-    """The environment variable that plays the part of ``CUDA_VISIBLE_DEVICES``."""
+    variables: Variables = field(default_factory=Variables)
+    """The environment variables that play the part of ``CUDA_VISIBLE_DEVICES`` and others of CUDA's."""
     visible_devices_value: Callable[[str], str] | None = None
     """Turns the value of ``CUDA_VISIBLE_DEVICES`` into that variable's; by default it is the same."""
-    capability: tuple[int, int] | None = None
+    capability: tuple[int, int] | Callable[[str], tuple[int, int]] | None = None
     """Answer of ``torch.cuda.get_device_capability``, which CUDA code compares with NVIDIA's numbers: the
-    generation whose abilities the device has. Without it the vendor's module is asked."""
+    generation whose abilities the device has, or a function of the device's name. Without it the vendor's
+    module is asked."""
     native: bool = False
     """True where ``cuda`` already means this device, so that nothing is patched."""
     fallback: bool = False
@@ -50,6 +53,16 @@ class Backend:
     """CUDA name -> what to do instead, for calls that this backend cannot do."""
     collective_gaps: frozenset[str] = frozenset()
     """What its collectives lack; ``avg`` (ReduceOp.AVG) is filled by ditorch."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Name below ``torch.cuda`` -> the vendor's name for the same, where the two differ."""
+    grad_scaler: str | None = None
+    """The vendor's own ``GradScaler`` below its module, for chips that saturate where others make infinities."""
+    compilers: tuple[str, ...] = ()
+    """Dynamo backends that the vendor registers, best first: used where inductor does not know the device."""
+    one_device_per_process: bool = False
+    """True where a process owns one device, which every index means."""
+    distribution: str | None = None
+    """The installed package whose version is the vendor's, where ``package`` has none."""
     profiler_activity: str | None = None
     """Name of the ``ProfilerActivity`` that stands for the device; ``None``: host activity only."""
     probe: Callable[[], tuple[bool, str]] | None = None
@@ -142,7 +155,15 @@ class Backend:
         Example: ``"torch_npu:2.1.0.post3"``
         """
         package = self.package or "torch"
-        return f"{package}:{package_version(package)}"
+        return f"{package}:{package_version(package, self.distribution)}"
+
+    @property
+    def visible_devices(self) -> str | None:
+        """The variable that plays the part of ``CUDA_VISIBLE_DEVICES``.
+
+        Example: ``"ASCEND_RT_VISIBLE_DEVICES"``
+        """
+        return self.variables.visible_devices
 
 
 def ask_module(module: ModuleType | Any) -> tuple[bool, str]:
@@ -161,7 +182,7 @@ def ask_module(module: ModuleType | Any) -> tuple[bool, str]:
     return True, "available"
 
 
-def package_version(package: str) -> str:
+def package_version(package: str, distribution: str | None = None) -> str:
     """Version of an installed package, from its attribute or its metadata.
 
     Example: ``package_version("torch")``
@@ -174,6 +195,6 @@ def package_version(package: str) -> str:
     except Exception:
         pass
     try:
-        return importlib.metadata.version(package.partition(".")[0])
+        return importlib.metadata.version(distribution or package.partition(".")[0])
     except importlib.metadata.PackageNotFoundError:
         return "unknown"

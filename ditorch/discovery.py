@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from ditorch.backend import Backend
 from ditorch.backends import BUILTIN
+from ditorch_common.environment import CUDA_VISIBLE, STEERING, translated
 from ditorch_common.settings import DITORCH
 
 ENTRY_POINT_GROUP = "ditorch.backends"
 DEVICE_VARIABLE = "DITORCH_DEVICE"
-CUDA_VARIABLE = "CUDA_VISIBLE_DEVICES"
-MAPPED: dict[str, str] = {}
-"""Backend name -> the variable that was set for it from ``CUDA_VISIBLE_DEVICES``."""
+MAPPED: dict[str, set[str]] = {}
+"""Backend name -> the variables that were set for it from CUDA's."""
 
 
 class NoBackendError(RuntimeError):
@@ -82,30 +82,46 @@ def choose(request: str | None = None) -> Backend:
     return _choose_named(request) if request else _choose_only()
 
 
-def map_visible_devices(backend: Backend) -> str | None:
-    """Let the backend see the devices that ``CUDA_VISIBLE_DEVICES`` names; returns the variable it set.
+def map_environment(backend: Backend) -> set[str]:
+    """Set the backend's own variables from CUDA's; returns those that were not set before.
 
-    Example: ``CUDA_VISIBLE_DEVICES=0,1`` sets ``ASCEND_RT_VISIBLE_DEVICES=0,1``
+    Example: ``CUDA_VISIBLE_DEVICES=1,0`` sets ``ASCEND_RT_VISIBLE_DEVICES=0,1``
     """
-    wanted = os.environ.get(CUDA_VARIABLE)
-    variable = backend.visible_devices
-    if wanted is None or backend.native or variable is None or variable in os.environ:
-        return None
-    value = backend.visible_devices_value(wanted) if backend.visible_devices_value else wanted
-    if not value:
-        return None
-    os.environ[variable] = value
-    return variable
+    if backend.native:
+        return set()
+    found = translated(os.environ, backend.variables, backend.visible_devices_value)
+    os.environ.update(found)
+    return set(found)
+
+
+def mapped_variables(backend: Backend) -> dict[str, str]:
+    """CUDA's variables that are set -> the backend's variable that carries the value now.
+
+    Example: ``{"CUDA_VISIBLE_DEVICES": "ASCEND_RT_VISIBLE_DEVICES"}``
+    """
+    pairs = {CUDA_VISIBLE: backend.visible_devices or "", **backend.variables.same}
+    return {cuda: own for cuda, own in pairs.items() if cuda in os.environ and own in os.environ}
+
+
+def without_effect(backend: Backend) -> dict[str, str]:
+    """CUDA's variables that are set here and that the backend has no counterpart of, with the reason.
+
+    Example: ``without_effect(backend)["CUDA_LAUNCH_BLOCKING"]``
+    """
+    if backend.native:
+        return {}
+    why = f"set, but {backend.name} has no variable of that meaning: no effect"
+    return {name: why for name in STEERING if name in os.environ and name not in backend.variables.same}
 
 
 def _look_at(backend: Backend) -> Candidate:
-    # Vendors read their variable when their package is imported, so it has to be there before.
-    variable = map_visible_devices(backend) if backend.installed() else None
+    # Vendors read their variables when their package is imported, so these have to be there before.
+    added = map_environment(backend) if backend.installed() else set()
     outcome = _ask(backend)
-    if variable is not None:
-        if outcome.usable:
-            MAPPED[backend.name] = variable
-        else:
+    if outcome.usable:
+        MAPPED.setdefault(backend.name, set()).update(added)
+    else:
+        for variable in added:
             del os.environ[variable]
     return outcome
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ def _install_groups(ledger: Ledger, devices: Devices) -> None:
     why = f"nccl means {devices.backend.collective}"
     functions = dist.distributed_c10d
     options = _nccl_options(ledger)
+    _install_group_devices(ledger, devices)
 
     def make(position: int) -> Callable[..., Any]:
         def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,6 +181,16 @@ def _install_device_type(ledger: Ledger, devices: Devices) -> None:
         ledger.redirect(asked, make, "torch.distributed sees the real device type")
 
 
+def _install_group_devices(ledger: Ledger, devices: Devices) -> None:
+    group: Any = dist.ProcessGroup
+    original = group._get_backend
+
+    def _get_backend(self: Any, device: Any) -> Any:
+        return original(self, devices.real(device))
+
+    ledger.replace(group, "_get_backend", _get_backend, "a group's backend for cuda is the accelerator's")
+
+
 def _nccl_options(ledger: Ledger) -> type | None:
     if hasattr(dist, "ProcessGroupNCCL"):
         return None
@@ -186,14 +198,21 @@ def _nccl_options(ledger: Ledger) -> type | None:
     class Options:
         """Settings of NCCL: accepted, of no use to other collectives."""
 
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, is_high_priority_stream: bool = False, **kwargs: Any) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+            self.config = SimpleNamespace(
+                blocking=-1, cga_cluster_size=-1, min_ctas=-1, max_ctas=-1, net_name=None, split_share=0
+            )
+            self._timeout = dist.distributed_c10d.default_pg_timeout
+            self.backend, self.group_name, self.global_ranks_in_group = "nccl", "", []
             self.__dict__.update(kwargs)
 
     class ProcessGroupNCCL:
         """Exists so that code can name its ``Options``; no group is of this type."""
 
     ProcessGroupNCCL.Options = Options  # type: ignore[attr-defined]
-    ledger.replace(dist, "ProcessGroupNCCL", ProcessGroupNCCL, "its Options are accepted, unused", "hint")
+    for owner in (dist, dist.distributed_c10d):
+        ledger.replace(owner, "ProcessGroupNCCL", ProcessGroupNCCL, "its Options are accepted, unused", "hint")
     return Options
 
 

@@ -141,7 +141,7 @@ def _devices(backend: Backend) -> list[dict[str, Any]]:
     found = []
     for index in range(_ask(module, "device_count") or 0):
         free, total = _ask(module, "mem_get_info", index) or (None, None)
-        capability = backend.capability or _ask(module, "get_device_capability", index)  # as torch.cuda answers
+        capability = _ask(torch.cuda, "get_device_capability", index)  # what CUDA code sees
         found.append(
             {
                 "device": f"{backend.device_type}:{index}",

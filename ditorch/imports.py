@@ -29,7 +29,7 @@ class _Loader(importlib.abc.Loader):
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """Calls ``action(module)`` once, when the module called ``name`` has been imported.
+    """Calls ``action(module)`` once, when the module called ``name`` has been imported; ``before()`` right before.
 
     Example::
 
@@ -37,8 +37,10 @@ class AfterImport(importlib.abc.MetaPathFinder):
         hook.install()
     """
 
-    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
-        self._name, self._action = name, action
+    def __init__(
+        self, name: str, action: Callable[[ModuleType], None], before: Callable[[], None] | None = None
+    ) -> None:
+        self._name, self._action, self._before = name, action, before
         self._looking = False
 
     def install(self) -> None:
@@ -72,6 +74,8 @@ class AfterImport(importlib.abc.MetaPathFinder):
             self._looking = False
         if spec is None or spec.loader is None:
             return None
+        if self._before is not None:
+            self._before()
         spec.loader = _Loader(spec.loader, self._done)
         return spec
 

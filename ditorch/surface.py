@@ -12,7 +12,6 @@ COMPOSED = frozenset(
         "get_rng_state_all",
         "set_rng_state_all",
         "memory_summary",
-        "memory_stats_as_nested_dict",
         "reset_max_memory_allocated",
         "reset_max_memory_cached",
         "memory_cached",
@@ -150,6 +149,14 @@ def find(owner: Any, dotted: str) -> Any | None:
     return owner
 
 
+def counterpart(backend: Backend, module: Any, name: str) -> Any | None:
+    """What the vendor has for ``torch.cuda.<name>``, under that name or its own, or None.
+
+    Example: ``counterpart(backend, torch.mps, "memory_allocated") is torch.mps.current_allocated_memory``
+    """
+    return find(module, backend.aliases.get(name, name))
+
+
 def classify(backend: Backend, module: Any, emulated: Any, name: str) -> tuple[str, str]:
     """Kind and reason for ``torch.cuda.<name>``: mapped, emulated, hint or unsupported.
 
@@ -160,13 +167,13 @@ def classify(backend: Backend, module: Any, emulated: Any, name: str) -> tuple[s
     if f"torch.cuda.{name}" in backend.gaps:
         return "unsupported", instead(backend, name)
     if name in getattr(emulated, "ALWAYS", ()):
-        if find(module, name) is not None:
+        if counterpart(backend, module, name) is not None:
             return "mapped", f"{backend.where_module()}.{name}, completed by ditorch"
         return "emulated", "answered by ditorch"
     if name in COMPOSED:
         return "mapped", "PyTorch's own code over redirected calls"
-    if find(module, name) is not None:
-        return "mapped", f"{backend.where_module()}.{name}"
+    if counterpart(backend, module, name) is not None:
+        return "mapped", f"{backend.where_module()}.{backend.aliases.get(name, name)}"
     if hasattr(emulated, name.replace(".", "_")):
         return "emulated", "done by ditorch"
     if name in HINTS:

@@ -24,8 +24,15 @@ def _activate(torch: ModuleType) -> None:
     import ditorch  # noqa: F401
 
 
+def _translate_variables() -> None:
+    # `import torch` loads the packages of several vendors, which read their variables then.
+    common = os.path.join(os.path.dirname(os.path.dirname(_here)), "ditorch_common", "environment.py")
+    _load("_ditorch_environment", common).set_for_installed(os.environ)
+
+
 # By path: `import ditorch.imports` would import ditorch, and with it torch, into every process.
-_load("_ditorch_imports", os.path.join(os.path.dirname(_here), "imports.py")).AfterImport("torch", _activate).install()
+_imports = _load("_ditorch_imports", os.path.join(os.path.dirname(_here), "imports.py"))
+_imports.AfterImport("torch", _activate, _translate_variables).install()
 
 _next = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
 if _next is not None and _next.loader is not None:

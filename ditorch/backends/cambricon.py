@@ -1,6 +1,7 @@
 """Cambricon MLU through ``torch_mlu``."""
 
 from ditorch.backend import Backend
+from ditorch_common.environment import VENDORS
 
 BACKEND = Backend(
     name="cambricon",
@@ -8,7 +9,7 @@ BACKEND = Backend(
     device_type="mlu",
     package="torch_mlu",
     collective="cncl",
-    visible_devices="MLU_VISIBLE_DEVICES",
-    capability=(8, 0),
+    variables=VENDORS["torch_mlu"],
+    profiler_activity="MLU",
     collective_gaps=frozenset({"avg"}),
 )

@@ -3,12 +3,14 @@
 import torch
 
 from ditorch.backend import Backend
+from ditorch_common.environment import Variables
 
 
 def _probe() -> tuple[bool, str]:
     # torch.cuda itself may answer for another device already, so the build is asked.
     count = getattr(torch._C, "_cuda_getDeviceCount", None)
-    if count is None:
+    # A vendor's package may answer as cuda by itself: then the build still has none.
+    if count is None or not torch._C._has_cuda:
         return False, "PyTorch was built without CUDA or ROCm"
     found = count()
     return found > 0, f"{found} device(s)"
@@ -19,7 +21,7 @@ BACKEND = Backend(
     vendor="NVIDIA or AMD GPU",
     device_type="cuda",
     collective="nccl",
-    visible_devices="CUDA_VISIBLE_DEVICES",
+    variables=Variables("CUDA_VISIBLE_DEVICES"),
     native=True,
     probe=_probe,
 )

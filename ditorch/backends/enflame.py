@@ -1,6 +1,7 @@
 """Enflame GCU through ``torch_gcu``."""
 
 from ditorch.backend import Backend
+from ditorch_common.environment import VENDORS
 
 BACKEND = Backend(
     name="enflame",
@@ -8,7 +9,7 @@ BACKEND = Backend(
     device_type="gcu",
     package="torch_gcu",
     collective="eccl",
-    visible_devices="TOPS_VISIBLE_DEVICES",
+    variables=VENDORS["torch_gcu"],
     capability=(8, 0),
     collective_gaps=frozenset({"avg"}),
 )

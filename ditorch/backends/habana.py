@@ -3,6 +3,7 @@
 import importlib
 
 from ditorch.backend import Backend
+from ditorch_common.environment import VENDORS
 
 
 def _load() -> None:
@@ -16,8 +17,12 @@ BACKEND = Backend(
     device_type="hpu",
     package="habana_frameworks",
     collective="hccl",
-    visible_devices="HABANA_VISIBLE_MODULES",
+    variables=VENDORS["habana_frameworks"],
     capability=(8, 0),
+    distribution="habana-torch-plugin",
+    profiler_activity="HPU",
+    one_device_per_process=True,
+    compilers=("hpu_backend",),
     collective_gaps=frozenset({"avg"}),
     loader=_load,
 )

@@ -19,8 +19,12 @@ BACKEND = Backend(
     device_type="mps",
     capability=(8, 0),
     probe=_probe,
+    aliases={
+        "Event": "event.Event",
+        "memory_allocated": "current_allocated_memory",
+        "memory_reserved": "driver_allocated_memory",
+    },
     gaps={
         "torch.float64": "float32: the device has no float64",
-        "torch.cuda.Stream": "leave the default stream: torch.mps has one queue",
     },
 )

@@ -1,6 +1,7 @@
 """Moore Threads GPUs through ``torch_musa``."""
 
 from ditorch.backend import Backend
+from ditorch_common.environment import VENDORS
 
 BACKEND = Backend(
     name="musa",
@@ -8,6 +9,7 @@ BACKEND = Backend(
     device_type="musa",
     package="torch_musa",
     collective="mccl",
-    visible_devices="MUSA_VISIBLE_DEVICES",
+    variables=VENDORS["torch_musa"],
     capability=(8, 0),
+    profiler_activity="PrivateUse1",
 )

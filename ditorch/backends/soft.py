@@ -3,6 +3,7 @@
 import importlib
 
 from ditorch.backend import Backend
+from ditorch_common.environment import Variables
 
 
 def _probe() -> tuple[bool, str]:
@@ -29,7 +30,7 @@ BACKEND = Backend(
     device_type="soft",
     package="ditorch.soft",
     module_path="torch.soft",
-    visible_devices="DITORCH_SOFT_DEVICES",
+    variables=Variables("DITORCH_SOFT_DEVICES"),
     visible_devices_value=_count,
     profiler_activity="PrivateUse1",
     collective="softccl",

@@ -12,6 +12,7 @@ from ditorch.redirect import (
     cuda_module,
     extensions,
     graphs,
+    library,
     locations,
     runtime,
     sharing,
@@ -29,7 +30,7 @@ def install(ledger: Ledger, backend: Backend, show_as_cuda: bool) -> Devices:
     Example: ``install(Ledger(), backend, show_as_cuda=True)``
     """
     devices = Devices(backend, show_as_cuda)
-    parts = (tensors, tensor_types, cuda_module, graphs, amp, comm, runtime, compiler, distributed)
+    parts = (tensors, tensor_types, cuda_module, graphs, amp, comm, runtime, compiler, library, distributed)
     for part in (*parts, sharing, extensions, locations):
         part.install(ledger, devices)
     return devices

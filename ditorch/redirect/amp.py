@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.amp
 import torch.cuda.amp
 
+from ditorch import surface
 from ditorch.patching import Ledger
 from ditorch.redirect.devices import Devices, redirect_parameters
 from ditorch.redirect.tensors import named_like
@@ -37,13 +39,36 @@ def install(ledger: Ledger, devices: Devices) -> None:
 
 
 def _install_scaler(ledger: Ledger, devices: Devices) -> None:
+    path = devices.backend.grad_scaler
+    vendor = surface.find(devices.backend.module, path) if path else None
+    why = WHY
+    if vendor is not None:
+        why = f"{devices.backend.where_module()}.{path}: sees overflows where the chip saturates"
+
     def make(original: Any) -> Any:
         def init(self: Any, device: str = "cuda", *args: Any, **kwargs: Any) -> None:
-            original(self, devices.real_type(device), *args, **kwargs)
+            real = devices.real_type(device)
+            if vendor is None or real != devices.type or isinstance(self, vendor):
+                original(self, real, *args, **kwargs)
+                return
+            # The object becomes the vendor's and stays what it was, for isinstance and for subclasses.
+            own = type(self)
+            self.__class__ = _joined(own, vendor)
+            vendor.__init__(self, *args, **kwargs)
+            self._device = real
 
         return init
 
-    ledger.redirect(torch.amp.grad_scaler.GradScaler.__init__, make, WHY, what="torch.amp.GradScaler")
+    ledger.redirect(torch.amp.grad_scaler.GradScaler.__init__, make, why, what="torch.amp.GradScaler")
+
+
+@functools.cache
+def _joined(own: type, vendor: type) -> type:
+    if own is torch.amp.GradScaler:
+        return vendor
+    if own is torch.cuda.amp.GradScaler:
+        return type(own.__name__, (vendor, own), {"__module__": own.__module__})
+    return type(own.__name__, (own, vendor), {"__module__": own.__module__})
 
 
 def _install_state(ledger: Ledger, devices: Devices) -> None:

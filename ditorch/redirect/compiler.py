@@ -68,7 +68,7 @@ def _install_compile(ledger: Ledger, devices: Devices) -> None:
                 _prepare_dynamo(ledger, devices)
                 prepared.append(True)
             if kwargs.get("backend", "inductor") == "inductor" and not _inductor_knows(devices):
-                kwargs["backend"] = "aot_eager"
+                kwargs["backend"] = _vendors_compiler(devices) or "aot_eager"
                 kwargs.pop("mode", None)
                 kwargs.pop("options", None)
             return original(*args, **kwargs)
@@ -77,6 +77,19 @@ def _install_compile(ledger: Ledger, devices: Devices) -> None:
 
     why = "inductor where it can generate code for the device, else aot_eager: captured, not fused"
     ledger.redirect(torch.compile, make, why, "emulated")
+
+
+def _vendors_compiler(devices: Devices) -> str | None:
+    """The first of the vendor's Dynamo backends that can be loaded here."""
+    from torch._dynamo.backends import registry
+
+    for name in devices.backend.compilers:
+        try:
+            registry.lookup_backend(name)
+        except Exception:
+            continue  # not registered, or what it needs is not installed
+        return name
+    return None
 
 
 def _inductor_knows(devices: Devices) -> bool:

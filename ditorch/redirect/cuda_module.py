@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,11 @@ import torch.cuda.profiler
 from ditorch import surface
 from ditorch.errors import UnsupportedError
 from ditorch.patching import Ledger, Patch
+from ditorch.redirect import one_queue
+from ditorch.redirect.classes import complete, handle_of
 from ditorch.redirect.devices import Devices, translate_call
 from ditorch.redirect.emulation import CUDA_LEVEL, Emulation
+from ditorch.redirect.signatures import adapt
 
 SUBMODULES = ("", "memory", "random", "nvtx", "nccl", "profiler", "jiterator", "tunable", "gds", "graphs")
 PRIVATE = (
@@ -52,14 +55,17 @@ def install(ledger: Ledger, devices: Devices) -> None:
     emulation = Emulation(devices, module)
     for name, function in functions():
         _install_function(ledger, devices, module, emulation, name, function)
+    if surface.counterpart(devices.backend, module, "memory_summary") is None:
+        why = "PyTorch's own table, or a short one where the backend keeps few statistics"
+        ledger.redirect(torch.cuda.memory.memory_summary, _short_summary, why, "emulated")
     for name in CLASSES:
         _install_class(ledger, devices, module, name)
-    generators = getattr(module, "default_generators", None)
-    if generators is not None:
-        ledger.replace(torch.cuda, "default_generators", generators, f"{devices.backend.where_module()}'s generators")
-    if isinstance(module, types.ModuleType) and not hasattr(module, "_initialized"):
+    generators = Generators(module, emulation._lazy_init)
+    ledger.replace(torch.cuda, "default_generators", generators, f"{devices.backend.where_module()}'s generators")
+    if _says_uninitialized(module):
         why = "activation checkpoints save the random state of initialized devices alone"
         ledger.replace(module, "_initialized", True, why, "emulated")
+    _install_c_functions(ledger, devices)
     ledger.replace(torch.version, "cuda", CUDA_LEVEL, "code parses it to choose features", "emulated")
     ledger.redirect(
         torch.backends.cuda.is_built,
@@ -72,6 +78,60 @@ def install(ledger: Ledger, devices: Devices) -> None:
         ledger.record(Patch(what, why, "hint", "none"))
 
 
+class Generators(Sequence[torch.Generator]):
+    """The vendor's default generators as they are now: vendors make a new tuple when the device is initialized."""
+
+    def __init__(self, module: Any, initialize: Callable[[], None]) -> None:
+        self._module, self._initialize = module, initialize
+
+    def _now(self) -> tuple[torch.Generator, ...]:
+        found = getattr(self._module, "default_generators", None)
+        if found is not None and not len(found):
+            self._initialize()
+            found = self._module.default_generators
+        one = getattr(self._module, "_get_default_mps_generator", None)
+        return tuple(found or ((one(),) if one else ()))
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._now()[index]
+
+    def __len__(self) -> int:
+        return len(self._now())
+
+    def __repr__(self) -> str:
+        return repr(self._now())
+
+
+def _says_uninitialized(module: Any) -> bool:
+    """Whether ``_initialized`` is absent, or a copy that the vendor's initialization does not change."""
+    if not isinstance(module, types.ModuleType):
+        return False
+    start = getattr(module, "_lazy_init", None) or getattr(module, "init", None)
+    home = getattr(start, "__globals__", None)
+    return not hasattr(module, "_initialized") or (not module._initialized and home not in (None, vars(module)))
+
+
+def _install_c_functions(ledger: Ledger, devices: Devices) -> None:
+    """Private functions of ``torch._C`` that kernel launchers call; a build without CUDA has none of them."""
+
+    def raw_stream(index: int) -> int:
+        return handle_of(torch.cuda.current_stream(index), devices.type)
+
+    def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+        make: Any = torch.cuda.Stream
+        torch.cuda.set_stream(make(stream_id=stream_id, device_index=device_index, device_type=device_type))
+
+    for name, function in (
+        ("_cuda_getCurrentRawStream", raw_stream),
+        ("_cuda_setStream", set_stream),
+        ("_cuda_setDevice", lambda index: torch.cuda.set_device(index)),
+        ("_cuda_getDevice", lambda: torch.cuda.current_device()),
+        ("_cuda_synchronize", lambda: torch.cuda.synchronize()),
+    ):
+        if not hasattr(torch._C, name):
+            ledger.replace(torch._C, name, function, "kernel launchers ask for it")
+
+
 def functions() -> Iterator[tuple[str, types.FunctionType]]:
     """Every Python function of ``torch.cuda`` with its dotted name below it, each object once.
 
@@ -80,7 +140,8 @@ def functions() -> Iterator[tuple[str, types.FunctionType]]:
     seen: set[int] = set()
     for name in [*_public_names(), *PRIVATE]:
         found: Any = surface.find(torch.cuda, name)
-        ours = isinstance(found, types.FunctionType) and (found.__module__ or "").startswith("torch.")
+        # torch.cuda also holds functions of torch._utils, which serve every device.
+        ours = isinstance(found, types.FunctionType) and f"{found.__module__}.".startswith("torch.cuda.")
         if ours and id(found) not in seen:
             seen.add(id(found))
             yield name, found
@@ -106,7 +167,7 @@ def _install_function(
     function: types.FunctionType,
 ) -> None:
     kind, why = surface.classify(devices.backend, module, emulation, name)
-    if name in surface.COMPOSED and surface.find(module, name) is None:
+    if name in surface.COMPOSED and surface.counterpart(devices.backend, module, name) is None:
         return
     call: Callable[..., Any]
     if kind == "emulated" or (kind == "mapped" and name in Emulation.ALWAYS):
@@ -119,10 +180,12 @@ def _install_function(
     elif kind == "unsupported":
         call = _refuse(devices, f"torch.cuda.{name}", why)
     else:
-        vendor = surface.find(module, name)
+        vendor = surface.counterpart(devices.backend, module, name)
         if vendor is None:
             return
-        call = translate_call(devices, vendor)
+        call = adapt(devices, name, function, vendor) or translate_call(devices, vendor)
+        if name == "set_device" and devices.backend.one_device_per_process:
+            call = _by_number(emulation, vendor)
     ledger.redirect(function, lambda original: call, why, kind, f"torch.cuda.{name}")
 
 
@@ -130,8 +193,24 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
+def _by_number(emulation: Emulation, set_device: Callable[[int], None]) -> Callable[..., None]:
+    """Tensors have one device there, so the number of the chosen one must not get lost in translation."""
+    return lambda device: set_device(emulation._get_device_index(device, optional=True))
+
+
 def _stat(key: str) -> Callable[..., int]:
     return lambda device=None: int(torch.cuda.memory_stats(device).get(key, 0))
+
+
+def _short_summary(original: Callable[..., str]) -> Callable[..., str]:
+    def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
+        try:
+            return original(device, abbreviated)
+        except KeyError:
+            stats = torch.cuda.memory_stats(device)
+            return "\n".join(f"{name:<48} {value}" for name, value in sorted(stats.items()))
+
+    return memory_summary
 
 
 def _refuse(devices: Devices, call: str, instead: str) -> Callable[..., Any]:
@@ -184,8 +263,11 @@ def _install_class(ledger: Ledger, devices: Devices, module: Any, name: str) -> 
     kind, why = surface.classify(devices.backend, module, None, name)
     real: Any = None
     if kind == "mapped":
-        real = getattr(module, name)
-        make = translate_call(devices, real)
+        real = surface.counterpart(devices.backend, module, name)
+        make = adapt(devices, name, original, real) or translate_call(devices, real)
+    elif name in one_queue.CLASSES and not hasattr(module, "Stream"):
+        kind, why = "emulated", "the device has one queue, which is every stream"
+        real = make = one_queue.CLASSES[name]
     elif kind == "hint":
         real = make = _Accepted
     else:
@@ -193,6 +275,8 @@ def _install_class(ledger: Ledger, devices: Devices, module: Any, name: str) -> 
     stand = stand_in(name, original.__module__, make, real if isinstance(real, type) else None, original.__doc__)
     for owner in _owners(original, name):
         ledger.replace(owner, name, stand, why, kind)
+    if kind == "mapped":
+        complete(ledger, devices, name, original, real)
     # A class that was imported earlier keeps its identity and makes the same objects.
     ledger.replace(original, "__new__", staticmethod(lambda cls, *a, **k: make(*a, **k)), why, kind)
 

@@ -39,9 +39,12 @@ class Devices:
         self.inwards: dict[Any, torch.device] = {}
         self.outwards: dict[torch.device, torch.device] = {}
         self._add("cuda", torch.device("cuda"), torch.device(self.type))
+        self._one = self.type == "cpu" or backend.one_device_per_process
         for index in range(_MAX_DEVICES):
-            real = torch.device("cpu") if self.type == "cpu" else torch.device(self.type, index)
+            real = torch.device(self.type) if self._one else torch.device(self.type, index)
             self._add(f"cuda:{index}", torch.device("cuda", index), real)
+        if self._one and self.show_as_cuda:
+            self.outwards[torch.device(self.type, 0)] = torch.device("cuda", 0)
         self._inside: dict[Any, bool] = dict.fromkeys(_USER_FACING, False)
         vendor = (backend.package,) if backend.package else ()
         self._inside_packages = frozenset((*_HOUSE, *vendor))
@@ -49,7 +52,7 @@ class Devices:
     def _add(self, text: str, cuda: torch.device, real: torch.device) -> None:
         self.inwards[text] = self.inwards[cuda] = real
         if self.show_as_cuda:
-            self.outwards[real] = cuda
+            self.outwards.setdefault(real, cuda)
 
     def real(self, device: Any) -> Any:
         """The device that is meant; anything that is not exactly a cuda device is returned as it is.
@@ -75,7 +78,7 @@ class Devices:
         if device is None:
             return torch.device(self.type)
         if isinstance(device, int):
-            return torch.device("cpu") if self.type == "cpu" else torch.device(self.type, device)
+            return torch.device(self.type) if self._one else torch.device(self.type, device)
         return torch.device(self.real(device))
 
     def shown(self, device: Any) -> Any:

@@ -43,12 +43,12 @@ class Properties:
         if name.startswith("__"):
             raise AttributeError(name)
         vendor = self.__dict__["_vendor"]
-        if name not in ("major", "minor") and hasattr(vendor, name):
-            return getattr(vendor, name)
-        try:
-            return self.__dict__["_defaults"][name]
-        except KeyError:
-            raise AttributeError(f"device properties have no {name!r}") from None
+        found = None if name in ("major", "minor") else getattr(vendor, name, None)
+        if found is None:
+            found = self.__dict__["_defaults"].get(name)
+        if found is None:
+            raise AttributeError(f"device properties have no {name!r}")
+        return found
 
     def __repr__(self) -> str:
         return f"Properties({self._vendor!r})"
@@ -147,10 +147,15 @@ class Emulation:
         return False
 
     def get_device_capability(self, device: Any = None) -> tuple[int, int]:
-        if self._devices.backend.capability is not None:
-            return self._devices.backend.capability
-        answer: Any = self._module.get_device_capability(self._get_device_index(device, optional=True))
-        return (int(answer[0]), int(answer[1]))
+        known = self._devices.backend.capability
+        if isinstance(known, tuple):
+            return known
+        index = self._get_device_index(device, optional=True)
+        ask = getattr(self._module, "get_device_capability", None)
+        answer: Any = ask(index) if ask else None
+        if isinstance(answer, tuple) and len(answer) == 2:
+            return (int(answer[0]), int(answer[1]))
+        return known(str(torch.cuda.get_device_name(index))) if known else (8, 0)
 
     def get_device_name(self, device: Any = None) -> str:
         return self._devices.backend.vendor
@@ -159,7 +164,7 @@ class Emulation:
         ask = getattr(self._module, "get_device_properties", None)
         index = torch.cuda.current_device() if device is None else self._get_device_index(device, True)
         vendor = ask(index) if ask else SimpleNamespace()
-        needs_memory = not hasattr(vendor, "total_memory")
+        needs_memory = getattr(vendor, "total_memory", None) is None
         memory = torch.cuda.mem_get_info(index)[1] if needs_memory else 0
         return Properties(vendor, self.get_device_capability(index), torch.cuda.get_device_name(index), memory)
 
@@ -169,7 +174,7 @@ class Emulation:
     def is_bf16_supported(self, including_emulation: bool = True) -> bool:
         try:
             torch.zeros(1, dtype=torch.bfloat16, device=self._devices.type).add_(1)
-        except (RuntimeError, TypeError):
+        except (AssertionError, RuntimeError, TypeError):
             return False
         return True
 
@@ -182,8 +187,21 @@ class Emulation:
     # memory ----------------------------------------------------------------------------------------
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        if hasattr(self._module, "recommended_max_memory"):
+            total = int(self._module.recommended_max_memory())
+            return max(total - int(self._module.driver_allocated_memory()), 0), total
         info = torch.accelerator.get_memory_info(self._devices.indexed(device).index)
         return int(info[0]), int(info[1])
+
+    def memory_stats_as_nested_dict(self, device: Any = None) -> dict[str, Any]:
+        nested: dict[str, Any] = {}
+        for key, value in torch.cuda.memory_stats(device).items():
+            *groups, last = key.split(".")
+            inner = nested
+            for group in groups:
+                inner = inner.setdefault(group, {})
+            inner[last] = value
+        return nested
 
     def empty_cache(self) -> None:
         memory = getattr(self._module, "memory", None)
@@ -223,6 +241,23 @@ class Emulation:
         return torch.cuda.default_generators[index]
 
     # streams ---------------------------------------------------------------------------------------
+
+    def current_stream(self, device: Any = None) -> Any:
+        return torch.cuda.Stream()
+
+    def default_stream(self, device: Any = None) -> Any:
+        # The current stream belongs to a thread, and a new thread begins with the default one.
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(torch.cuda.current_stream(device)))
+        thread.start()
+        thread.join()
+        return found[0]
+
+    def set_stream(self, stream: Any) -> None:
+        return None
+
+    def stream(self, stream: Any) -> Any:
+        return torch.cuda.StreamContext(stream)
 
     def is_current_stream_capturing(self) -> bool:
         from ditorch.redirect import graphs

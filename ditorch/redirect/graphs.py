@@ -15,8 +15,10 @@ import torch.utils._pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ditorch.patching import Ledger
+from ditorch.redirect.classes import complete
 from ditorch.redirect.cuda_module import stand_in
 from ditorch.redirect.devices import Devices, translate_call
+from ditorch.redirect.signatures import adapt
 
 _state = threading.local()
 
@@ -134,9 +136,12 @@ def install(ledger: Ledger, devices: Devices) -> None:
         graph, capture = RecordedGraph, RecordedCapture
     for name, real in (("CUDAGraph", graph), ("graph", capture)):
         original = getattr(torch.cuda, name)
-        stand = stand_in(name, "torch.cuda.graphs", translate_call(devices, real), real, original.__doc__)
+        make = adapt(devices, name, original, real) or translate_call(devices, real)
+        stand = stand_in(name, "torch.cuda.graphs", make, real, original.__doc__)
         for owner in (torch.cuda, torch.cuda.graphs):
             ledger.replace(owner, name, stand, why, kind)
+        if name == "CUDAGraph":
+            complete(ledger, devices, name, original, real)
     if hasattr(module, "make_graphed_callables"):
         return
     function: Any = torch.cuda.graphs.make_graphed_callables

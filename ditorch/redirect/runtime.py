@@ -11,6 +11,7 @@ import torch.utils._device
 import torch.utils.checkpoint
 from torch.profiler import ProfilerActivity
 
+from ditorch.imports import AfterImport
 from ditorch.patching import Ledger, Patch
 from ditorch.redirect.cuda_module import stand_in
 from ditorch.redirect.devices import Devices, redirect_parameters
@@ -28,9 +29,11 @@ def install(ledger: Ledger, devices: Devices) -> None:
     _install_generator(ledger, devices)
     _install_streams(ledger, devices)
     _install_storages(ledger, devices)
+    _install_lazy_parameters(ledger)
     _install_locations(ledger, devices)
     _install_profiler(ledger, devices)
     _install_early_imports(ledger, devices)
+    _install_inductor(ledger, devices)
 
 
 def _install_contexts(ledger: Ledger, devices: Devices) -> None:
@@ -115,6 +118,25 @@ def _install_storages(ledger: Ledger, devices: Devices) -> None:
 
     for owner in (torch.UntypedStorage, torch.TypedStorage):
         ledger.replace(owner, "cuda", cuda, "storages move to the accelerator")
+    why = "storages are made on the accelerator"
+    make = torch.UntypedStorage.__new__
+
+    def untyped(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = devices.real(kwargs["device"])
+        return make(cls, *args, **kwargs)
+
+    ledger.replace(torch.UntypedStorage, "__new__", staticmethod(untyped), why)
+    for method in (torch.TypedStorage.__new__, torch.TypedStorage.__init__):
+        redirect_parameters(ledger, method, devices.real, {"device": 99}, why)
+
+
+def _install_lazy_parameters(ledger: Ledger) -> None:
+    mixin: Any = torch.nn.parameter.UninitializedTensorMixin
+    named = (getattr(torch.Tensor, method.__name__, None) for method in mixin._allowed_methods)
+    wrapped = [method for method in named if method is not None]
+    why = "nn.LazyLinear(3).cuda(): an uninitialized parameter may be moved"
+    ledger.replace(mixin, "_allowed_methods", [*mixin._allowed_methods, *wrapped], why)
 
 
 def _install_locations(ledger: Ledger, devices: Devices) -> None:
@@ -156,7 +178,7 @@ def _install_locations(ledger: Ledger, devices: Devices) -> None:
 
 def _install_profiler(ledger: Ledger, devices: Devices) -> None:
     name = devices.backend.profiler_activity
-    activity = getattr(ProfilerActivity, name) if name else None
+    activity = getattr(ProfilerActivity, name, None) if name else None
 
     def translate(activities: Any) -> Any:
         if activities is None:
@@ -181,6 +203,26 @@ def _install_profiler(ledger: Ledger, devices: Devices) -> None:
         return init
 
     ledger.redirect(torch.autograd.profiler.profile.__init__, make, why, what="torch.autograd.profiler.profile")
+
+    def enter(original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self: self  # NVTX is NVIDIA's; torch.profiler shows the same operators
+
+    emit = torch.autograd.profiler.emit_nvtx
+    ledger.redirect(emit.__enter__, enter, "operators are ranges in torch.profiler", "hint")
+    ledger.redirect(emit.__exit__, lambda original: lambda self, *error: False, "see emit_nvtx.__enter__", "hint")
+
+
+def _install_inductor(ledger: Ledger, devices: Devices) -> None:
+    def redirect(module: Any) -> None:
+        why = "inductor's accelerator is the machine's"
+        ledger.replace(module, "get_gpu_type", lambda: devices.type, why)
+
+    if devices.type == "cpu":
+        return
+    hook = AfterImport("torch._inductor.utils", redirect)
+    what = "import of torch._inductor.utils"
+    ledger.record(Patch(what, "get_gpu_type()", "mapped", "registered", None, hook.remove))
+    hook.install()
 
 
 def _install_early_imports(ledger: Ledger, devices: Devices) -> None:

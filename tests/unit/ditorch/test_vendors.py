@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.ditorch.vendor_stubs import run, write_package, write_xpu
+from tests.unit.ditorch.vendor_stubs import run, write_live, write_package
 
 VENDORS = [
     ("ascend", "torch_npu", "npu", "hccl", "ASCEND_RT_VISIBLE_DEVICES"),
     ("cambricon", "torch_mlu", "mlu", "cncl", "MLU_VISIBLE_DEVICES"),
     ("musa", "torch_musa", "musa", "mccl", "MUSA_VISIBLE_DEVICES"),
-    ("biren", "torch_br", "supa", "sccl", "SUPA_VISIBLE_DEVICES"),
-    ("biren_supa", "torch_supa", "supa", "sccl", "SUPA_VISIBLE_DEVICES"),
+    ("biren", "torch_br", "supa", "bccl", "SUPA_VISIBLE_DEVICES"),
+    ("biren_supa", "torch_supa", "supa", "bccl", "SUPA_VISIBLE_DEVICES"),
     ("enflame", "torch_gcu", "gcu", "eccl", "TOPS_VISIBLE_DEVICES"),
     ("dipu", "torch_dipu", "xpu", "dicl", None),
     ("habana", "habana_frameworks", "hpu", "hccl", "HABANA_VISIBLE_MODULES"),
@@ -32,24 +32,29 @@ assert torch.cuda.is_available() and torch.cuda.device_count() == 2
 module.calls.clear()
 
 def last():
-    called, args, kwargs = module.calls[-1]
-    return called, [*args, *kwargs.values()]
+    called, given = module.calls[-1]
+    return called, [value for value in given.values() if value not in (None, {{}})]
 
 torch.cuda.set_device("cuda:1")
-assert last() == ("set_device", [torch.device(kind, 1)]), last()
+assert last() == ("set_device", [1 if kind == "hpu" else torch.device(kind, 1)]), last()
 torch.cuda.synchronize(torch.device("cuda"))
-assert last() == ("synchronize", [torch.device(kind)]), last()
+assert ("synchronize", []) in [(n, []) for n, _ in module.calls]
+if kind != "hpu":
+    assert last() == ("synchronize", [torch.device(kind)]), last()
 torch.cuda.memory_allocated(1)
 assert last() == ("memory_allocated", [1]), last()
 stream = torch.cuda.Stream(device="cuda:1", priority=-1)
-assert last() == ("Stream", [torch.device(kind, 1), -1]), last()
+assert last() == ("Stream", [torch.device(kind) if kind == "hpu" else torch.device(kind, 1), -1]), last()
+assert stream.device == torch.device("cuda:0") and stream.cuda_stream == 7
+assert torch.cuda.Event().cuda_event == 8
 assert isinstance(stream, torch.cuda.Stream) and isinstance(stream, module.Stream)
 assert isinstance(torch.cuda.Event(enable_timing=True), torch.cuda.Event)
 torch.cuda.manual_seed_all(3)
-assert ("manual_seed_all", (3,), {{}}) in module.calls
-assert torch.cuda.get_device_capability() == (8, 0)
+assert ("manual_seed_all", {{"seed": 3}}) in module.calls
+assert torch.cuda.get_device_capability() == ((9, 1) if name in ("ascend", "cambricon") else (8, 0))
 properties = torch.cuda.get_device_properties("cuda:0")
-assert (properties.name, properties.total_memory, properties.major, properties.warp_size) == ("stub", 2, 8, 32)
+seen = (properties.name, properties.total_memory, properties.major, properties.warp_size)
+assert seen == ("stub", 2, torch.cuda.get_device_capability()[0], 32), seen
 
 # A tensor asked for on cuda is asked of the vendor's device, which the stand-in cannot make.
 try:
@@ -69,7 +74,7 @@ except ditorch.UnsupportedError as error:
 else:
     raise AssertionError("power_draw should be refused")
 if variable:
-    assert module.visible.get(variable) == "1,0", module.visible
+    assert module.visible.get(variable) == ("0,1" if name == "ascend" else "1,0"), module.visible
     assert any(p.what == "CUDA_VISIBLE_DEVICES" for p in ditorch.patches())
 report = ditorch.doctor()
 assert report.backend["name"] == name and report.devices[1]["name"] == "stub"
@@ -87,18 +92,18 @@ QUICK = ("ascend", "habana")
     [pytest.param(vendor, id=vendor[0], marks=() if vendor[0] in QUICK else pytest.mark.slow) for vendor in VENDORS],
 )
 def test_vendor_is_found_and_mapped(vendor: tuple[str, str, str, str, str], tmp_path: Path) -> None:
-    write_package(tmp_path, vendor[1], vendor[2])
+    write_package(tmp_path, vendor[1], vendor[2], vendor[0])
     result = run(MAPPING.format(vendor=vendor), tmp_path, CUDA_VISIBLE_DEVICES="1,0")
     assert result.returncode == 0, result.stderr
 
 
 def test_intel_is_found_and_mapped(tmp_path: Path) -> None:
-    write_xpu(tmp_path)
+    write_live(tmp_path, "xpu")
     code = """
 import torch, stub_xpu, ditorch
 assert ditorch.backend.name == "intel" and ditorch.framework.startswith("torch:")
 torch.cuda.set_device("cuda:1")
-assert stub_xpu.module.calls[-1] == ("set_device", (torch.device("xpu", 1),), {})
+assert stub_xpu.module.calls[-1] == ("set_device", {"device": torch.device("xpu", 1)})
 assert ditorch.backend.collective == "xccl"
 """
     result = run(code, tmp_path)
@@ -106,8 +111,8 @@ assert ditorch.backend.collective == "xccl"
 
 
 def test_two_accelerators_are_an_error_that_lists_both(tmp_path: Path) -> None:
-    write_package(tmp_path, "torch_npu", "npu")
-    write_xpu(tmp_path)
+    write_package(tmp_path, "torch_npu", "npu", "ascend")
+    write_live(tmp_path, "xpu")
     result = run("import torch, stub_xpu, ditorch", tmp_path)
     assert result.returncode != 0
     for word in ("more than one", "ascend, intel", "DITORCH_DEVICE", "torch_mlu is not installed"):
@@ -161,7 +166,7 @@ def test_third_parties_bring_backends_by_entry_point(tmp_path: Path) -> None:
 import torch, ditorch
 assert ditorch.backend.name == "acme" and ditorch.framework == "torch_acme:9.8.7"
 torch.cuda.set_device("cuda:1")
-assert torch.acme.calls[-1] == ("set_device", (torch.device("acme", 1),), {})
+assert torch.acme.calls[-1] == ("set_device", {"device": torch.device("acme", 1)})
 """
     result = run(code, tmp_path)
     assert result.returncode == 0, result.stderr

@@ -7,83 +7,52 @@ import subprocess
 import sys
 from pathlib import Path
 
-# What the device modules of out-of-tree backends offer under the same names as torch.cuda.
-SURFACE = (
-    "set_device synchronize empty_cache memory_allocated max_memory_allocated memory_reserved "
-    "reset_peak_memory_stats manual_seed manual_seed_all get_rng_state set_rng_state current_stream "
-    "default_stream set_stream get_device_name mem_get_info"
-)
-MODULE = """
-import os, types
+MAKE = """
 import torch
-def make(device_type, name, count=2):
-    module = types.ModuleType(name)
-    module.calls = []
-    def recorder(called):
-        def call(*args, **kwargs):
-            module.calls.append((called, args, kwargs))
-        return call
-    for called in SURFACE.split():
-        setattr(module, called, recorder(called))
-    module.is_available = lambda: True
-    module.device_count = lambda: count
-    module.current_device = lambda: 0
-    module.mem_get_info = lambda device=None: (1, 2)
-    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
-    module._is_in_bad_fork = lambda: False
-    module.get_device_name = lambda device=None: "stub"
-    module.get_device_properties = lambda device=None: types.SimpleNamespace(name="stub", total_memory=2)
-    class Stream:
-        def __init__(self, *args, **kwargs):
-            module.calls.append(("Stream", args, kwargs))
-    class Event:
-        def __init__(self, *args, **kwargs):
-            module.calls.append(("Event", args, kwargs))
-    module.Stream, module.Event = Stream, Event
-    module.visible = {k: v for k, v in os.environ.items() if "VISIBLE" in k}
-    return module
-""".replace("SURFACE", repr(SURFACE))
-OUT_OF_TREE = (
-    MODULE
-    + """
+from tests.unit.ditorch.stand_ins import recorded
 __version__ = "9.8.7"
+module = recorded("{backend}", "{device_type}", "torch.{device_type}")
+"""
+REGISTER = """
 torch.utils.rename_privateuse1_backend("{device_type}")
-torch._register_device_module("{device_type}", make("{device_type}", "torch.{device_type}"))
+torch._register_device_module("{device_type}", module)
 """
-)
-IN_TREE = (
-    MODULE
-    + """
-__version__ = "9.8.7"
-module = make("{device_type}", "torch.{device_type}")
-"""
-)
 
 
-def write_package(folder: Path, package: str, device_type: str) -> None:
+def write_package(folder: Path, package: str, device_type: str, backend: str = "names only") -> None:
     """Write a vendor's package; the places where its device module appears differ from vendor to vendor."""
     home = folder / package
     home.mkdir(parents=True)
+    make = MAKE.format(backend=backend, device_type=device_type)
     if package == "torch_dipu":
-        (home / "__init__.py").write_text(IN_TREE.replace("{device_type}", device_type) + "dipu = module\n")
+        (home / "__init__.py").write_text(make + "dipu = module\n")
         (home / "dipu.py").write_text("import sys, torch_dipu\nsys.modules[__name__] = torch_dipu.module\n")
     elif package == "habana_frameworks":
         (home / "torch").mkdir()
-        (home / "__init__.py").write_text("__version__ = '9.8.7'\n")
+        (home / "__init__.py").write_text("")
         (home / "torch" / "__init__.py").write_text("")
         (home / "torch" / "core.py").write_text("")
-        (home / "torch" / "hpu.py").write_text(IN_TREE.replace("{device_type}", "hpu") + "torch.hpu = module\n")
+        (home / "torch" / "hpu.py").write_text(make + "torch.hpu = module\n")
+        info = folder / "habana_torch_plugin-9.8.7.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: habana-torch-plugin\nVersion: 9.8.7\n")
     else:
-        (home / "__init__.py").write_text(OUT_OF_TREE.replace("{device_type}", device_type))
+        (home / "__init__.py").write_text(make + REGISTER.format(device_type=device_type))
 
 
-def write_xpu(folder: Path) -> None:
-    """Make torch.xpu, which is part of PyTorch, answer as if an Intel GPU were there."""
+def write_live(folder: Path, device_type: str) -> None:
+    """Make torch.xpu or torch.mps answer as if a device were there, under the signatures they have in this PyTorch."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "stub_xpu.py").write_text(
-        IN_TREE.replace("{device_type}", "xpu")
-        + "for name, value in vars(module).items():\n"
-        + "    if not name.startswith('__'): setattr(torch.xpu, name, value)\n"
+    more = ""
+    if device_type == "mps":
+        more = "import torch.mps.event\n"
+        more += "torch.mps.event.Event = make(surfaces.of_module(torch.mps.event), 'mps', 'torch.mps').Event\n"
+        more += "torch.backends.mps.is_built = torch.backends.mps.is_available = lambda: True\n"
+    (folder / f"stub_{device_type}.py").write_text(
+        "import torch\nfrom tests.unit.ditorch.stand_ins import make, surfaces\n"
+        f"module = make(surfaces.of_module(torch.{device_type}), '{device_type}', 'torch.{device_type}')\n"
+        "for name, value in vars(module).items():\n"
+        f"    if not name.startswith('__'): setattr(torch.{device_type}, name, value)\n" + more
     )
 
 
