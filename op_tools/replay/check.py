@@ -23,8 +23,9 @@ from ..call.equality import same_bits
 from ..compat import no_torch_function
 from ..files.archive import ArchiveError, unknown_in
 from ..files.captures import CannotReplay, one_line
-from ..files.limits import check_memory, memory_for_one
+from ..files.limits import memory_for_one
 from ..judge import golden, verdict
+from . import guard
 from .bits import differences, on_host, same
 from .captured import CapturedOp
 from .outcome import ERROR, IDENTICAL, NOT_COMPARABLE, RAN, RIGHT, WRONG, Options, Outcome, Shown, op_from
@@ -168,11 +169,14 @@ class Check:
         """Read the capture and run it (`check.run()`)."""
         options, outcome = self.options, self.outcome
         with self._caught():
+            guard.limit_memory(outcome.folder, options)
             op = self.op = CapturedOp(outcome.folder, options.device, options.dtype, options.contiguous)
             outcome.op, outcome.location, outcome.device = op.name, op.site.location, str(op.device)
             if op.note:
                 outcome.notes.append(op.note)
-            _check_memory(op)
+            if not options.trusted:
+                guard.check_arguments(op)
+            guard.check_results(op, options)
             if options.time:
                 _warm_up(op.device)
             self.runs = Runs(op, options, outcome)
@@ -207,12 +211,15 @@ class Check:
             outcome.status, outcome.reason = NOT_COMPARABLE, str(reason)
         except ArchiveError as error:
             outcome.status, outcome.reason = ERROR, str(error)
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            outcome.status, outcome.reason = ERROR, f"not enough memory to run it ({one_line(error)})"
         except Exception as error:  # whatever an operator, or a file that was tampered with, throws
+            outcome.out_of_memory = guard.is_out_of_memory(error)
+            outcome.device_is_lost = guard.loses_the_device(error)
             lost = self.op.lost_types if hasattr(self, "op") else []
             hint = f"; an argument of type {lost[0]} was captured as a tuple" if lost else ""
             outcome.status, outcome.reason = ERROR, one_line(error) + hint
+            if outcome.out_of_memory:
+                limit = guard.memory_limit(outcome.folder, self.options) / 2**30
+                outcome.reason = f"not enough memory to run it; a capture may take {limit:,.1f} GiB ({one_line(error)})"
         outcome.seconds += time.perf_counter() - began
 
     @functools.cached_property
@@ -376,9 +383,3 @@ def _warm_up(device: torch.device) -> None:
         leaf = torch.ones(1, device=device, requires_grad=True)
         torch.autograd.grad([leaf * 2], [leaf], [torch.ones(1, device=device)], retain_graph=True)
         synchronize(device.type)
-
-
-def _check_memory(op: CapturedOp) -> None:
-    """Refuse tensors that do not fit into memory: with stride 0, a small file can hold one of any size."""
-    needed = max((t.numel() * t.element_size() for t in tensors_in((op.host_args, op.host_kwargs))), default=0)
-    check_memory(needed, f"{op.folder / 'input.pth'}: {op.name}")
