@@ -18,6 +18,7 @@ from . import settings
 from .call.description import Finding
 from .view import settings_table
 from .view.console import FindingGroups, note, table
+from .view.store import read_only
 
 if TYPE_CHECKING:
     from .replay.outcome import Options
@@ -275,23 +276,30 @@ def show_records(given: Path, everything: bool = False) -> int:
 
 def _show_file(file: Path) -> int:
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as connection:
+        with contextlib.closing(read_only(file)) as connection:
             names = [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type='table'")]
-            rows = [[n, str(connection.execute(f'SELECT count(*) FROM "{n}"').fetchone()[0])] for n in names]
+            # rows are only ever added: the number of the last one is known without reading them all
+            last = 'SELECT coalesce((SELECT max(rowid) FROM "{0}") - (SELECT min(rowid) FROM "{0}") + 1, 0)'
+            rows = [[n, str(connection.execute(last.format(n.replace('"', '""'))).fetchone()[0])] for n in names]
+            print(file)
+            print(table(["table", "rows"], rows), flush=True)
             connection.row_factory = sqlite3.Row
-            findings = [dict(row) for row in connection.execute("SELECT * FROM findings")]
+            groups, shown = FindingGroups(shown=100), 0
+            fields = [field.name for field in dataclasses.fields(Finding)]
+            for found in connection.execute("SELECT * FROM findings LIMIT ?", (_MAX_FINDINGS,)):
+                row, shown = dict(found), shown + 1  # files of earlier versions have fewer columns
+                groups.add(Finding(**{name: row[name] for name in fields if row.get(name) is not None}))
     except sqlite3.Error as error:
         print(f"{file}: is not an op_tools records file ({error})", file=sys.stderr)
         return 2
-    print(file)
-    print(table(["table", "rows"], rows))
-    groups = FindingGroups(shown=100)
-    fields = [field.name for field in dataclasses.fields(Finding)]
-    for row in findings:  # files of earlier versions have fewer columns
-        groups.add(Finding(**{name: row[name] for name in fields if row.get(name) is not None}))
     for line in groups.lines(details=True):
         print(line)
+    if shown == _MAX_FINDINGS:
+        print(f"of the first {_MAX_FINDINGS:,} findings; the rest is in the table")
     return 0
+
+
+_MAX_FINDINGS: Final = 50_000  # that are read for the overview
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
-import os
 import threading
 import time
 from array import array
@@ -17,7 +15,7 @@ from typing import Any, ClassVar, Final, NamedTuple
 from .. import settings
 from ..call.description import Tensor, describe, labelled
 from ..call.devices import accelerator_type, event_class
-from ..view import console, store
+from ..view import console, store, timings
 from ..watch.backward_clock import LIBRARIES, BackwardClock, Pass
 from ..watch.intercept import Call
 from .base import Tool
@@ -25,6 +23,7 @@ from .base import Tool
 _READ_AT: Final = 1_024  # timings are read back when this many wait
 _MAX_WAITING: Final = 8_192
 _MAX_SAMPLES: Final = 4_096
+_MAX_SHOWN: Final = 100_000  # rows of the table at the end; the CSV file has all
 
 
 class _Timing(NamedTuple):
@@ -92,6 +91,7 @@ class OpTimeMeasure(Tool):
         self.wants_gradients = self.view.full
         self._spans = object()  # key of the notes of a call whose backward pass is on its way
         self._waiting: deque[_Timing | str] = deque()  # times, and operators that were left alone
+        self._unshown: deque[tuple[_Timing, int, float]] = deque()  # recorded by `read_late`
         self._free: dict[str, list[Any]] = {}  # device events that have been read, by device type
         self._samples: dict[tuple[str, str], _Samples] = {}
         self._reading = threading.Lock()
@@ -192,18 +192,28 @@ class OpTimeMeasure(Tool):
         waiting = self._waiting
         waiting.append(timing)
         at_once = self.only is not None  # a feature on one operator shows at once
-        if (at_once or len(waiting) >= _READ_AT) and self._reading.acquire(blocking=False):
+        if (at_once or len(waiting) + len(self._unshown) >= _READ_AT) and self._reading.acquire(blocking=False):
             try:
                 self._read(wait=at_once or len(waiting) >= _MAX_WAITING)
             finally:
                 self._reading.release()
 
-    def _read(self, wait: bool) -> None:
+    def read_late(self) -> None:
+        """Read what is there, twice a second and on another thread: a run that is killed loses no more than that."""
+        if self._reading.acquire(blocking=False):
+            try:
+                self._read(wait=False, show=False)
+            finally:
+                self._reading.release()
+
+    def _read(self, wait: bool, show: bool = True) -> None:
         waiting, kept = self._waiting, list[tuple[_Timing, float]]()
         try:
             while waiting:
                 timing = waiting[0]
                 if isinstance(timing, str):
+                    if not show:
+                        return
                     self._keep(kept)
                     kept.clear()
                     waiting.popleft()
@@ -216,7 +226,7 @@ class OpTimeMeasure(Tool):
                 if elapsed >= 0:
                     kept.append((timing, elapsed))
         finally:
-            self._keep(kept)
+            self._keep(kept, show)
 
     def _elapsed(self, timing: _Timing, wait: bool) -> float | None:
         """Milliseconds of a timing; None where the device is not that far, negative where they cannot be known."""
@@ -239,9 +249,9 @@ class OpTimeMeasure(Tool):
         self._free.setdefault(timing.device_type, []).extend(spans)  # others may record them again from now on
         return elapsed
 
-    def _keep(self, timings: list[tuple[_Timing, float]]) -> None:
+    def _keep(self, measured: list[tuple[_Timing, float]], show: bool = True) -> None:
         known, site, began, rows = self._samples, self.site, self._began, []
-        for timing, elapsed in timings:
+        for timing, elapsed in measured:
             call, phase = timing.call, timing.phase
             samples = known.get((call.op, phase))
             if samples is None:
@@ -250,8 +260,10 @@ class OpTimeMeasure(Tool):
             place = site(call)
             rows.append((call.id, place, phase, elapsed, (timing.host_start - began) / 1e3, timing.thread, call.step))
             if self.view.full:
-                self._show(timing, place, elapsed)
+                self._unshown.append((timing, place, elapsed))
         self.record_all(rows)
+        while show and self._unshown:
+            self._show(*self._unshown.popleft())
 
     def _show(self, timing: _Timing, site: int, elapsed: float) -> None:
         call, forward = timing.call, timing.phase == "forward"
@@ -280,24 +292,19 @@ class OpTimeMeasure(Tool):
             self._clock = None
 
     def finish(self) -> None:
+        assert self._store is not None
         with self._reading:
             self._read(wait=True)
         if self._clock_device and LIBRARIES.failure:
             self.slowed("backward clock", f"hooks on autograd nodes measure backward times: {LIBRARIES.failure}")
-        assert self._store is not None
-        query = (
-            "SELECT r.call_id, s.op, r.phase, r.elapsed_ms, r.start_us, r.thread, r.step, s.location "
-            "FROM op_time_measure r JOIN sites s ON s.site = r.site WHERE r.run = ? ORDER BY r.call_id"
-        )
-        timings = self._store.tuples(query, (self._run_key,))
-        rows = _pairs(timings)
-        if self.view.full and rows:
-            self.view.block(console.table(console.TIME_COLUMNS, [[str(c) for c in row] for row in rows]))
+        if self.view.full and self._samples:
+            rows = list(itertools.islice(timings.calls(self._store, self._run_key), _MAX_SHOWN))
+            self.view.block(console.table(console.TIME_COLUMNS, rows))
         label = f"pid{settings.process_label()}_{store.time_label()}"
         self.csv_path = _unused(self._folder / f"op_elasped_info_{label}.csv")
-        store.write_csv(self.csv_path, console.TIME_COLUMNS, rows)
+        timings.write_csv(self.csv_path, self._store, self._run_key)
         self.trace_path = self.csv_path.with_name(self.csv_path.name.replace("info", "trace")).with_suffix(".json")
-        _write_trace(self.trace_path, timings)
+        timings.write_trace(self.trace_path, self._store, self._run_key)
         self.view.say(f"op elasped info saved to {self.csv_path}")
 
     def by_op(self) -> list[dict[str, Any]]:
@@ -334,26 +341,6 @@ class OpTimeMeasure(Tool):
         if self.calls and not self._free:
             facts.append("times of the host clock (the device has no timing events)")
         return [*facts, f"times in {self.csv_path}", f"trace for Perfetto or chrome://tracing in {self.trace_path}"]
-
-
-def _pairs(timings: list[tuple[Any, ...]]) -> list[list[Any]]:
-    rows: dict[int, list[Any]] = {}
-    for call_id, op, phase, elapsed, *_ in timings:
-        pair = rows.setdefault(call_id, [op, call_id, "", "", "ms"])
-        pair[2 if phase == "forward" else 3] = f"{elapsed:.8f}"
-    return list(rows.values())
-
-
-def _write_trace(path: Path, timings: list[tuple[Any, ...]]) -> None:
-    """A Chrome trace of the calls: launch times of the host, lengths of the device."""
-    pid, text = os.getpid(), functools.cache(json.dumps)
-    events = [
-        f'{{"name": {text(op)}, "cat": "{phase}", "ph": "X", "ts": {start!r}, "dur": {elapsed * 1e3!r}, "pid": {pid}, '
-        f'"tid": {thread}, "args": {{"forward_id": {call_id}, "step": {step}, "location": {text(location)}}}}}'
-        for call_id, op, phase, elapsed, start, thread, step, location in timings
-    ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{{"traceEvents": [{", ".join(events)}], "displayTimeUnit": "ms"}}')
 
 
 @functools.lru_cache(10_000)
