@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
+
+from ditorch_common.private import complete
 
 from ..call.description import Tensor, children, map_tensors
 from ..compat import storage_class_names
@@ -240,22 +241,8 @@ def save_fragments(path: str, fragments: Iterable[bytes], storages: Iterable[Any
 
     >>> save_fragments("one.pth", [fragment("x"), fragment(1)], [])  # doctest: +SKIP
     """
-    with _complete(path) as partial:
+    with complete(path) as partial:
         _write_records(partial, b"".join([_FRAME, *fragments, b"u."]), storages)
-
-
-@contextlib.contextmanager
-def _complete(path: str) -> Iterator[str]:
-    """Where to write a file, until it is whole; nothing is left of one that could not be written (a full disk)."""
-    folder, slash, name = path.rpartition("/")
-    partial = f"{folder}{slash}.{name}.partial"
-    try:
-        yield partial
-        os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
-        raise
 
 
 def _write_records(path: str, pickled: bytes, storages: Iterable[Any]) -> None:
@@ -282,13 +269,14 @@ def save(path: Path, payload: Mapping[str, Any]) -> None:
         storages[number] = storage
         return Ref.of(tensor, number)
 
-    with _complete(str(path)) as partial:
+    with complete(str(path)) as partial:
         try:
             referring = map_tensors(content, refer)
             pickled = fragment(referring, [s.nbytes() for s in storages.values()])
             _write_records(partial, b"\x80\x02" + pickled + b".", [_buffer_of(s) for s in storages.values()])
         except (NotPlain, RecursionError):
-            torch.save(content, partial)
+            with open(partial, "wb") as file:  # given a name, it would put that into the file
+                torch.save(content, file)
 
 
 def _buffer_of(storage: torch.UntypedStorage) -> Any:
@@ -367,5 +355,5 @@ def save_text(path: str, text: str) -> None:
 
 def save_bytes(path: str, content: bytes) -> None:
     """The same with bytes (`save_bytes("output.pth", read)`)."""
-    with _complete(path) as partial, open(partial, "wb", buffering=0) as file:
+    with complete(path) as partial, open(partial, "wb", buffering=0) as file:
         _write_all(file.fileno(), [content])

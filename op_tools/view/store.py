@@ -21,6 +21,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from pathlib import Path
 from typing import Any, Final, TextIO
 
+from ditorch_common.private import complete
+
 from .. import lifecycle, settings
 
 _BATCH_ROWS: Final = 4_000
@@ -166,7 +168,8 @@ class Store:
 
 def read_only(path: Path) -> sqlite3.Connection:
     """A records file, whatever is in its name, opened so that nothing is written (`read_only(Path("a#b.sqlite"))`)."""
-    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)
+    is_complete = not path.with_name(f"{path.name}-wal").exists()  # otherwise SQLite would make files beside it
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' * is_complete}", uri=True)
 
 
 _current: Store | None = None
@@ -223,15 +226,8 @@ def _label_of(second: int) -> str:
 def whole_file(path: Path) -> Iterator[TextIO]:
     """A text file that is there once it is complete; nothing is left of one that could not be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with partial.open("w", newline="", encoding="utf-8", errors="surrogateescape") as handle:
-            yield handle
-        os.replace(partial, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
+    with complete(str(path)) as place, open(place, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        yield file
 
 
 _FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would take for a formula
