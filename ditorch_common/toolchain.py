@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from .private import private_folder
 from .settings import DITORCH
 
 
@@ -20,11 +21,17 @@ def find_compiler(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
-    """The build cache: `DITORCH_CACHE_DIR`, or `ditorch` in the user's cache folder (`cache_root() / "soft"`)."""
-    explicit = DITORCH.read("DITORCH_CACHE_DIR", environment)
-    if explicit:
-        return Path(explicit).expanduser()
-    return Path(environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ditorch"
+    """The build cache: `DITORCH_CACHE_DIR`, or `ditorch` in the user's cache folder (`cache_root() / "soft"`).
+
+    Libraries in it are executed: where others can write to that folder, a folder of this user's in it is taken, and
+    without a home one in the temporary directory. OSError if there is none at all.
+    """
+    explicit = DITORCH.read("DITORCH_CACHE_DIR", environment) or ""
+    try:
+        found: Path | None = Path(explicit or environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError:  # HOME is unset, and this user has no entry in the password database
+        found = None
+    return private_folder(found if found is None or explicit else found / "ditorch", "ditorch")
 
 
 def loaded_runtime() -> tuple[str, ...]:

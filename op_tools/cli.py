@@ -18,6 +18,7 @@ from . import settings
 from .call.description import Finding
 from .view import settings_table
 from .view.console import FindingGroups, note, table
+from .view.store import read_only
 
 if TYPE_CHECKING:
     from .replay.outcome import Options
@@ -67,8 +68,14 @@ def _replay_parser(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     layout.add_argument("--contiguous", action="store_true", help="make every argument contiguous, in its own memory")
     captured = "keep strides, offsets and shared memory (the default)"
     layout.add_argument("--as-captured", "--as_captured", action="store_true", help=captured)
-    jobs = "run in N processes, which share the cores; one that crashes costs one capture (default: in this process)"
-    parser.add_argument("--jobs", type=int, default=0, metavar="N", help=jobs)
+    jobs = "run in N processes, which share the cores; a crash costs one capture (default: 1; 0 is this process)"
+    parser.add_argument("--jobs", type=int, metavar="N", help=jobs)
+    trust = "the captures are my own: run in this process, without limits, operators that trust their indices as well"
+    parser.add_argument("--trust", action="store_true", help=trust)
+    time_limit = "seconds that one capture may take in a process of its own, 0 for any number (300)"
+    parser.add_argument("--time-limit", type=float, default=300.0, metavar="S", help=time_limit)
+    memory_limit = "memory that one capture may take (default: 2, or 32 times its files, at most half of what is free)"
+    parser.add_argument("--memory-limit", type=float, default=0.0, metavar="GIB", help=memory_limit)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found to FILE")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write one line per capture to FILE")
     return parser
@@ -196,6 +203,9 @@ def run_replay(given: argparse.Namespace) -> int:
             forward=not given.only_run_backward,
             backward=not given.only_run_forward,
             describe=settings.console_level() == "full" and (given.acc_check or given.sync_time_measure),
+            trusted=given.trust,
+            time_limit=given.time_limit,
+            memory_limit=int(given.memory_limit * 2**30),
         )
         _check_usage(given, dtype)
         folders = list(dict.fromkeys(found for folder in given.folder for found in find(folder)))
@@ -216,7 +226,7 @@ def _check_usage(given: argparse.Namespace, dtype: torch.dtype | None) -> None:
             raise settings.SettingsError(f"{folder}: no such file or folder")
     if dtype is not None and not dtype.is_floating_point:
         raise settings.SettingsError(f"--dtype {given.dtype}: a floating dtype is needed, such as bfloat16 or float32")
-    if given.jobs < 0:
+    if given.jobs is not None and given.jobs < 0:
         raise settings.SettingsError(f"--jobs {given.jobs}: a number of processes is needed")
     for path in (given.json, given.csv):
         if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
@@ -225,17 +235,15 @@ def _check_usage(given: argparse.Namespace, dtype: torch.dtype | None) -> None:
 
 def _replay_folders(folders: Sequence[Path], options: Options, given: argparse.Namespace) -> int:
     from .judge import verdict
-    from .replay.pool import activate, replay_all
+    from .replay.pool import replay_all
     from .replay.report import Report, with_progress
 
     report = Report(options, settings.console_level())
-    report.framework(activate(options.device))
-    if options.device is not None:
-        _check_device(options.device)
+    jobs = given.jobs if given.jobs is not None else 0 if given.trust else 1
     if options.acc_check:
         verdict.Rules.from_environment()  # mistakes in the variables that decide are errors now, not in each capture
     try:
-        for outcome in with_progress(replay_all(folders, options, given.jobs), len(folders)):
+        for outcome in with_progress(replay_all(folders, options, jobs, report.framework), len(folders)):
             report.add(outcome)
     except KeyboardInterrupt:
         report.interrupted = True
@@ -245,15 +253,6 @@ def _replay_folders(folders: Sequence[Path], options: Options, given: argparse.N
     if given.csv:
         report.write_csv(given.csv)
     return report.exit_code
-
-
-def _check_device(name: str) -> None:
-    """A device that is not there is one error, not one per capture."""
-    try:
-        torch.empty(1, device=torch.device(name))
-    except (RuntimeError, AssertionError, ImportError, AttributeError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise settings.SettingsError(f"--device {name}: not usable on this machine ({first})") from None
 
 
 def show_records(given: Path, everything: bool = False) -> int:
@@ -277,23 +276,30 @@ def show_records(given: Path, everything: bool = False) -> int:
 
 def _show_file(file: Path) -> int:
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as connection:
+        with contextlib.closing(read_only(file)) as connection:
             names = [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type='table'")]
-            rows = [[n, str(connection.execute(f'SELECT count(*) FROM "{n}"').fetchone()[0])] for n in names]
+            # rows are only ever added: the number of the last one is known without reading them all
+            last = 'SELECT coalesce((SELECT max(rowid) FROM "{0}") - (SELECT min(rowid) FROM "{0}") + 1, 0)'
+            rows = [[n, str(connection.execute(last.format(n.replace('"', '""'))).fetchone()[0])] for n in names]
+            print(file)
+            print(table(["table", "rows"], rows), flush=True)
             connection.row_factory = sqlite3.Row
-            findings = [dict(row) for row in connection.execute("SELECT * FROM findings")]
+            groups, shown = FindingGroups(shown=100), 0
+            fields = [field.name for field in dataclasses.fields(Finding)]
+            for found in connection.execute("SELECT * FROM findings LIMIT ?", (_MAX_FINDINGS,)):
+                row, shown = dict(found), shown + 1  # files of earlier versions have fewer columns
+                groups.add(Finding(**{name: row[name] for name in fields if row.get(name) is not None}))
     except sqlite3.Error as error:
         print(f"{file}: is not an op_tools records file ({error})", file=sys.stderr)
         return 2
-    print(file)
-    print(table(["table", "rows"], rows))
-    groups = FindingGroups(shown=100)
-    fields = [field.name for field in dataclasses.fields(Finding)]
-    for row in findings:  # files of earlier versions have fewer columns
-        groups.add(Finding(**{name: row[name] for name in fields if row.get(name) is not None}))
     for line in groups.lines(details=True):
         print(line)
+    if shown == _MAX_FINDINGS:
+        print(f"of the first {_MAX_FINDINGS:,} findings; the rest is in the table")
     return 0
+
+
+_MAX_FINDINGS: Final = 50_000  # that are read for the overview
 
 
 if __name__ == "__main__":

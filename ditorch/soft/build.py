@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 
+from ditorch_common.private import is_private, is_trusted
 from ditorch_common.toolchain import cache_root, find_compiler, loaded_runtime
 
 from ..console import say
@@ -55,25 +56,29 @@ def library() -> Path:
     name = f"soft-torch{torch.__version__}-{_python_tag()}-{_fingerprint()}"
     if compiler is None:
         for there in sorted(cache_root().glob(f"{name}-*/{MODULE}.so")):
-            return there  # built when there was one
+            if is_trusted(there):
+                return there  # built when there was one
         raise BuildError(
             "no C++ compiler found (looked for $CXX, g++, c++ and clang++), which the software accelerator "
             "is built with on first use. Install one (Debian, Ubuntu: apt-get install g++ python3-dev), "
             "or set DITORCH_DEVICE=cpu, which works without."
         )
-    folder = cache_root() / f"{name}-{_compiler_version(compiler)}"
-    built = folder / f"{MODULE}.so"
-    if built.exists():
-        return built
-    _check_python_headers()
+    folder = Path("DITORCH_CACHE_DIR")
     try:
+        folder = cache_root() / f"{name}-{_compiler_version(compiler)}"
+        built = folder / f"{MODULE}.so"
+        if is_trusted(built):
+            return built
+        _check_python_headers()
         folder.mkdir(parents=True, exist_ok=True)
+        if not is_private(folder):
+            raise OSError("others can write to it")
     except OSError as error:
         raise BuildError(
             f"the build cache {folder} cannot be written ({error}). Set DITORCH_CACHE_DIR to a folder that can."
         ) from error
     with _lock(folder / "lock"):
-        if not built.exists():
+        if not is_trusted(built):
             _build(compiler, built)
     return built
 
@@ -135,7 +140,8 @@ def _check_python_headers() -> None:
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
     """Hold an exclusive lock; the kernel frees it if this process dies."""
-    with open(path, "w") as handle:
+    opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with open(opened, "w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..compat import OpOverloadPacket
-from .description import Described, Group, Part, TensorMeta
+from .description import Described, Group, Part, Tensor, TensorMeta
 from .functions import function_of, overloads_of
 from .operators.registry import last_name
 from .site import name_of_parameter
@@ -41,6 +41,17 @@ def leaves(function: Callable[..., Any], op: str, inputs: Described) -> list[Lea
     for key, part in zip(named.keys or (), named.items) if named is not None else ():
         found += [leaf._replace(positional=False) for leaf in _walk(key, part)]
     return found
+
+
+def bound(function: Callable[..., Any], op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by the names of their parameters, and its operator as `op`.
+
+    >>> import torch
+    >>> bound(torch.add, "torch.add", (1, 2), {"alpha": 3})
+    {'op': 'torch.add', 'alpha': 3, 'self': 1, 'other': 2}
+    """
+    kinds = tuple(["tensor" if isinstance(a, Tensor) else "list" if isinstance(a, (list, tuple)) else "" for a in args])
+    return {"op": op, **kwargs, **dict(zip(_names(function, op, kinds), args))}
 
 
 def leaves_of_record(op: str, inputs: Sequence[tuple[str, Any]]) -> list[Leaf]:

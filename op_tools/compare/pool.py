@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -85,6 +86,9 @@ class Ring:
                 break
         while self._taken and self._taken[0][2]:
             self._taken.popleft()
+
+
+_STALLED_SECONDS: Final = 20.0  # without using the processor, while it has calls to judge
 
 
 class Lease:
@@ -190,8 +194,25 @@ class _Process:
                 # else it exited in between, and the call is one of those that were lost with it
 
     def receive(self) -> list[Answer]:
+        """What it answers next; one that does nothing for long, stopped or hung, is ended and raises EOFError."""
+        seen, since = -1, time.monotonic()
+        while not self._connection.poll(_STALLED_SECONDS / 4):
+            spent = self._cpu_time() if self.flights else -1
+            if spent < 0 or spent != seen:
+                seen, since = spent, time.monotonic()
+            elif time.monotonic() - since > _STALLED_SECONDS:
+                self.process.kill()
+                break
         answers: list[Answer] = self._connection.recv()
         return answers
+
+    def _cpu_time(self) -> int:
+        """Ticks of the processor that it has used, -1 where unknown."""
+        try:
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+            return int(fields[11]) + int(fields[12])
+        except (OSError, ValueError, IndexError):
+            return -1
 
     def end(self) -> None:
         """End it: its answers are not needed any more."""

@@ -6,16 +6,18 @@ import functools
 import os
 import struct
 import sys
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 
+from ditorch_common.private import complete
+
 from ..call.description import Tensor, children, map_tensors
 from ..compat import storage_class_names
 from ..copies.operands import Opaque, Ref
+from ..native.checksum import crc32
 
 FORMAT: Final = 1
 _TAG: Final = "__op_tools__"
@@ -23,6 +25,16 @@ _TAG: Final = "__op_tools__"
 
 class ArchiveError(ValueError):
     """A captured file cannot be used; the message names the file and the reason."""
+
+
+class Damaged(ArchiveError):
+    """Bytes of a file are not those that were written."""
+
+
+def check_sum(what: str, content: Any, expected: int) -> None:
+    """Raise Damaged unless bytes have the checksum that was written with them (`check_sum("data/0", b"", 0)`)."""
+    if (expected or len(content) < _MAX_UNCHECKED) and crc32(content) != expected:
+        raise Damaged(f"is damaged: the checksum of {what} does not fit its {len(content):,} bytes")
 
 
 def encode(value: Any) -> Any:
@@ -229,15 +241,8 @@ def save_fragments(path: str, fragments: Iterable[bytes], storages: Iterable[Any
 
     >>> save_fragments("one.pth", [fragment("x"), fragment(1)], [])  # doctest: +SKIP
     """
-    partial = _partial(path)
-    _write_records(partial, b"".join([_FRAME, *fragments, b"u."]), storages)
-    os.replace(partial, path)
-
-
-def _partial(path: str) -> str:
-    """Where a file is written, until it is whole."""
-    folder, slash, name = path.rpartition("/")
-    return f"{folder}{slash}.{name}.partial"
+    with complete(path) as partial:
+        _write_records(partial, b"".join([_FRAME, *fragments, b"u."]), storages)
 
 
 def _write_records(path: str, pickled: bytes, storages: Iterable[Any]) -> None:
@@ -252,7 +257,6 @@ def save(path: Path, payload: Mapping[str, Any]) -> None:
     The file is what `torch.save` would write. `torch.save` holds the GIL so long that it slows the
     training down; this spends its time in system calls.
     """
-    partial = _partial(str(path))
     content = {"format": FORMAT, **payload}
     storages: dict[int, torch.UntypedStorage] = {}
     numbers: dict[int, int] = {}
@@ -265,13 +269,14 @@ def save(path: Path, payload: Mapping[str, Any]) -> None:
         storages[number] = storage
         return Ref.of(tensor, number)
 
-    try:
-        referring = map_tensors(content, refer)
-        pickled = fragment(referring, [s.nbytes() for s in storages.values()])
-        _write_records(partial, b"\x80\x02" + pickled + b".", [_buffer_of(s) for s in storages.values()])
-    except (NotPlain, RecursionError):
-        torch.save(content, partial)
-    os.replace(partial, path)
+    with complete(str(path)) as partial:
+        try:
+            referring = map_tensors(content, refer)
+            pickled = fragment(referring, [s.nbytes() for s in storages.values()])
+            _write_records(partial, b"\x80\x02" + pickled + b".", [_buffer_of(s) for s in storages.values()])
+        except (NotPlain, RecursionError):
+            with open(partial, "wb") as file:  # given a name, it would put that into the file
+                torch.save(content, file)
 
 
 def _buffer_of(storage: torch.UntypedStorage) -> Any:
@@ -283,7 +288,7 @@ def _buffer_of(storage: torch.UntypedStorage) -> Any:
 
 _FRAME: Final = b"\x80\x02}(" + fragment("format") + fragment(FORMAT)
 _BYTE_ORDER: Final = sys.byteorder.encode()
-_SMALL: Final = 1 << 16
+_MAX_UNCHECKED: Final = 1 << 16  # bytes from which earlier versions wrote 0 instead of a checksum
 LOCAL: Final = struct.Struct("<4sHHHHHIIIHH")
 CENTRAL: Final = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _END64: Final = struct.Struct("<4sQHHIIQQQQ")
@@ -306,7 +311,7 @@ def write_archive(path: str, records: Sequence[tuple[str, Any]]) -> None:
                 data = data()
             label = f"archive/{name}".encode()
             size = len(data)
-            checksum = zlib.crc32(data) if size < _SMALL else 0  # `torch.load` does not check it
+            checksum = crc32(data)
             # the size fields hold 32 bits; larger records have theirs in an extra field of the directory
             shown, start = min(size, _MASK), position
             padding = -(start + LOCAL.size + len(label) + 4) % 64
@@ -350,7 +355,5 @@ def save_text(path: str, text: str) -> None:
 
 def save_bytes(path: str, content: bytes) -> None:
     """The same with bytes (`save_bytes("output.pth", read)`)."""
-    partial = _partial(path)
-    with open(partial, "wb", buffering=0) as file:
+    with complete(path) as partial, open(partial, "wb", buffering=0) as file:
         _write_all(file.fileno(), [content])
-    os.replace(partial, path)

@@ -12,7 +12,8 @@ import torch
 
 from ..call.description import Tensor
 from . import archive, plain_archive, stored
-from .archive import ArchiveError
+from .archive import ArchiveError, Damaged
+from .limits import check_memory
 from .segments import INDEX
 
 PARTS: Final = ("input", "output", "grad_outputs", "grad_inputs")
@@ -141,11 +142,30 @@ def _check_records(path: Path | io.BytesIO, size: int) -> None:
     try:
         with zipfile.ZipFile(path) as records:
             entries = records.infolist()
+            packed = [entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
+            if packed or sum(entry.file_size for entry in entries) > size:
+                raise ArchiveError("is not an op_tools capture (its records unpack to more than the file holds)")
+            check_memory(size)
+            for entry in entries:
+                _check_record(records, entry)
+    except ArchiveError:
+        raise
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise ArchiveError(f"cannot be read as a capture (broken, cut off, or of another program: {error})") from None
-    packed = [entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED]
-    if packed or sum(entry.file_size for entry in entries) > size:
-        raise ArchiveError("is not an op_tools capture (its records unpack to more than the file holds)")
+
+
+def _check_record(records: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
+    """Compare a record with its checksum; 0 is what earlier versions, and PyTorch if told so, write instead of one."""
+    if not entry.CRC:
+        return
+    try:
+        with records.open(entry) as content:
+            while content.read(1 << 20):
+                pass
+    except zipfile.BadZipFile as error:
+        if "CRC" not in str(error):
+            raise
+        raise Damaged(f"is damaged: the checksum of {entry.filename} does not fit its content") from None
 
 
 def _check_format(payload: Any) -> None:

@@ -12,14 +12,16 @@ import re
 import struct
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from ..call.description import Tensor
-from .archive import CENTRAL, END, LOCAL, NotPlain, storage_kinds
+from .archive import CENTRAL, END, LOCAL, NotPlain, check_sum, storage_kinds
+from .limits import MemoryLimit, check_memory
 
 _MAX_PICKLED: Final = 1 << 22  # bytes of everything except tensor data
+_MAX_AT_ONCE: Final = 1 << 20  # bytes of a file that is read at once
 _FOLDER: Final = b"archive/"
 _FLOAT: Final = struct.Struct(">d")
 
@@ -31,58 +33,93 @@ _TENSOR: Final = re.compile(
 
 
 def load(path: Path) -> Any:
-    """The value in a file, encoded as it was written; None if the file is not of the plain form.
+    """The value in a file, encoded as it was written; None if the file is not of the plain form, or damaged.
 
     >>> load(Path("capture/input.pth"))["name"]  # doctest: +SKIP
     'torch.add'
     """
     try:
-        content = _content(path)
-        records = _records(content)
-        first, last = records[b"data.pkl"]
-        facts = [bytes(content[slice(*records[name])]) for name in (b"byteorder", b"version")]
-        if last - first > _MAX_PICKLED or facts != [sys.byteorder.encode(), b"3\n"]:
-            return None
-        return _Reader(bytes(content[first:last]), content, records).value()
+        with open(path, "rb", buffering=0) as file:
+            content = _Content(file.fileno())
+            records = _records(content)
+            facts = [bytes(content.record(records[name])) for name in (b"byteorder", b"version")]
+            if records[b"data.pkl"].nbytes > _MAX_PICKLED or facts != [sys.byteorder.encode(), b"3\n"]:
+                return None
+            return _Reader(bytes(content.record(records[b"data.pkl"])), content, records).value()
+    except MemoryLimit:
+        raise
     except (NotPlain, LookupError, ValueError, TypeError, struct.error, RuntimeError, OSError):
         return None
 
 
-def _content(path: Path) -> memoryview:
-    """The content of a file, in memory with the alignment of tensors."""
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        content = memoryview(torch.empty(size, dtype=torch.uint8).numpy())  # type: ignore[arg-type]
-        if file.readinto(content) != size:
+class _Record(NamedTuple):
+    first: int  # byte of the file
+    nbytes: int
+    checksum: int
+
+
+class _Content:
+    """The bytes of a file. A small one is read at once; of a large one, only what is asked for."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self.size = descriptor, os.fstat(descriptor).st_size
+        self._total = 0  # bytes that were asked for
+        self._all = self._read(0, self.size) if self.size <= _MAX_AT_ONCE else None
+
+    def _read(self, first: int, nbytes: int) -> memoryview:
+        """Bytes, in memory with the alignment of tensors."""
+        content = rest = memoryview(torch.empty(nbytes, dtype=torch.uint8).numpy())  # type: ignore[arg-type]
+        while len(rest):
+            done = os.preadv(self._descriptor, [rest], first)
+            if not done:
+                raise NotPlain
+            first, rest = first + done, rest[done:]
+        return content
+
+    def part(self, first: int, nbytes: int) -> memoryview:
+        """So many bytes from a place on, fewer at the end of the file."""
+        nbytes = max(0, min(nbytes, self.size - first))
+        if first < 0:
             raise NotPlain
-    return content
+        return self._read(first, nbytes) if self._all is None else self._all[first : first + nbytes]
+
+    def record(self, record: _Record) -> memoryview:
+        """The bytes of a record, once the memory that it takes is known to be there and its checksum to fit."""
+        self._total += record.nbytes
+        if self._all is None:
+            check_memory(self._total)
+        found = self.part(record.first, record.nbytes)
+        check_sum("a record", found, record.checksum)
+        return found
 
 
-def _records(content: memoryview) -> dict[bytes, tuple[int, int]]:
-    """The byte range of each record; they must lie one after the other, as the directory says."""
-    start = len(content) - END.size
-    mark, disk, first_disk, here, count, length, directory, comment = END.unpack_from(content, start)
+def _records(content: _Content) -> dict[bytes, _Record]:
+    """The records of a file; they must lie one after the other, as the directory says."""
+    start = content.size - END.size
+    ending = END.unpack(content.part(start, END.size))
+    mark, disk, first_disk, here, count, length, directory, comment = ending
     if mark != b"PK\5\6" or disk or first_disk or here != count or comment or directory + length != start:
         raise NotPlain
-    found: dict[bytes, tuple[int, int]] = {}
-    place, free = directory, 0
+    listed = bytes(content.part(directory, length))
+    found: dict[bytes, _Record] = {}
+    place = free = 0
     for _ in range(count):
-        entry = CENTRAL.unpack_from(content, place)
-        mark, _, _, flags, method, _, _, _, packed, nbytes, of_name, extra, remark, *more, local = entry
-        name = bytes(content[place + CENTRAL.size : place + CENTRAL.size + of_name])
+        entry = CENTRAL.unpack_from(listed, place)
+        mark, _, _, flags, method, _, _, checksum, packed, nbytes, of_name, extra, remark, *more, local = entry
+        name = listed[place + CENTRAL.size : place + CENTRAL.size + of_name]
         place += CENTRAL.size + of_name
         if mark != b"PK\1\2" or flags or method or packed != nbytes or extra or remark or any(more) or local < free:
             raise NotPlain
-        mark, *_, of_local_name, padding = LOCAL.unpack_from(content, local)
-        first = local + LOCAL.size
-        if mark != b"PK\3\4" or bytes(content[first : first + of_local_name]) != name or not name.startswith(_FOLDER):
+        head = bytes(content.part(local, LOCAL.size + of_name))
+        mark, *_, of_local_name, padding = LOCAL.unpack_from(head)
+        if mark != b"PK\3\4" or of_local_name != of_name or head[LOCAL.size :] != name or not name.startswith(_FOLDER):
             raise NotPlain
-        first += of_local_name + padding
+        first = local + len(head) + padding
         free = first + nbytes
         if free > directory or name[len(_FOLDER) :] in found:
             raise NotPlain
-        found[name[len(_FOLDER) :]] = (first, free)
-    if place != start:
+        found[name[len(_FOLDER) :]] = _Record(first, nbytes, checksum)
+    if place != length:
         raise NotPlain
     return found
 
@@ -90,7 +127,7 @@ def _records(content: memoryview) -> dict[bytes, tuple[int, int]]:
 class _Reader:
     """Reads one value after the other; the inverse of `archive.fragment`."""
 
-    def __init__(self, data: bytes, content: memoryview, records: dict[bytes, tuple[int, int]]) -> None:
+    def __init__(self, data: bytes, content: _Content, records: dict[bytes, _Record]) -> None:
         self._data, self._content, self._records = data, content, records
         self._place = 2
         self._storages: dict[bytes, tuple[torch.dtype, int, torch.UntypedStorage]] = {}
@@ -169,12 +206,12 @@ class _Reader:
         known = self._storages.get(record)
         dtype = _dtypes()[kind.decode()]
         if known is None:
-            first, last = self._records[b"data/" + record]
-            if last - first != count * dtype.itemsize:
+            found = self._records[b"data/" + record]
+            if found.nbytes != count * dtype.itemsize:
                 raise NotPlain
             flat = torch.empty(0, dtype=torch.uint8)
             if count:
-                flat = torch.frombuffer(self._content, dtype=torch.uint8, count=last - first, offset=first)
+                flat = torch.frombuffer(self._content.record(found), dtype=torch.uint8)
             known = self._storages[record] = (dtype, count, flat.untyped_storage())
         if known[0] != dtype or known[1] != count:
             raise NotPlain

@@ -11,11 +11,15 @@ import json
 import os
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+
+from ..native.checksum import crc32
+from .archive import Damaged
 
 VERSION: Final = 2  # 1 had no derived contents
 DERIVED: Final = 0  # stands for the data file of a content that is derived from others
@@ -24,6 +28,8 @@ MAGIC: Final = "op_tools capture store"
 _ALIGNMENT: Final = 64
 _MAX_SEGMENT: Final = 32 << 30  # bytes after which a writer begins another file
 _MAX_KNOWN: Final = 1 << 17  # contents that are remembered; older ones are written again
+
+_SUM_OF_LINE: Final = ',"line_crc32":'
 
 Done = Callable[[Exception | None], None]
 
@@ -36,12 +42,13 @@ def segment_name(number: int) -> str:
 class Blob:
     """One content: where it is in the data files, once it is written."""
 
-    __slots__ = ("depth", "digest", "error", "nbytes", "place", "waiting")
+    __slots__ = ("checksum", "depth", "digest", "error", "nbytes", "place", "waiting")
 
     def __init__(self, digest: bytes, nbytes: int) -> None:
         self.digest, self.nbytes = digest, nbytes
         self.depth = 0  # of a derived content: one more than its sources have
         self.place: tuple[int, int] | None = None  # number of the data file, first byte; DERIVED and its number
+        self.checksum = 0  # of the bytes in the data file
         self.error: Exception | None = None
         self.waiting: list[_Line] = []
 
@@ -60,8 +67,18 @@ class _Line:
         texts = []
         for part, (text, blobs) in self.parts.items():
             places = [[*blob.place, blob.nbytes] for blob in blobs if blob.place is not None]
-            texts.append(f'"{part}":{{"blobs":{json.dumps(places, separators=(",", ":"))},{text}}}')
-        return f'{{{self.head},"parts":{{{",".join(texts)}}}}}\n'
+            sums = [blob.checksum for blob in blobs]
+            listed = f'"blobs":{json.dumps(places, separators=(",", ":"))},"crc32":{json.dumps(sums)}'
+            texts.append(f'"{part}":{{{listed},{text}}}')
+        line = f'{{{self.head},"parts":{{{",".join(texts)}}}'
+        return f"{line}{_SUM_OF_LINE}{zlib.crc32(line.encode())}}}\n"
+
+
+def check_line(line: bytes) -> None:
+    """Raise Damaged unless a line of the index has the checksum that it ends with; older lines have none."""
+    text, mark, rest = line.rpartition(_SUM_OF_LINE.encode())
+    if mark and rest.rstrip(b"}\n") != str(zlib.crc32(text)).encode():
+        raise Damaged("is damaged: a line of its index does not fit its checksum")
 
 
 class _DerivedLine(_Line):
@@ -72,7 +89,8 @@ class _DerivedLine(_Line):
     def text(self) -> str:
         (sources,) = [blobs for _, blobs in self.parts.values()]
         places = [[*blob.place, blob.nbytes] for blob in sources if blob.place is not None]
-        return f'{{{self.head},"of":{json.dumps(places, separators=(",", ":"))}}}\n'
+        line = f'{{{self.head},"of":{json.dumps(places, separators=(",", ":"))}'
+        return f"{line}{_SUM_OF_LINE}{zlib.crc32(line.encode())}}}\n"
 
 
 class _Segment:
@@ -82,17 +100,20 @@ class _Segment:
         self.number, self.end = number, 0
         self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
-    def append(self, buffers: Iterable[Any]) -> tuple[int, int]:
+    def append(self, buffers: Iterable[Any]) -> tuple[tuple[int, int], int]:
+        """Write buffers one after the other; returns their place and their checksum."""
+        checksum = 0
         start = place = -(-self.end // _ALIGNMENT) * _ALIGNMENT
         for buffer in buffers:
+            checksum = crc32(buffer, checksum)
             rest = memoryview(buffer)
             while len(rest):
                 written = os.pwrite(self.descriptor, rest, place)
                 place, rest = place + written, rest[written:]
         if place == start:  # nothing is nowhere: not behind the end of the file
-            return self.number, 0
+            return (self.number, 0), checksum
         self.end = place
-        return self.number, start
+        return (self.number, start), checksum
 
 
 class StoreWriter:
@@ -136,7 +157,7 @@ class StoreWriter:
     def write(self, blob: Blob, buffers: Iterable[Any]) -> None:
         """Append a content that was claimed; buffers may come one by one. What goes wrong fails the blob."""
         try:
-            place = self._segment().append(buffers)
+            place, blob.checksum = self._segment().append(buffers)
         except Exception as error:
             self.fail(blob, error)
             raise

@@ -21,12 +21,11 @@ import torch
 from ..native import fingerprints
 from ..view.console import note
 from . import derived, plain_json
-from .archive import ArchiveError
-from .segments import DERIVED, INDEX, MAGIC, VERSION, segment_name
+from .archive import ArchiveError, Damaged, check_sum
+from .limits import check_memory
+from .segments import DERIVED, INDEX, MAGIC, VERSION, check_line, segment_name
 
 _MAX_LINE: Final = 1 << 28  # bytes of the description of one call
-_MAX_SHARE_OF_FREE: Final = 0.5  # of the memory that one call may fill
-_ASK_ABOVE: Final = 32 << 20  # bytes of a call for which the free memory is looked up
 
 
 class StoredCall(NamedTuple):
@@ -59,11 +58,14 @@ class CaptureStore:
         for line, start in _lines(path):
             whole = line.endswith(b"\n")
             try:
+                check_line(line)
                 facts = json.loads(line)
                 if start == 0:
                     self._check_head(path, facts)
                 else:
                     self._add(facts, start, len(line))
+            except Damaged:
+                damaged += 1
             except ArchiveError:
                 raise
             except (ValueError, TypeError, KeyError, RecursionError):
@@ -116,6 +118,10 @@ class CaptureStore:
         """The encoded content of a part, as `archive.save` takes it; of an odd part, a file that holds it."""
         found = self.part(call, part)
         flats = self._contents(found["blobs"])
+        for place, flat, expected in zip(found["blobs"], flats, found.get("crc32", ())):
+            if place[0] == DERIVED:  # compared with its fingerprint
+                continue
+            check_sum(f"{segment_name(place[0])} at byte {place[1]}", memoryview(flat.numpy()), expected)  # type: ignore[arg-type]
         if found.get("archive"):
             return io.BytesIO(flats[0].numpy().tobytes())
         return plain_json.loads(found["value"], [flat.untyped_storage() for flat in flats])
@@ -153,7 +159,7 @@ class CaptureStore:
                 if missing:
                     waiting += missing
                     continue
-                _check_memory(int(facts["bytes"]) + sum(flat.nbytes for flat in made.values()))
+                check_memory(int(facts["bytes"]) + sum(flat.nbytes for flat in made.values()))
                 read = iter(self._read([s for s in sources if s[0] != DERIVED]))
                 flat = derived.read(facts, [made[s[1]] if s[0] == DERIVED else next(read) for s in sources])
                 digest = bytes.fromhex(facts["digest"])
@@ -165,7 +171,7 @@ class CaptureStore:
 
     def _read(self, places: Any) -> list[torch.Tensor]:
         """The bytes at some places of the data files, each in memory of its own."""
-        _check_memory(sum(nbytes for _, _, nbytes in places))
+        check_memory(sum(nbytes for _, _, nbytes in places))
         flats = []
         with contextlib.ExitStack() as stack:
             files: dict[int, Any] = {}
@@ -251,25 +257,3 @@ def call_at(path: Path) -> tuple[CaptureStore, StoredCall] | None:
     if found is None or found[1] not in found[0].calls:
         return None
     return found[0], found[0].calls[found[1]]
-
-
-# --- memory --------------------------------------------------------------------------------------------------
-
-
-def _check_memory(needed: int) -> None:
-    free = free_memory() if needed > _ASK_ABOVE else None
-    if free is not None and needed > free * _MAX_SHARE_OF_FREE:
-        raise ArchiveError(f"needs {needed / 2**30:,.1f} GiB; {free / 2**30:,.1f} GiB are free here")
-
-
-def free_memory() -> int | None:
-    """Free bytes of the machine or of the container, whichever is less; None where unknown."""
-    found = []
-    with contextlib.suppress(OSError, StopIteration, ValueError, IndexError), open("/proc/meminfo") as handle:
-        line = next(line for line in handle if line.startswith("MemAvailable"))
-        found.append(int(line.split()[1]) * 1024)
-    with contextlib.suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        most, used = ((group / f"memory.{what}").read_text() for what in ("max", "current"))
-        found.append(max(0, int(most) - int(used)))
-    return min(found, default=None)

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from ditorch_common.private import is_private, is_trusted
 from ditorch_common.toolchain import cache_root, find_compiler, loaded_runtime
 
 from .. import settings
@@ -46,7 +47,7 @@ def compiled(
     parts = (source.read_bytes(), *included, repr(identity).encode())
     folder_name = f"op_tools-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}"
     target = cache_root(environment) / folder_name / f"{source.stem}.so"
-    if target.exists():
+    if is_trusted(target):
         return target
     waiting = getattr(_building, "now", None)
     if waiting is not None:
@@ -54,6 +55,8 @@ def compiled(
     if before_build is not None:
         before_build()
     target.parent.mkdir(parents=True, exist_ok=True)
+    if not is_private(target.parent):
+        raise OSError(f"others can write to {target.parent}: nothing is loaded from it; see DITORCH_CACHE_DIR")
     folder = tempfile.mkdtemp(prefix="build-", dir=target.parent)
     built = os.path.join(folder, target.name)
     command = [compiler, *flags, "-fPIC", "-shared", "-w", str(source), "-o", built, *libraries]

@@ -16,7 +16,6 @@ import hashlib
 import importlib
 import importlib.metadata
 import json
-import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from ditorch_common.private import complete, is_trusted
 from ditorch_common.toolchain import cache_root
 
 from .. import settings
@@ -158,16 +158,15 @@ def _write(path: Path | None, head: _Metadata, code: bytes) -> None:
     with contextlib.suppress(OSError):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(f".{path.name}.{os.getpid()}")
             whole = json.dumps(head._asdict()).encode() + b"\n" + code
-            partial.write_bytes(hashlib.sha256(whole).digest() + whole)
-            os.replace(partial, path)
+            with complete(str(path)) as place:
+                Path(place).write_bytes(hashlib.sha256(whole).digest() + whole)
 
 
 def _load_cached(path: Path | None, name: str = "") -> _CachedKernel | None:
     """The kernel in a file, loaded by the driver; None where there is none that can be trusted."""
     try:
-        if path is None:
+        if path is None or not is_trusted(path):
             return None
         found = path.read_bytes()
         if hashlib.sha256(found[32:]).digest() != found[:32]:

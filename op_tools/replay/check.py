@@ -11,7 +11,7 @@ import functools
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -23,14 +23,12 @@ from ..call.equality import same_bits
 from ..compat import no_torch_function
 from ..files.archive import ArchiveError, unknown_in
 from ..files.captures import CannotReplay, one_line
-from ..files.stored import free_memory
+from ..files.limits import memory_for_one
 from ..judge import golden, verdict
+from . import guard
 from .bits import differences, on_host, same
 from .captured import CapturedOp
 from .outcome import ERROR, IDENTICAL, NOT_COMPARABLE, RAN, RIGHT, WRONG, Options, Outcome, Shown, op_from
-
-_MAX_SHARE_OF_FREE: Final = 0.5  # share of the free memory that one call may fill
-_ASK_ABOVE: Final = 32 << 20  # bytes that a call needs before the free memory is looked up
 
 
 def replay(folder: Path, options: Options | None = None, rules: verdict.Rules | None = None) -> Outcome:
@@ -171,11 +169,14 @@ class Check:
         """Read the capture and run it (`check.run()`)."""
         options, outcome = self.options, self.outcome
         with self._caught():
+            guard.limit_memory(outcome.folder, options)
             op = self.op = CapturedOp(outcome.folder, options.device, options.dtype, options.contiguous)
             outcome.op, outcome.location, outcome.device = op.name, op.site.location, str(op.device)
             if op.note:
                 outcome.notes.append(op.note)
-            _check_memory(op)
+            if not options.trusted:
+                guard.check_arguments(op)
+            guard.check_results(op, options)
             if options.time:
                 _warm_up(op.device)
             self.runs = Runs(op, options, outcome)
@@ -210,12 +211,15 @@ class Check:
             outcome.status, outcome.reason = NOT_COMPARABLE, str(reason)
         except ArchiveError as error:
             outcome.status, outcome.reason = ERROR, str(error)
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            outcome.status, outcome.reason = ERROR, f"not enough memory to run it ({one_line(error)})"
         except Exception as error:  # whatever an operator, or a file that was tampered with, throws
+            outcome.out_of_memory = guard.is_out_of_memory(error)
+            outcome.device_is_lost = guard.loses_the_device(error)
             lost = self.op.lost_types if hasattr(self, "op") else []
             hint = f"; an argument of type {lost[0]} was captured as a tuple" if lost else ""
             outcome.status, outcome.reason = ERROR, one_line(error) + hint
+            if outcome.out_of_memory:
+                limit = guard.memory_limit(outcome.folder, self.options) / 2**30
+                outcome.reason = f"not enough memory to run it; a capture may take {limit:,.1f} GiB ({one_line(error)})"
         outcome.seconds += time.perf_counter() - began
 
     @functools.cached_property
@@ -288,7 +292,7 @@ class Check:
             name=op.name,
             traits=op.traits,
             device=op.device.type,
-            max_bytes=_memory_for_one(8 * sum(t.numel() for t in tensors_in((args, kwargs)))),
+            max_bytes=memory_for_one(8 * sum(t.numel() for t in tensors_in((args, kwargs)))),
             rounded_to=None
             if low is None
             else golden.autocast_rounds_to(op.name, low, op.result, tensors_in((op.args, op.kwargs))),
@@ -379,23 +383,3 @@ def _warm_up(device: torch.device) -> None:
         leaf = torch.ones(1, device=device, requires_grad=True)
         torch.autograd.grad([leaf * 2], [leaf], [torch.ones(1, device=device)], retain_graph=True)
         synchronize(device.type)
-
-
-# --- memory -----------------------------------------------------------------------------------------------
-
-
-def _memory_for_one(needed: int) -> int | None:
-    """The most bytes that a call may take; None (no limit) for small calls and where free memory is unknown."""
-    free = free_memory() if needed > _ASK_ABOVE else None
-    return None if free is None else int(free * _MAX_SHARE_OF_FREE)
-
-
-def _check_memory(op: CapturedOp) -> None:
-    """Refuse tensors that do not fit into memory: with stride 0, a small file can hold one of any size."""
-    needed = max((t.numel() * t.element_size() for t in tensors_in((op.host_args, op.host_kwargs))), default=0)
-    limit = _memory_for_one(needed)
-    if limit is not None and needed > limit:
-        raise ArchiveError(
-            f"{op.folder / 'input.pth'}: {op.name} on a tensor of {needed / 2**30:,.1f} GiB; "
-            f"{limit / 2**30:,.1f} GiB are free for it here"
-        )

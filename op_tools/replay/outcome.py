@@ -39,6 +39,9 @@ class Options:
     forward: bool = True  # measured and judged; it always runs
     backward: bool = True
     describe: bool = False  # keep what the tables of arguments show
+    trusted: bool = False  # whether the captures are one's own: no limits, and operators that trust their arguments
+    time_limit: float = 300.0  # seconds that a capture may take in a worker process; 0 for any
+    memory_limit: int = 0  # bytes that a capture may take; 0 for a limit that depends on its size
 
     def __post_init__(self) -> None:
         if self.run_times < 1:
@@ -83,6 +86,8 @@ class Outcome:
     backward_ms: list[float] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
     rows: tuple[Row, ...] = ()
+    out_of_memory: bool = False
+    device_is_lost: bool = False  # nothing runs on it any more in the process that replayed this
     shown_forward: Shown | None = None
     shown_backward: Shown | None = None
 
@@ -93,8 +98,11 @@ class Outcome:
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-able values (`json.dumps(outcome.as_dict())`)."""
-        facts = {name: value for name, value in vars(self).items() if not name.startswith("shown")}
+        facts = {name: value for name, value in vars(self).items() if name not in _NOT_TOLD}
         return {**facts, "folder": str(self.folder), "rows": [row.as_dict() for row in self.rows]}
+
+
+_NOT_TOLD: Final = ("shown_forward", "shown_backward", "out_of_memory", "device_is_lost")
 
 
 def op_from(folder: Path) -> str:

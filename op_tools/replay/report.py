@@ -6,7 +6,6 @@ import functools
 import inspect
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -48,7 +47,7 @@ class Report:
         if self._full:
             self._show(outcome)
         if outcome.status == ERROR:
-            print(f"{outcome.folder}: {outcome.reason}", file=sys.stderr)
+            print(console.one_line(f"{outcome.folder}: {outcome.reason}"), file=sys.stderr)
         # the tables were shown; free their descriptions
         outcome.shown_forward = outcome.shown_backward = None
 
@@ -158,9 +157,8 @@ class Report:
             "options": {**options, "run_times": self.options.run_times},
             "outcomes": [outcome.as_dict() for outcome in self.outcomes],
         }
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        partial.write_text(json.dumps(_finite(content), indent=1, default=str))
-        os.replace(partial, path)
+        with store.whole_file(path) as file:
+            file.write(json.dumps(_finite(content), indent=1, default=str))
 
     def write_csv(self, path: Path) -> None:
         """One line for each capture, with its worst tensor (`report.write_csv(Path("x.csv"))`)."""
@@ -187,13 +185,13 @@ def _times_row(outcome: Outcome, forward_id: int, number: int) -> list[str]:
 
 
 def _failure(outcome: Outcome) -> str:
-    where = f" ({outcome.location})" if outcome.location else ""
+    where = f" ({console.one_line(outcome.location)})" if outcome.location else ""
     return f"{outcome.status}: {outcome.op or '?'}: {_reason(outcome)}{where}\n    {outcome.folder}"
 
 
 def _reason(outcome: Outcome) -> str:
     prefix = f"{outcome.folder}/"
-    return "; ".join([outcome.reason.removeprefix(prefix), *outcome.notes]).strip("; ")
+    return console.one_line("; ".join([outcome.reason.removeprefix(prefix), *outcome.notes]).strip("; "))
 
 
 def _conclusion(outcome: Outcome) -> str:
@@ -217,7 +215,7 @@ def _run_line() -> str:
 
 
 def _place(outcome: Outcome) -> str:
-    return _run_line() + (f"    captured at {outcome.location}" if outcome.location else "")
+    return _run_line() + (f"    captured at {console.one_line(outcome.location)}" if outcome.location else "")
 
 
 def _finite(value: Any) -> Any:

@@ -313,8 +313,10 @@ class OpAutoCompare(Tool):
             return
         if reused:  # its result is not judged: it is the first one's, or nobody has it
             del again.notes[self]
-            if compared.before is None and not self._keep_arguments(compared, self._snapshots.arguments(compared)):
-                return
+            if compared.before is None:
+                staged = self._stage(again.inputs.number, again.tensors, (again.args, again.kwargs))
+                if not self._keep_arguments(compared, staged):
+                    return
             for name in ("region", "numbers", "record_site", "event", "drawn"):
                 setattr(compared, name, getattr(earlier, name))
             compared.live = weakref.proxy(again)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable
 from typing import Any, ClassVar, TypeVar
 
-from .. import settings
+from .. import lifecycle, settings
 from ..call.description import Described, Finding, TensorMeta, labelled
 from ..call.devices import NO_DOUBLE
 from ..call.filter import OpFilter
@@ -108,6 +108,9 @@ class Tool(Hooks):
     def finish(self) -> None:
         """Read back, write out, at stop."""
 
+    def read_late(self) -> None:
+        """Add rows that are known by now; the records' background thread asks twice a second."""
+
     def release(self) -> None:
         """Give back what `prepare` took: after `finish`, and where the tool could not start."""
 
@@ -127,6 +130,7 @@ class Tool(Hooks):
         with self._lock:
             if self._starts == 0:
                 self._pid = os.getpid()
+                lifecycle.finish_on_sigterm()
                 for mistake in settings.begin():
                     console.note(mistake)
                 self.view = console.View(settings.console_level())
@@ -144,6 +148,8 @@ class Tool(Hooks):
                     self._groups = console.FindingGroups()
                     self._unwatched.clear()
                     self.compiled = ""
+                    self._store.sources.append(self.read_late)
+                    _active.add(self)
                     INTERCEPTOR.add(self)
                     self._began, self._compiled_before = time.perf_counter(), INTERCEPTOR.regions.tally()
                 except BaseException:
@@ -164,6 +170,9 @@ class Tool(Hooks):
             if self._starts:
                 return
             INTERCEPTOR.remove(self)
+            _active.discard(self)
+            if self._store is not None and self.read_late in self._store.sources:
+                self._store.sources.remove(self.read_late)
         try:
             self._ask_for_compiled_code()
             self.finish()
@@ -407,3 +416,16 @@ def _counted(number: int, what: str) -> str:
 
 def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:500]}"
+
+
+_active: set[Tool] = set()
+
+
+def _stop_terminated() -> None:
+    """Tools that nobody stops write their files all the same where SIGTERM ends the run."""
+    for tool in list(_active) if lifecycle.is_terminated() else ():
+        while tool.active:
+            tool.stop()
+
+
+lifecycle.at_exit(lifecycle.Exit.TOOLS, _stop_terminated)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
-import os
 import threading
 import time
 from array import array
@@ -18,7 +16,7 @@ from .. import settings
 from ..call.description import Described, Tensor, describe, labelled
 from ..call.devices import accelerator_type, event_class
 from ..call.traits import OpTraits
-from ..view import console, store
+from ..view import console, store, timings
 from ..watch.backward_clock import LIBRARIES, BackwardClock
 from ..watch.intercept import Call
 from .base import Tool
@@ -27,6 +25,7 @@ from .light import noted
 _READ_AT: Final = 1_024  # timings are read back when this many wait
 _MAX_WAITING: Final = 8_192
 _MAX_SAMPLES: Final = 4_096
+_MAX_SHOWN: Final = 100_000  # rows of the table at the end; the CSV file has all
 
 
 _Made = tuple[int, str, int, int, str]  # a call that was measured: its id, operator, site, step and device type
@@ -96,6 +95,9 @@ class OpTimeMeasure(Tool):
         self.wants_gradients = self.view.full
         self._spans = object()  # key of the notes of a call whose backward pass is on its way
         self._waiting: deque[_Timing | str] = deque()  # times, and operators that were left alone
+        self._unshown: deque[tuple[_Made, str, tuple[Described, Described, str], float]] = (
+            deque()
+        )  # recorded by `read_late`
         self._free: dict[str, list[Any]] = {}  # device events that have been read, by device type
         self._samples: dict[tuple[str, str], _Samples] = {}
         self._reading = threading.Lock()
@@ -206,13 +208,21 @@ class OpTimeMeasure(Tool):
     def _read_when_due(self) -> None:
         waiting = self._waiting
         at_once = self.only is not None  # a feature on one operator shows at once
-        if (at_once or len(waiting) >= _READ_AT) and self._reading.acquire(blocking=False):
+        if (at_once or len(waiting) + len(self._unshown) >= _READ_AT) and self._reading.acquire(blocking=False):
             try:
                 self._read(wait=at_once or len(waiting) >= _MAX_WAITING)
             finally:
                 self._reading.release()
 
-    def _read(self, wait: bool) -> None:
+    def read_late(self) -> None:
+        """Read what is there, twice a second and on another thread: a run that is killed loses no more than that."""
+        if self._reading.acquire(blocking=False):
+            try:
+                self._read(wait=False, show=False)
+            finally:
+                self._reading.release()
+
+    def _read(self, wait: bool, show: bool = True) -> None:
         waiting, kept, clock = self._waiting, list[tuple[_Timing, float]](), self._clock
         try:
             while waiting:
@@ -227,6 +237,8 @@ class OpTimeMeasure(Tool):
                         return
                     continue
                 if isinstance(timing, str):
+                    if not show:
+                        return
                     self._keep(kept)
                     kept.clear()
                     waiting.popleft()
@@ -239,7 +251,7 @@ class OpTimeMeasure(Tool):
                 if elapsed >= 0:
                     kept.append((timing, elapsed))
         finally:
-            self._keep(kept)
+            self._keep(kept, show)
 
     def _elapsed(self, timing: _Timing, wait: bool) -> float | None:
         """Milliseconds of a timing; None where the device is not that far, negative where they cannot be known."""
@@ -258,9 +270,9 @@ class OpTimeMeasure(Tool):
         self._free.setdefault(timing.made[-1], []).extend(spans)  # others may record them again from now on
         return elapsed
 
-    def _keep(self, timings: list[tuple[_Timing, float]]) -> None:
+    def _keep(self, measured: list[tuple[_Timing, float]], show: bool = True) -> None:
         known, began, rows = self._samples, self._began, []
-        for timing, elapsed in timings:
+        for timing, elapsed in measured:
             (number, op, site, step, _), phase, _, host_start, thread, described = timing
             samples = known.get((op, phase))
             if samples is None:
@@ -268,8 +280,10 @@ class OpTimeMeasure(Tool):
             samples.add(elapsed)
             rows.append((number, site, phase, elapsed, (host_start - began) / 1e3, thread, step))
             if described is not None:
-                self._show(timing.made, phase, described, elapsed)
+                self._unshown.append((timing.made, phase, described, elapsed))
         self.record_all(rows)
+        while show and self._unshown:
+            self._show(*self._unshown.popleft())
 
     def _show(self, made: _Made, phase: str, described: tuple[Described, Described, str], elapsed: float) -> None:
         number, op, site, *_ = made
@@ -299,25 +313,19 @@ class OpTimeMeasure(Tool):
             self._clock = None
 
     def finish(self) -> None:
+        assert self._store is not None
         with self._reading:
             self._read(wait=True)
         if self._clock_device and LIBRARIES.failure:
             self.slowed("backward clock", f"hooks on autograd nodes measure backward times: {LIBRARIES.failure}")
-        assert self._store is not None
-        query = (
-            "SELECT call_id, site, phase, elapsed_ms, start_us, thread, step FROM op_time_measure "
-            "WHERE run = ? ORDER BY call_id"
-        )
-        timings = self._store.tuples(query, (self._run_key,))
-        sites = {site: found for site, *found in self._store.tuples("SELECT site, op, location FROM sites")}
-        rows = _pairs(timings, sites)
-        if self.view.full and rows:
-            self.view.block(console.table(console.TIME_COLUMNS, [[str(c) for c in row] for row in rows]))
+        if self.view.full and self._samples:
+            rows = list(itertools.islice(timings.calls(self._store, self._run_key), _MAX_SHOWN))
+            self.view.block(console.table(console.TIME_COLUMNS, rows))
         label = f"pid{settings.process_label()}_{store.time_label()}"
         self.csv_path = _unused(self._folder / f"op_elasped_info_{label}.csv")
-        store.write_csv(self.csv_path, console.TIME_COLUMNS, rows)
+        timings.write_csv(self.csv_path, self._store, self._run_key)
         self.trace_path = self.csv_path.with_name(self.csv_path.name.replace("info", "trace")).with_suffix(".json")
-        _write_trace(self.trace_path, timings, sites)
+        timings.write_trace(self.trace_path, self._store, self._run_key)
         self.view.say(f"op elasped info saved to {self.csv_path}")
 
     def by_op(self) -> list[dict[str, Any]]:
@@ -358,31 +366,6 @@ class OpTimeMeasure(Tool):
 
 def _by_clock(timing: _Timing | str) -> bool:
     return not isinstance(timing, str) and type(timing.spans) is bytes
-
-
-def _pairs(timings: list[tuple[Any, ...]], sites: dict[int, list[str]]) -> list[list[Any]]:
-    rows: list[list[Any]] = []
-    last = None
-    for call_id, site, phase, elapsed, _, _, _ in timings:  # in the order of the calls
-        if call_id != last:
-            rows.append([sites[site][0], call_id, "", "", "ms"])
-            last = call_id
-        rows[-1][2 if phase == "forward" else 3] = f"{elapsed:.8f}"
-    return rows
-
-
-def _write_trace(path: Path, timings: list[tuple[Any, ...]], sites: dict[int, list[str]]) -> None:
-    """A Chrome trace of the calls: launch times of the host, lengths of the device."""
-    pid = os.getpid()
-    names, places = ({site: json.dumps(found[k]) for site, found in sites.items()} for k in (0, 1))
-    events = [
-        f'{{"name": {names[site]}, "cat": "{phase}", "ph": "X", "ts": {start!r}, "dur": {elapsed * 1e3!r}, '
-        f'"pid": {pid}, '
-        f'"tid": {thread}, "args": {{"forward_id": {call_id}, "step": {step}, "location": {places[site]}}}}}'
-        for call_id, site, phase, elapsed, start, thread, step in timings
-    ]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{{"traceEvents": [{", ".join(events)}], "displayTimeUnit": "ms"}}')
 
 
 @functools.lru_cache(10_000)

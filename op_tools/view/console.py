@@ -164,11 +164,16 @@ class View:
             emit("\n".join(lines))
 
 
+def one_line(text: str) -> str:
+    """Text from a file or a file's name as one line, without what moves a terminal's cursor (`one_line("a\\nb")`)."""
+    return text if text.isprintable() else "".join([c if c.isprintable() else repr(c)[1:-1] for c in text])
+
+
 def finding_line(finding: Finding, short: bool = False) -> str:
     """`[OpCapture] torch.add: disk full (train.py:3 f: ...)`; a short line ends with the file and line."""
     where = _file_and_line(finding.location) if short else finding.location
     op = "" if short and finding.message.startswith(finding.op) else f"{finding.op}: "
-    return f"[{finding.tool}] {op}{finding.message}" + (f" ({where})" if where else "")
+    return f"[{finding.tool}] {op}{finding.message}" + (f" ({one_line(where)})" if where else "")
 
 
 def _file_and_line(location: str) -> str:
@@ -213,7 +218,7 @@ class FindingGroups:
         lines = []
         for first, count, worst in [groups[n] for n in kept]:
             times = f"{count:,} times" if count > 1 else "once"
-            where = _file_and_line(first.location)
+            where = one_line(_file_and_line(first.location))
             if not first.size:  # its text says what it is
                 found = first.message + (f" ({where})" if where else "")
                 lines.append(f"{first.op}: {found}" + (f"; {times}" if count > 1 else ""))
@@ -222,7 +227,7 @@ class FindingGroups:
             excess = f" (excess {worst.size:.3g})" if math.isfinite(worst.size) else ""
             text = f"first at call {first.call_id}, worst at call {worst.call_id}{excess}"
             lines.append(f"{first.op}{place}: {times}, {text}" if count > 1 else f"{first.op}{place}: once{excess}")
-            lines += [f"  {worst.message} ({worst.location})"] * details
+            lines += [f"  {worst.message} ({one_line(worst.location)})"] * details
         if len(groups) > len(kept):
             lines.append(f"… and {len(groups) - len(kept):,} more groups: `op_tools records` lists them")
         return lines

@@ -17,16 +17,18 @@ import sqlite3
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
+
+from ditorch_common.private import complete
 
 from .. import lifecycle, settings
 
 _BATCH_ROWS: Final = 4_000
 ASK_EVERY: Final = 64  # rows: so often whoever adds them calls `flush_when_due`
 _MAX_SITES: Final = 50_000
-_FLUSH_SECONDS: Final = 0.5  # seconds after which records are on disk
+_FLUSH_SECONDS: Final = 0.4  # between two writes: what a killed process loses is younger than twice this
 
 Rows = deque[tuple[Any, ...]]
 
@@ -43,6 +45,7 @@ class Store:
         self.pid = os.getpid()
         self.failure: str | None = None
         self.dropped = 0
+        self.sources: list[Callable[[], None]] = []  # called before the background thread writes: they add rows
         self._max_rows = max_rows
         self._rows_written = 0
         self._tables: dict[str, tuple[str, Rows]] = {}  # by name: how to insert, and the rows that wait
@@ -120,8 +123,14 @@ class Store:
 
     def _write_forever(self) -> None:
         while not self._wake.wait(_FLUSH_SECONDS):
-            if any(rows for _, rows in self._tables.copy().values()) and time.monotonic() > self._due + _FLUSH_SECONDS:
+            self._ask_sources()
+            if any(rows for _, rows in self._tables.copy().values()) and time.monotonic() > self._due:
                 self.flush()
+
+    def _ask_sources(self) -> None:
+        for source in tuple(self.sources):
+            with contextlib.suppress(Exception):  # whoever adds rows reports it at the end
+                source()
 
     def rows(self, query: str, parameters: Sequence[Any] = ()) -> list[dict[str, Any]]:
         """Run a query after a flush (`store.rows("SELECT * FROM findings")`)."""
@@ -130,6 +139,12 @@ class Store:
             cursor = self._connection.execute(query, parameters)
             names = [d[0] for d in cursor.description]
             return [dict(zip(names, row)) for row in cursor.fetchall()]
+
+    def stream(self, query: str, parameters: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
+        """The same one by one, for any number of rows: a connection of its own reads them (`store.stream("...")`)."""
+        self.flush()
+        with contextlib.closing(read_only(self.path)) as connection:
+            yield from connection.execute(query, parameters)
 
     def tuples(self, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """The same without names, for many rows (`store.tuples("SELECT op FROM sites")`)."""
@@ -141,6 +156,7 @@ class Store:
         """Write the rest and close the file (`store.close()`)."""
         if self._closed or self.pid != os.getpid():
             return
+        self._ask_sources()
         self.flush()
         self._closed = True
         self._wake.set()
@@ -148,6 +164,12 @@ class Store:
         with self._lock, contextlib.suppress(sqlite3.Error):
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self._connection.close()
+
+
+def read_only(path: Path) -> sqlite3.Connection:
+    """A records file, whatever is in its name, opened so that nothing is written (`read_only(Path("a#b.sqlite"))`)."""
+    is_complete = not path.with_name(f"{path.name}-wal").exists()  # otherwise SQLite would make files beside it
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' * is_complete}", uri=True)
 
 
 _current: Store | None = None
@@ -200,13 +222,32 @@ def _label_of(second: int) -> str:
     return time.strftime("%Y-%m-%d-%H-%M-%S", time.localtime(second))
 
 
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[TextIO]:
+    """A text file that is there once it is complete; nothing is left of one that could not be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with complete(str(path)) as place, open(place, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        yield file
+
+
+_FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")  # what a spreadsheet would take for a formula
+
+
+def plain_cell(value: Any) -> Any:
+    """A cell that no spreadsheet executes: text that looks like a formula gets a quote (`plain_cell("=cmd()")`)."""
+    if not isinstance(value, str) or not value.startswith(_FORMULA):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value
+
+
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:
     """Write a CSV file with one header, whole or not at all (`write_csv(path, ["a"], [[1]])`)."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with partial.open("w", newline="") as handle:
+    with whole_file(path) as handle:
         writer = csv.writer(handle)
         writer.writerow(columns)
-        writer.writerows(rows)
-    os.replace(partial, path)
+        writer.writerows([plain_cell(cell) for cell in row] for row in rows)
     return path

@@ -49,6 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         if args.fast_dev_run:
             quick = ("train_iter=20", "train_epoch=0", "log_period=1", "checkpoint.period=10", "evaluation.period=10")
             config.override([f"train.{x}" for x in (*quick, "evaluation.max_batches=2")])
+            _make_quick(config)
         say(f"\nRWKV_HEAD_QK_DIM {config.model.head_qk}\n")
         ranks = Ranks.join()
         try:
@@ -66,6 +67,33 @@ def main(arguments: list[str] | None = None) -> int:
     except (ConfigError, CorpusError, CheckpointError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _make_quick(config: Config) -> None:
+    """Without an accelerator, a full batch in bf16 takes minutes for an iteration: make it small, and say so."""
+    if ditorch.backend.name not in ("soft", "cpu"):
+        return
+    train = config.train
+    most = {
+        "train.global_batch_size": (train.global_batch_size, 2 * int(os.environ.get("WORLD_SIZE", 1))),
+        "train.ctx_len": (train.ctx_len, 64),
+        "train.evaluation.batch_size": (train.evaluation.batch_size, 2),
+    }
+    changes = [f"{key}={limit}" for key, (now, limit) in most.items() if now > limit]
+    if train.amp is not None and not _has_bf16_units():
+        changes.append("train.amp=null")
+    if changes:
+        config.override(changes)
+        say(f"--fast-dev-run without an accelerator changes {', '.join(changes)}")
+
+
+def _has_bf16_units() -> bool:
+    """Whether this processor multiplies bfloat16 numbers itself."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split()
+    except OSError:
+        return False
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(flags)
 
 
 def _run(args: argparse.Namespace, config: Config, ranks: Ranks) -> int:

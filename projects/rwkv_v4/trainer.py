@@ -6,6 +6,7 @@ import contextlib
 import logging
 import math
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import ditorch
+from ditorch_common.signals import ends_at_second_signal
 
 from . import checkpoint, schedules
 from .config import Config, ConfigError
@@ -37,6 +39,9 @@ AGREE_SECONDS = 2.0
 
 REPEAT_SECONDS = 5.0
 """A launcher sends the Ctrl-C that the whole group got to its processes again: within this time it is no second one."""
+
+SLOW_SECONDS = 30.0
+"""The first iteration of a run that takes longer is told of."""
 
 TIME_LIMIT = 1
 """A reason to stop, beside the numbers of signals (SIGINT is 2)."""
@@ -140,7 +145,8 @@ class Trainer:
                     with _told_of_compiling():
                         self._pending.append(self.step(self.iteration))
                 else:
-                    self._pending.append(self.step(self.iteration))
+                    with self._told_if_slow(first):
+                        self._pending.append(self.step(self.iteration))
                 self.iteration += 1
                 boundary = self.iteration % options.log_period == 0
                 if boundary and not self._report():
@@ -203,10 +209,37 @@ class Trainer:
 
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            yield
+            with ends_at_second_signal(REPEAT_SECONDS if self.ranks.world > 1 else 0.0):
+                yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def _told_if_slow(self, first: int) -> Iterator[None]:
+        """Say while it lasts that the first iteration is slow, and afterwards how long all of them will take."""
+        if self.iteration != first:
+            yield
+            return
+        left = self.train_iter - first
+
+        def tell() -> None:
+            hours = SLOW_SECONDS * left / 3600
+            log.warning(f"The first iteration takes more than {SLOW_SECONDS:g} s: {left} take more than {hours:.1f} h")
+
+        timer = threading.Timer(SLOW_SECONDS, tell)
+        timer.daemon = True
+        timer.start()
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            timer.cancel()
+        seconds = time.perf_counter() - started
+        if seconds > SLOW_SECONDS:
+            log.warning(
+                f"The first iteration took {seconds:.0f} s: {left} will take about {seconds * left / 3600:.1f} h"
+            )
 
     # --- time ---------------------------------------------------------------------------------------------------
 

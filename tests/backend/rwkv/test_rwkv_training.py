@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import ditorch
 from projects.rwkv_v4 import checkpoint, parallel, train, trainer
 from projects.rwkv_v4.events import read_metrics
 
@@ -119,11 +120,20 @@ def test_what_another_rank_was_asked_stops_this_one_too(monkeypatch: pytest.Monk
 def test_fast_dev_run_then_evaluation_only(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("quick", "--fast-dev-run") == 0
     assert len(losses("quick")) == 20
-    capsys.readouterr()
+    told = "--fast-dev-run without an accelerator changes train.global_batch_size=2"
+    assert (told in capsys.readouterr().out) == (ditorch.backend.name in ("soft", "cpu"))
     assert run("quick", "--eval-only", "train.evaluation.max_batches=2") == 0
     assert "bits per byte" in capsys.readouterr().out
     assert run("fresh", "train.load_weight=quick/checkpoint_0000020.pt", "train.stop_after=4") == 0
     assert losses("fresh")[0] < losses("quick")[0] - 0.5
+
+
+def test_a_slow_first_iteration_is_told_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(trainer, "SLOW_SECONDS", 1e-4)
+    assert run("slow", "train.stop_after=1") == 0
+    text = capsys.readouterr().out
+    assert "The first iteration takes more than 0.0001 s: 24 take more than 0.0 h" in text
+    assert "24 will take about" in text
 
 
 def test_time_limit_stops_the_run() -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import stat
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from ditorch_common import toolchain
+from ditorch_common import private, toolchain
 
 
 def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DITORCH_CACHE_DIR", raising=False)
+    monkeypatch.setattr(private, "is_private", lambda folder: True)
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert toolchain.cache_root() == Path("/somewhere/ditorch")
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -45,3 +49,72 @@ def test_both_packages_use_it() -> None:
 
     for name in ("cache_root", "find_compiler", "loaded_runtime"):
         assert getattr(build, name) is getattr(compiling, name) is getattr(toolchain, name)
+
+
+def test_without_a_home_a_private_temporary_folder_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("DITORCH_CACHE_DIR", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    found = toolchain.cache_root()
+    assert found == tmp_path / f"ditorch-{os.geteuid()}"
+    assert stat.S_IMODE(found.stat().st_mode) == 0o700
+
+
+def test_a_shared_cache_folder_is_not_trusted(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    environment = {"DITORCH_CACHE_DIR": str(shared)}
+    assert toolchain.cache_root(environment) == shared
+    for mode in (0o777, 0o1777):
+        shared.chmod(mode)
+        own = toolchain.cache_root(environment)
+        assert own.parent == (shared if mode & 0o1000 else Path(tempfile.gettempdir()))
+        assert private.is_private(own)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_another_user_planted_is_not_loaded(tmp_path: Path) -> None:
+    library = tmp_path / "x.so"
+    library.touch(0o755)
+    assert private.is_trusted(library)
+    library.chmod(0o777)
+    assert not private.is_trusted(library)
+    library.chmod(0o755)
+    os.chown(library, 12345, 12345)
+    assert not private.is_trusted(library)
+    os.chown(library, 0, 0)
+    (tmp_path / "link.so").symlink_to(library)
+    assert not private.is_trusted(tmp_path / "link.so")
+    os.chown(tmp_path, 12345, 12345)
+    assert not private.is_trusted(library)
+    os.chown(tmp_path, 0, 0)
+
+
+def test_a_lock_that_is_a_link_leaves_its_target_alone(tmp_path: Path) -> None:
+    from ditorch.soft import build
+
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "lock").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic links"), build._lock(tmp_path / "lock"):
+        pass
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
+@pytest.mark.parametrize("nameless", [True, False])
+def test_a_file_is_complete_or_not_there(tmp_path: Path, nameless: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not nameless:
+        monkeypatch.setattr(private, "_O_TMPFILE", 0)
+    target = tmp_path / "x.csv"
+    for text in ("first", "second"):
+        with private.complete(str(target)) as place:
+            Path(place).write_text(text)
+            assert not target.exists() or target.read_text() == "first"
+        assert target.read_text() == text
+    with pytest.raises(OSError, match="No space"), private.complete(str(target)):
+        Path("/dev/full").write_text("thi")
+    assert target.read_text() == "second"
+    assert [path.name for path in tmp_path.iterdir()] == ["x.csv"]

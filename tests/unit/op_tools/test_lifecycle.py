@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -80,3 +84,62 @@ assert [row["op"] for row in tool.records()] == ["torch.ones", "torch.Tensor.add
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+_TIMED = """
+import os, signal, time, torch, op_tools
+tool = op_tools.OpTimeMeasure()
+def work():
+    for _ in range(20):
+        torch.ones(2).add(1)
+"""
+
+
+def _rows(folder: Path) -> int:
+    (file,) = folder.rglob("records_*.sqlite")
+    with contextlib.closing(sqlite3.connect(file)) as connection:
+        return int(connection.execute("SELECT count(*) FROM op_time_measure").fetchone()[0])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "tool.start(); work(); os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
+        "with tool:\n    work()\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(60)",
+    ],
+    ids=["started", "with"],
+)
+def test_sigterm_ends_a_run_with_everything_written(tmp_path: Path, body: str) -> None:
+    script = f"{_TIMED}\ntry:\n    {body.replace(chr(10), chr(10) + '    ')}\nfinally:\n    print('finally')"
+    done = _run(script, tmp_path, OP_TOOLS_INCLUDE_CPU="1", OP_TOOLS_CONSOLE="summary")
+    assert done.returncode == -signal.SIGTERM, done.stderr
+    assert "finally" in done.stdout  # as after Ctrl-C
+    assert "Traceback" not in done.stderr
+    assert _rows(tmp_path) == 40
+    (table,) = tmp_path.rglob("op_elasped_info*.csv")
+    assert len(table.read_text().splitlines()) == 41
+    assert "OpTimeMeasure summary" in done.stdout
+
+
+def test_sigterm_is_left_to_a_handler_of_the_program_and_to_its_children(tmp_path: Path) -> None:
+    script = """
+import os, signal, sys, torch, op_tools
+pid = os.fork() if op_tools.OpObserve().start() else 0
+if pid == 0:
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(0)
+print("child", os.waitpid(pid, 0)[1])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+op_tools.OpTimeMeasure().start()
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+    done = _run(script, tmp_path, OP_TOOLS_CONSOLE="off")
+    assert (done.returncode, done.stdout.split()) == (7, ["child", "15"]), done.stderr
+
+
+def test_a_killed_run_loses_less_than_a_second_of_times(tmp_path: Path) -> None:
+    script = f"{_TIMED}\ntool.start(); work(); time.sleep(1.0); os.kill(os.getpid(), signal.SIGKILL)"
+    done = _run(script, tmp_path, OP_TOOLS_INCLUDE_CPU="1")
+    assert done.returncode == -signal.SIGKILL
+    assert _rows(tmp_path) == 40
+    assert "op_elasped" not in done.stdout

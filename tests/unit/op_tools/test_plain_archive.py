@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from op_tools.files import archive, captures, plain_archive
+from op_tools.files import archive, captures, limits, plain_archive
+from op_tools.files.archive import ArchiveError
 
 from .test_archive import Bomb, check_same, strided
 
@@ -100,8 +103,15 @@ def test_what_others_wrote_is_left_to_torch() -> None:
     assert plain_archive.load(Path("missing.pth")) is None
 
 
+@pytest.fixture
+def _sums_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever forges a file writes checksums that fit: they must not be what protects the reader."""
+    monkeypatch.setattr(plain_archive, "check_sum", lambda *_: None)
+
+
+@pytest.mark.usefixtures("_sums_fit")
 @given(st.data())
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_damaged_files_are_read_as_torch_reads_them_or_not_at_all(data: st.DataObject) -> None:
     path = Path("x.pth")
     x = torch.arange(4.0)
@@ -115,6 +125,7 @@ def test_damaged_files_are_read_as_torch_reads_them_or_not_at_all(data: st.DataO
         assert same(found, torch.load(path, weights_only=True))
 
 
+@pytest.mark.usefixtures("_sums_fit")
 @pytest.mark.slow
 def test_any_damaged_byte_is_read_as_torch_reads_it_or_not_at_all() -> None:
     path = Path("x.pth")
@@ -130,6 +141,53 @@ def test_any_damaged_byte_is_read_as_torch_reads_it_or_not_at_all() -> None:
     assert read > 100  # values, sums of bytes that nobody looks at, padding
 
 
+@pytest.mark.parametrize("odd", [False, True], ids=["plain", "by torch.save"])
+def test_every_damaged_bit_of_tensor_data_is_noticed(odd: bool) -> None:
+    path, x, small = Path("x.pth"), torch.rand(70_000), torch.rand(5)
+    archive.save(path, {"args": (x, small, small.to_sparse() if odd else 1)})
+    whole = path.read_bytes()
+    starts = [whole.index(t.numpy().tobytes()) for t in (x, small)]
+    places = [starts[0], starts[0] + 140_001, starts[0] + 279_999, starts[1], starts[1] + 19]
+    for place in places:
+        for bit in (1, 128):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ bit]) + whole[place + 1 :])
+            with pytest.raises(archive.Damaged, match=r"is damaged: the checksum of .*/data/"):
+                captures.encoded(path)
+    path.write_bytes(whole)
+    assert torch.equal(captures.encoded(path)["args"][0], x)
+
+
+def test_the_checksums_are_those_of_zip_and_files_without_them_are_read() -> None:
+    path, x = Path("x.pth"), torch.rand(70_000)
+    archive.save(path, {"args": (x,)})
+    with zipfile.ZipFile(path) as records:
+        assert records.testzip() is None  # what `unzip -t` asks
+        sums = [entry.CRC for entry in records.infolist() if entry.file_size == x.nbytes]
+    path.write_bytes(path.read_bytes().replace(sums[0].to_bytes(4, "little"), bytes(4)))  # as earlier versions wrote
+    assert torch.equal(captures.encoded(path)["args"][0], x)
+
+
+def test_a_large_file_is_looked_at_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path("x.pth")
+    with path.open("wb") as file:
+        file.truncate(3 << 30)  # a hole
+    read: list[int] = []
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, into, *at: read.append(len(into[0])) or preadv(file, into, *at))
+    with pytest.raises(ArchiveError, match="cannot be read as a capture"):
+        captures.encoded(path)
+    assert sum(read) < 1_000
+
+
+def test_a_file_that_claims_more_than_the_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = Path("x.pth")
+    archive.save(path, {"args": (torch.zeros(9 << 20),)})
+    monkeypatch.setattr(limits, "free_memory", lambda: 10 << 20)
+    with pytest.raises(ArchiveError, match=r"it needs 0.0 GiB; 0.0 GiB are free for it here"):
+        captures.encoded(path)
+
+
+@pytest.mark.usefixtures("_sums_fit")
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -644,7 +645,7 @@ def test_ctrl_c_keeps_what_was_done(capsys: pytest.CaptureFixture[str], monkeypa
         real(check)
 
     monkeypatch.setattr(Check, "run", interrupted)
-    arguments = ["tree", "--acc_check", "--device", "cpu", "--json", "r.json", "--csv", "r.csv"]
+    arguments = ["tree", "--acc_check", "--device", "cpu", "--jobs", "0", "--json", "r.json", "--csv", "r.csv"]
     assert cli.run_from_data(arguments) == 130
     assert "interrupted: 3 captures were not reached" in capsys.readouterr().out
     written = json.loads(Path("r.json").read_text())
@@ -708,8 +709,9 @@ def test_large_captures_are_alone_in_memory(monkeypatch: pytest.MonkeyPatch) -> 
 # -- processes ----------------------------------------------------------------------------------------
 
 
-def crashing_worker(connection: Any, options: Options) -> None:
+def crashing_worker(connection: Any, options: Options, jobs: int) -> None:
     """Like a worker, but some captures take it down."""
+    connection.send("")
     while True:
         try:
             folder = connection.recv()
@@ -717,7 +719,12 @@ def crashing_worker(connection: Any, options: Options) -> None:
             return
         if "crash" in str(folder):
             os.kill(os.getpid(), signal.SIGSEGV)
-        connection.send(Outcome(folder, f"{os.environ['OMP_NUM_THREADS']} threads", RAN))
+        if "endless" in str(folder):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if "hostile" in str(folder):
+            connection.send_bytes(pickle.dumps(Bomb()))
+        if folder is not None:
+            connection.send(Outcome(folder, f"{os.environ['OMP_NUM_THREADS']} threads", RAN))
 
 
 def test_a_crash_costs_one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -733,13 +740,98 @@ def test_a_crash_costs_one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["OMP_NUM_THREADS"] == "1"
 
 
-def slow_worker(connection: Any, options: Options) -> None:
+def test_a_capture_without_end_and_a_worker_that_was_taken_over_cost_one_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "_work", crashing_worker)
+    folders = [Path(f"torch.exp/{kind}{i}") for i, kind in enumerate(["a", "endless", "b", "hostile", "c"])]
+    outcomes = list(pool.replay_all(folders, dataclasses.replace(CPU, time_limit=0.5), jobs=1))
+    assert [o.status for o in outcomes] == [RAN, ERROR, RAN, ERROR, RAN]
+    assert outcomes[1].reason == "it took longer than 0.5 s, the time limit of a capture (--time-limit)"
+    assert not Path("executed").exists()
+
+
+def slow_worker(connection: Any, options: Options, jobs: int) -> None:
     """Like a worker that takes its time over all captures but the first."""
-    folder = connection.recv()
-    while "slow" not in str(folder):
-        connection.send(Outcome(folder, "", RAN))
+    connection.send("")
+    while True:
         folder = connection.recv()
-    time.sleep(60)
+        if "slow" in str(folder):
+            time.sleep(60)
+        if folder is not None:
+            connection.send(Outcome(folder, "", RAN))
+
+
+HOSTILE: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [
+    ("torch.segment_reduce", (torch.rand(4), "sum"), {"lengths": torch.tensor([2**40]), "unsafe": True}),
+    ("torch._convert_indices_from_coo_to_csr", (torch.tensor([10**6]), 3), {}),
+    ("torch._convert_indices_from_csr_to_coo", (torch.tensor([0, 10**7]), torch.tensor([1])), {}),
+    (
+        "aten.max_pool2d_with_indices_backward.default",
+        (torch.ones(1, 1, 2, 2), torch.ones(1, 1, 4, 4), [2, 2], [2, 2], [0, 0], [1, 1], False),
+        {"indices": torch.full((1, 1, 2, 2), 2**40)},
+    ),
+    (
+        "aten.adaptive_max_pool2d_backward.default",
+        (torch.ones(1, 1, 2, 2), torch.ones(1, 1, 4, 4), torch.full((1, 1, 2, 2), -(2**40))),
+        {},
+    ),
+    (
+        "aten.embedding_dense_backward.default",
+        (torch.ones(2, 3), torch.tensor([0, 2**40]), 4, -1, False),
+        {},
+    ),
+    (
+        "aten._embedding_bag_dense_backward.default",
+        (torch.ones(1, 3), *[torch.tensor([2**40])] * 4, 4, False, 0, None, -1),
+        {},
+    ),
+    (
+        "aten.native_batch_norm_backward.default",
+        (*[torch.ones(2, 999, 4)] * 2, *[torch.ones(1)] * 5, True, 1e-5, [True] * 3),
+        {},
+    ),
+    ("torch.nn.functional.embedding", (torch.tensor([2**40]), torch.ones(3, 2)), {}),
+    ("torch.index_select", (torch.ones(3, 2), 0, torch.tensor([-1])), {}),
+    ("torch.gather", (torch.ones(3, 2), 1, torch.tensor([[7]])), {}),
+    ("torch.take", (torch.ones(3), torch.tensor([-4])), {}),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "kwargs"), HOSTILE, ids=[name for name, _, _ in HOSTILE])
+def test_an_operator_that_trusts_its_indices_is_refused_or_checked(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save("hostile", name, args, kwargs)
+    monkeypatch.setattr(CapturedOp, "run_forward", lambda *_: pytest.fail("it ran"))
+    outcome = replay(folder, CPU)
+    assert not outcome.forward_ms
+    said = ("trusts its arguments", "outside of", "elements", "would not be checked")
+    assert any(text in outcome.reason for text in said)
+
+
+def test_a_crash_in_a_kernel_costs_one_capture_and_the_report_goes_on() -> None:
+    folders = [save_exp("a"), save("crash", "aten.remainder.int", (1, 0)), save_exp("b")]
+    outcomes = list(pool.replay_all(folders, CPU, jobs=1))
+    assert [o.status for o in outcomes] == [IDENTICAL, ERROR, IDENTICAL]
+    assert outcomes[1].reason == "the process that ran it died (SIGFPE)"
+
+
+@pytest.mark.parametrize("jobs", [0, 1])
+def test_a_small_file_cannot_cost_gigabytes(jobs: int) -> None:
+    one = torch.ones(1)
+    folders = [
+        save("ones", "torch.ones", (10**9,)),
+        save("outer", "torch.outer", (one.expand(40_000), one.expand(40_000))),
+        save("unknown", "torch.Tensor.repeat_interleave", (one.int(), one.int() * 3 * 10**8)),  # until it runs
+        save_exp("last"),
+    ]
+    outcomes = list(pool.replay_all(folders if jobs else [folders[0], folders[3]], CPU, jobs=jobs))
+    assert [o.status for o in outcomes] == [*[ERROR] * (len(outcomes) - 1), IDENTICAL]
+    assert "2.0 GiB is the memory limit of a capture" in outcomes[0].reason
+    if jobs:
+        assert "2.0 GiB is the memory limit of a capture" in outcomes[1].reason
+        assert outcomes[2].reason.startswith("not enough memory to run it; a capture may take 2.0 GiB")
 
 
 def test_who_stops_early_does_not_wait_for_captures_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import os
+import re
 import sqlite3
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 
-from op_tools import OpObserve
+import pytest
+
+from op_tools import OpObserve, OpTimeMeasure, cli
 from op_tools.copies.queue import Writer
-from op_tools.view import store
+from op_tools.view import store, timings
 from op_tools.view.store import Store, write_csv
 
 
@@ -201,3 +207,50 @@ def test_a_patient_writer_leaves_a_burst_alone_then_works() -> None:
     writer.drain()
     assert len(done) == 12
     writer.close()
+
+
+def test_cells_that_a_spreadsheet_would_execute_are_quoted(tmp_path: Path) -> None:
+    write_csv(tmp_path / "x.csv", ["=head"], [["=cmd|' /C calc'!A0", "+1", "-inf", "@sum", "plain", -2.5]])
+    assert (tmp_path / "x.csv").read_text().splitlines()[1] == "'=cmd|' /C calc'!A0,+1,-inf,'@sum,plain,-2.5"
+
+
+def test_many_times_are_written_in_bounded_memory(tmp_path: Path) -> None:
+    rows, records = 10_000, Store(tmp_path / "x.sqlite")
+    columns = {"run": "INTEGER", **OpTimeMeasure.columns}
+    waiting = records.table("op_time_measure", columns)
+    for site, op in enumerate(("torch.add", '=evil,"op"')):
+        records.site(site, op, "a.py:1", list)
+    for phase in ("forward", "backward"):
+        for number in range(rows):
+            waiting.append((7, number, number % 2, phase, number / 8, float(number), 1, 0))
+    records.flush()
+    tracemalloc.start()
+    timings.write_csv(tmp_path / "x.csv", records, 7)
+    timings.write_trace(tmp_path / "x.json", records, 7)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5 << 20  # all rows together take three times that
+    with (tmp_path / "x.csv").open(newline="") as file:
+        found = list(csv.reader(file))
+    assert found[1:3] == [
+        ["torch.add", "0", "0.00000000", "0.00000000", "ms"],
+        ['\'=evil,"op"', "1", *["0.12500000"] * 2, "ms"],
+    ]
+    assert len(found) == rows + 1
+    assert len(json.loads((tmp_path / "x.json").read_text())["traceEvents"]) == 2 * rows
+    records.close()
+
+
+@pytest.mark.parametrize("name", ["a#b", "a?b", "a%20b", "a b"])
+def test_records_are_shown_whatever_the_path_is(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / name
+    records = Store(folder / "x.sqlite")
+    records.table("findings", {"tool": "TEXT", "op": "TEXT"})
+    waiting = records.table("op_observe", {"run": "INTEGER"})
+    waiting.extend([(n,) for n in range(12)])
+    records.close()
+    before = sorted(tmp_path.rglob("*"))
+    assert cli.show_records(folder) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"op_observe\W+12\b", shown)
+    assert sorted(tmp_path.rglob("*")) == before

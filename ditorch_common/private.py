@@ -1,0 +1,111 @@
+"""Folders and files that other users cannot write, and files that are there once they are complete."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+_O_TMPFILE: Final = getattr(os, "O_TMPFILE", 0) if os.path.isdir("/proc/self/fd") else 0
+
+
+def _others_may_write(found: os.stat_result) -> bool:
+    own_group = found.st_gid == os.getegid() == os.geteuid()  # a group of one, as many systems give each user
+    return bool(found.st_mode & (stat.S_IWOTH if own_group else stat.S_IWOTH | stat.S_IWGRP))
+
+
+def _is_mine(found: os.stat_result) -> bool:
+    return found.st_uid in (os.geteuid(), 0)
+
+
+def is_private(folder: Path) -> bool:
+    """Whether nobody but this user and root can put anything into a folder, which need not be there yet.
+
+    >>> is_private(Path("/"))
+    True
+    """
+    try:
+        if folder.is_symlink() and not _is_mine(folder.lstat()):
+            return False
+        path = Path(os.path.realpath(folder))
+        for place in (path, *path.parents):
+            try:
+                found = place.stat()
+            except FileNotFoundError:
+                continue
+            # in a sticky folder such as /tmp others cannot replace what is not theirs, but they can add to it
+            is_safe = not _others_may_write(found) or (found.st_mode & stat.S_ISVTX and place != path)
+            if not _is_mine(found) or not is_safe:
+                return False
+    except OSError:
+        return False
+    return True
+
+
+def is_trusted(file: Path) -> bool:
+    """Whether a file may be executed: a regular one of this user or root, which nobody else could have written."""
+    try:
+        found = file.lstat()
+    except OSError:
+        return False
+    return stat.S_ISREG(found.st_mode) and _is_mine(found) and not _others_may_write(found) and is_private(file.parent)
+
+
+def private_folder(wanted: Path | None, name: str) -> Path:
+    """The folder itself if it is private, else one for this user in it, else one in the temporary directory.
+
+    >>> private_folder(Path("/root/.cache/ditorch"), "ditorch")  # doctest: +SKIP
+    """
+    if wanted is not None and is_private(wanted):
+        return wanted
+    others = [wanted / f"user-{os.geteuid()}"] if wanted is not None else []
+    for folder in (*others, Path(tempfile.gettempdir()) / f"{name}-{os.geteuid()}"):
+        with contextlib.suppress(OSError):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+            if not folder.is_symlink() and is_private(folder):
+                return folder
+    raise OSError(f"there is no folder that only this user can write ({wanted} is not); set DITORCH_CACHE_DIR to one")
+
+
+@contextlib.contextmanager
+def complete(path: str) -> Iterator[str]:
+    """Where to write a file that appears once it is complete; a process that dies or a full disk leaves nothing.
+
+    >>> with complete("report.csv") as place, open(place, "w") as file:  # doctest: +SKIP
+    ...     file.write("a,b")
+    """
+    folder, slash, name = path.rpartition("/")
+    partial = f"{folder}{slash}.{name}.{os.getpid()}.partial"
+    nameless = _nameless(folder or slash or ".")
+    try:
+        if nameless < 0:
+            yield partial
+        else:
+            yield f"/proc/self/fd/{nameless}"
+            try:
+                os.link(f"/proc/self/fd/{nameless}", path, src_dir_fd=nameless)
+                return
+            except FileExistsError:  # a link cannot take the place of another file, a rename can
+                os.link(f"/proc/self/fd/{nameless}", partial, src_dir_fd=nameless)
+        os.replace(partial, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+    finally:
+        if nameless >= 0:
+            os.close(nameless)
+
+
+def _nameless(folder: str) -> int:
+    """A file without a name, which is gone if nobody gives it one; -1 where the system has none."""
+    try:
+        return os.open(folder, _O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666) if _O_TMPFILE else -1
+    except OSError:
+        return -1
