@@ -39,6 +39,7 @@ TABLES: Final[dict[str, dict[str, str]]] = {
     "operators": {
         **{"step": "i4", "phase": "u1", "name": "text", "module": "i4", "location": "text", "stack": "text"},
         **{"arguments": "text", "region": "text", "stream": "i8", "group": "text", "forward": "i4", "time": "f8"},
+        "title": "text",  # of an imported one; others are named by module and number
     },
     "edges": {"operator": "i4", "side": "u1", "place": "i2", "tensor": "i4"},
     "prints": {

@@ -215,7 +215,7 @@ class Recorder:
             stack = stack_of_call(self._stacks, self._user_only)
         row = (
             *(step, phase, text(name), module, text(location), text(stack), text(arguments), text(_region())),
-            *(_stream(), text(group), forward, time.perf_counter() - self._began),
+            *(_stream(), text(group), forward, time.perf_counter() - self._began, 0),
         )
         self.operators += 1
         return self.writer.add("operators", row)
