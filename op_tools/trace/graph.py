@@ -136,7 +136,7 @@ class Graph:
         """Rows of fingerprints, and for each tensor its row, -1 where it has none."""
         table = self.trace["prints"]
         mine = table["part"] == part
-        rows = np.stack([table[name][mine].astype(np.float64) for name in PRINT_COLUMNS], axis=1)
+        rows = np.stack([table[name][mine].astype(np.float64, copy=False) for name in PRINT_COLUMNS], axis=1)
         where = np.full(self.trace.count("tensors"), -1, np.int64)
         where[table["tensor"][mine]] = np.arange(len(rows))
         return rows, where
