@@ -254,7 +254,10 @@ class _Matcher:
         same_family = one.families[a] == two.families[b]
         if not same_family:
             return _NEVER
-        points = 1.0 + 0.5 * (one.names[a] == two.names[b])
+        if one.families[a] in MOVES:  # says little: there are many of them
+            points = 0.2 + 0.2 * (one.names[a] == two.names[b])
+        else:
+            points = 1.0 + 0.5 * (one.names[a] == two.names[b])
         same_shape = self._shape[one.shapes[a]] == two.shapes[b]
         if same_shape:
             points += 0.5
