@@ -1,0 +1,597 @@
+"""How well `op_tools diff` aligns runs and names the operator at fault, against the truth.
+
+    python -m benchmarks.trace_truth align faults healthy prints scale
+
+`align`: two runs of a GPT, a ResNet and an RWKV that differ in one way. The truth is which line of the model made an
+operator, in which layer, for the how-manieth time; the aligner does not look at lines. Beside it: difflib over the names
+of operators, and the strict comparison of PyTorch's DebugMode, which gives up where the numbers of operators differ.
+`faults`: faults planted on the software accelerator, the good run against the faulty one. `healthy`: two devices and two
+layouts without a fault. `prints`: what a print sees and a hash does not. `scale`: a million operators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OP_TOOLS_CONSOLE", "off")
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from op_tools.tools.trace import OpTrace
+from op_tools.trace import format as columns
+from op_tools.trace.align import Alignment, align
+from op_tools.trace.diff import Diff, load
+from op_tools.trace.format import TraceWriter
+from op_tools.trace.graph import Graph
+
+EMBD, HEADS, TOKENS, VOCAB = 32, 4, 16, 50
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.fused = nn.Linear(EMBD, 3 * EMBD), nn.Linear(EMBD, EMBD), fused
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, c = x.shape
+        q, k, v = self.qkv(x).split(EMBD, dim=2)
+        q = q.view(b, t, HEADS, -1).transpose(1, 2)
+        k = k.view(b, t, HEADS, -1).transpose(1, 2)
+        v = v.view(b, t, HEADS, -1).transpose(1, 2)
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            score = q @ k.transpose(-2, -1)
+            score = score * (EMBD // HEADS) ** -0.5
+            mask = torch.ones(t, t, dtype=torch.bool, device=x.device).tril()
+            score = score.masked_fill(~mask, float("-inf"))
+            y = score.softmax(-1) @ v
+        y = y.transpose(1, 2).reshape(b, t, c)
+        out: Tensor = self.proj(y)
+        return out
+
+
+class GPTBlock(nn.Module):
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.ln1, self.attn, self.ln2 = nn.LayerNorm(EMBD), Attention(fused), nn.LayerNorm(EMBD)
+        self.up, self.down = nn.Linear(EMBD, 4 * EMBD), nn.Linear(4 * EMBD, EMBD)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln1(x))
+        h = F.gelu(self.up(self.ln2(x)))
+        return x + self.down(h)
+
+
+class GPT(nn.Module):
+    def __init__(self, layers: int = 3, written: bool = False, remat: bool = False) -> None:
+        super().__init__()
+        self.remat = remat
+        self.emb, self.pos = nn.Embedding(VOCAB, EMBD), nn.Embedding(TOKENS, EMBD)
+        self.blocks = nn.ModuleList([GPTBlock(not written) for _ in range(layers)])
+        self.ln, self.head = nn.LayerNorm(EMBD), nn.Linear(EMBD, VOCAB, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.emb(ids) + self.pos(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.remat else block(x)
+        out: Tensor = self.head(self.ln(x))
+        return out
+
+
+class ResBlock(nn.Module):
+    def __init__(self, written: bool) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.written = written
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        if self.written:
+            y = x + y
+            return y * (y > 0)
+        return F.relu(x + y)
+
+
+class ResNet(nn.Module):
+    def __init__(self, layers: int = 3, written: bool = False, remat: bool = False) -> None:
+        super().__init__()
+        self.remat = remat
+        self.stem, self.bn = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.blocks = nn.ModuleList([ResBlock(written) for _ in range(layers)])
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn(self.stem(x)))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.remat else block(x)
+        out: Tensor = self.head(x.mean((2, 3)))
+        return out
+
+
+class TimeMix(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Parameter(torch.rand(EMBD))
+        self.decay, self.first = nn.Parameter(-torch.rand(EMBD)), nn.Parameter(torch.rand(EMBD))
+        self.key, self.value, self.receptance, self.output = (nn.Linear(EMBD, EMBD, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        shifted = F.pad(x, (0, 0, 1, -1))
+        x = x * self.mix + shifted * (1 - self.mix)
+        k, v, r = self.key(x), self.value(x), torch.sigmoid(self.receptance(x))
+        w = torch.exp(self.decay)
+        number, total, out = torch.zeros_like(k[:, 0]), torch.zeros_like(k[:, 0]), []
+        for t in range(0, x.shape[1], 4):
+            e = torch.exp(k[:, t])
+            out.append((number + e * v[:, t]) / (total + e + 1e-3))
+            number, total = number * torch.exp(-w) + e * v[:, t], total * torch.exp(-w) + e
+        y = torch.stack(out, 1).repeat_interleave(4, 1)
+        result: Tensor = self.output(r * y)
+        return result
+
+
+class RWKVBlock(nn.Module):
+    def __init__(self, written: bool) -> None:
+        super().__init__()
+        self.ln1, self.ln2, self.att = nn.LayerNorm(EMBD), nn.LayerNorm(EMBD), TimeMix()
+        self.key, self.value = nn.Linear(EMBD, 2 * EMBD, bias=False), nn.Linear(2 * EMBD, EMBD, bias=False)
+        self.written = written
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.att(self.ln1(x))
+        if self.written:
+            centred = x - x.mean(-1, keepdim=True)
+            spread = centred.square().mean(-1, keepdim=True)
+            h = centred * (spread + 1e-5).rsqrt() * self.ln2.weight + self.ln2.bias
+        else:
+            h = self.ln2(x)
+        h = torch.relu(self.key(h)).square()
+        return x + self.value(h)
+
+
+class RWKV(GPT):
+    def __init__(self, layers: int = 3, written: bool = False, remat: bool = False) -> None:
+        super().__init__(0, False, remat)
+        self.blocks = nn.ModuleList([RWKVBlock(written) for _ in range(layers)])
+
+
+MODELS: dict[str, Any] = {"GPT": GPT, "ResNet": ResNet, "RWKV": RWKV}
+
+
+def batch(kind: str, device: str, size: int = 4) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(7)
+    if kind == "ResNet":
+        x = torch.randn(size, 3, 8, 8, generator=draw)
+        return x.to(device), torch.randint(VOCAB, (size,), generator=draw).to(device)
+    ids = torch.randint(VOCAB, (size, TOKENS), generator=draw)
+    return ids.to(device), torch.randint(VOCAB, (size * TOKENS,), generator=draw).to(device)
+
+
+def build(kind: str, seed: int = 0, **options: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    model: nn.Module = MODELS[kind](**options)
+    return model
+
+
+class Tracing(OpTrace):
+    """Also notes which operator a planted fault struck first."""
+
+    name = "OpTraceOfBenchmark"
+    planted: Any = None
+    culprit = -1
+
+    def _look(self) -> None:
+        if self.planted is not None and self.culprit < 0 and self.planted.hits and self._recorder is not None:
+            self.culprit = self._recorder.operators - 1
+
+    def after(self, call: Any) -> None:
+        struck = self.planted is not None and self.culprit < 0 and self.planted.hits
+        super().after(call)
+        if struck:
+            self._look()
+
+    def after_backward(self, call: Any, grad_outputs: Any, grad_inputs: Any) -> None:
+        struck = self.planted is not None and self.culprit < 0 and self.planted.hits
+        super().after_backward(call, grad_outputs, grad_inputs)
+        if struck:
+            self._look()
+
+
+def train(
+    folder: Path, kind: str, model: nn.Module, *, device: str = "cuda", low: bool = False, steps: int = 2, layout: int = 0,
+    compiled: str = "", fused: bool | None = None, planted: Any = None, size: int = 4,
+) -> tuple[Graph, Tracing]:  # fmt: skip
+    """Train a model for some steps under OpTrace."""
+    model = model.to(device)
+    if layout:
+        other_layout(model)
+    x, y = batch(kind, device, size)
+    if layout and kind == "ResNet":
+        x = x.to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=None if fused else True, fused=fused)
+    run: Any = torch.compile(model, backend=compiled) if compiled else model
+    os.environ["OP_TOOLS_INCLUDE_CPU"] = "1" if device == "cpu" else "0"
+    shutil.rmtree(folder, ignore_errors=True)
+    tool = Tracing(to=folder)
+    tool.planted = planted
+    kind_of = "cuda" if device != "cpu" else "cpu"
+    with tool:
+        for _ in range(steps):
+            with torch.autocast(kind_of, torch.bfloat16, enabled=low):
+                out = run(x).float()
+            loss = F.cross_entropy(out.view(-1, VOCAB), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return Graph(load(folder)), tool
+
+
+def other_layout(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.data = parameter.data.t().contiguous().t()
+        elif parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+
+
+# --- the truth --------------------------------------------------------------------------------------------------------
+
+
+def keys(graph: Graph, renamed: dict[str, str] | None = None) -> dict[Any, int]:
+    """Operators by what only the truth knows: step, phase, layer, line of Python, name, and for the how-manieth time."""
+    seen: Counter[Any] = Counter()
+    found = {}
+    table, texts = graph.operators, graph.trace.texts
+    for operator, name in enumerate(graph.names):
+        path = graph.paths.get(int(table["module"][operator]), "")
+        for old, new in (renamed or {}).items():
+            if path == old or path.startswith(old + "."):
+                path = new + path[len(old) :]
+                break
+        line = texts[int(table["location"][operator])]
+        key = (int(table["step"][operator]) - int(table["step"][0]), int(table["phase"][operator]), path, line, name)
+        seen[key] += 1
+        found[(*key, seen[key])] = operator
+    return found
+
+
+def judged(one: dict[Any, int], two: dict[Any, int], pairs: Any) -> tuple[int, int, int]:
+    """Operators that correspond, how many of them were matched, and how many were matched wrongly."""
+    truth = {one[key]: two[key] for key in one if key in two}
+    back = {b: a for a, b in truth.items()}
+    right = sum(truth.get(int(a)) == int(b) for a, b in pairs)
+    wrong = sum(1 for a, b in pairs if truth.get(int(a), int(b)) != int(b) or back.get(int(b), int(a)) != int(a))
+    return len(truth), right, wrong
+
+
+def by_difflib(one: Graph, two: Graph) -> list[tuple[int, int]]:
+    blocks = difflib.SequenceMatcher(None, one.names, two.names, autojunk=False).get_matching_blocks()
+    return [(i + k, j + k) for i, j, n in blocks for k in range(n)]
+
+
+def strictly(one: Graph, two: Graph) -> list[tuple[int, int]]:
+    """As DebugMode compares logs: in order, and not at all where their lengths differ."""
+    return list(zip(range(one.count), range(two.count))) if one.count == two.count else []
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+def ranks(strategy: str, kind: str, folder: Path) -> Graph:
+    """The same training on two ranks, by this file as a worker."""
+    port = str(29_600 + os.getpid() % 300)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port]
+    subprocess.run([*command, "-m", "benchmarks.trace_truth", "worker", strategy, kind, str(folder)], check=True,
+                   capture_output=True, timeout=300)  # fmt: skip
+    return Graph(load(folder))
+
+
+def worker(strategy: str, kind: str, folder: str) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    model = build(kind)
+    run: Any = model
+    if strategy == "DDP":
+        run = nn.parallel.DistributedDataParallel(model)
+    elif strategy == "FSDP2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        for block in model.blocks:  # type: ignore[union-attr]
+            fully_shard(block, mesh=init_device_mesh("cpu", (2,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    elif strategy == "TP":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        mesh = init_device_mesh("cpu", (2,))
+        up, down = ("up", "down") if kind == "GPT" else ("key", "value")
+        for block in model.blocks:  # type: ignore[union-attr]
+            parallelize_module(block, mesh, {up: ColwiseParallel(), down: RowwiseParallel()})
+    x, y = batch(kind, "cpu")
+    if strategy != "TP":
+        rank = dist.get_rank()
+        x, y = x.chunk(2)[rank], y.chunk(2)[rank]
+    optimizer = torch.optim.AdamW(run.parameters(), 1e-3, foreach=True)
+    os.environ["OP_TOOLS_INCLUDE_CPU"] = "1"
+    with OpTrace(to=folder):
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=False):
+                out = run(x).float()
+            loss = F.cross_entropy(out.view(-1, VOCAB), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.destroy_process_group()
+
+
+def pairings(kind: str, folder: Path) -> Iterator[tuple[str, Graph, Graph, dict[str, str] | None]]:
+    def run(name: str, model: nn.Module | None = None, **options: Any) -> Graph:
+        return train(folder / name, kind, build(kind) if model is None else model, **options)[0]
+
+    base, host = run("base"), run("host", device="cpu")
+    yield "seed against seed", base, run("seed", build(kind, 1)), None
+    yield "two devices", base, host, None
+    yield "fp32 against bf16", base, run("low", low=True), None
+    yield "eager against checkpointing", base, run("remat", build(kind, remat=True)), None
+    yield "fused against written out", base, run("written", build(kind, written=True)), None
+    yield "foreach against fused optimizer", base, run("fused", fused=True), None
+    yield "eager against torch.compile", base, run("compiled", compiled="aot_eager"), None
+    longer, shorter = build(kind, layers=4), build(kind)
+    state = shorter.state_dict()
+    moved = {"model.blocks.2": "model.blocks.3", "model.blocks.1": "model.blocks.2"}  # the new layer is blocks.1
+    for name, value in state.items():
+        for old, new in moved.items():
+            if f"model.{name}".startswith(old + "."):
+                name = name.replace(old.removeprefix("model."), new.removeprefix("model."), 1)
+                break
+        longer.state_dict()[name].copy_(value)
+    yield "a layer more", base, run("longer", longer), {"model.blocks.1": "model.blocks.2", "model.blocks.2": "model.blocks.3"}
+    for strategy in ("DDP", "FSDP2", "TP"):
+        if strategy != "TP" or kind != "ResNet":
+            yield f"1 rank against {strategy}", host, ranks(strategy, kind, folder / strategy), None
+
+
+def measure_alignment(only: str = "") -> None:
+    print("| pairing | model | operators | correspond | matched | wrongly | difflib | wrongly | DebugMode | first divergence |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for kind in MODELS:
+        if only and kind != only:
+            continue
+        with scratch() as folder:
+            for name, one, two, renamed in pairings(kind, folder):
+                print(_row(name, kind, one, two, renamed), flush=True)
+
+
+def _row(name: str, kind: str, one: Graph, two: Graph, renamed: dict[str, str] | None) -> str:
+    diff = Diff(one, two)
+    alignment: Alignment = diff.alignment
+    truth_one, truth_two = keys(one, renamed), keys(two)
+    total, right, wrong = judged(truth_one, truth_two, alignment.pairs.tolist())
+    _, plain, astray = judged(truth_one, truth_two, by_difflib(one, two))
+    _, strict, _ = judged(truth_one, truth_two, strictly(one, two))
+    first = "-" if diff.divergence is None else one.titles[int(alignment.pairs[diff.divergence.pair][0])]
+    share = [f"{100 * n / max(total, 1):.1f} %" for n in (right, wrong, plain, astray, strict)]
+    return f"| {name} | {kind} | {one.count}, {two.count} | {total} | {' | '.join(share)} | {first} |"
+
+
+# --- faults -----------------------------------------------------------------------------------------------------------
+
+FAULTS = [
+    *[f"{op}: noise=1e-2" for op in ("addmm", "mm", "gelu", "native_layer_norm", "add.Tensor", "embedding", "_log_softmax")],
+    *[f"{op}: element=0.5" for op in ("addmm", "gelu", "native_layer_norm", "add.Tensor", "embedding")],
+    *[f"{op}: nan" for op in ("addmm", "gelu", "native_layer_norm", "add.Tensor", "mm")],
+    *[f"{op}: inf" for op in ("addmm", "gelu", "add.Tensor")],
+    *[f"{op}: noise=1e-2, phase=backward" for op in ("mm", "gelu_backward", "native_layer_norm_backward", "sum.dim_IntList")],
+    *[f"{op}: element=0.5, phase=backward" for op in ("mm", "gelu_backward", "native_layer_norm_backward")],
+    *[f"{op}: nan, phase=backward" for op in ("mm", "gelu_backward", "native_layer_norm_backward")],
+    *[f"{op}: inf, phase=backward" for op in ("mm", "gelu_backward")],
+    *["addmm: noise=1e-2, nth=5", "gelu: element=0.5, nth=3", "mm: nan, nth=7", "gelu: overflow=0.1"],
+    *["_foreach_addcdiv_.ScalarList: noise=1e-2", "_foreach_lerp_.Scalar: noise=1e-2", "_foreach_mul_.Scalar: noise=1e-2"],
+    *["addmm: accumulate=bfloat16", "mm: accumulate=bfloat16, phase=backward"],
+]
+
+
+def measure_faults(only: str = "") -> None:
+    from ditorch.soft import faults
+
+    print("| dtype | planted | named | another blamed | silent | did not strike |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for low in (False, True):
+        with scratch() as folder:
+            good, _ = train(folder / "good", "GPT", build("GPT"), low=low)
+            told: Counter[str] = Counter()
+            for text in FAULTS:
+                if only and only not in text:
+                    continue
+                with faults.plant(text) as planted:
+                    bad, tool = train(folder / "bad", "GPT", build("GPT"), low=low, planted=planted)
+                outcome = _blamed(Diff(good, bad), tool.culprit) if planted.hits else "did not strike"
+                told[outcome.partition(":")[0]] += 1
+                if outcome != "named":
+                    print(f"  {'bf16' if low else 'fp32'} {text}: {outcome}", file=sys.stderr)
+            columns_told = (told[k] for k in ("named", "another", "silent", "did not strike"))
+            print(f"| {'bf16' if low else 'fp32'} | {sum(told.values())} | {' | '.join(map(str, columns_told))} |", flush=True)
+
+
+def _blamed(diff: Diff, culprit: int) -> str:
+    if diff.divergence is None:
+        return "silent"
+    b = int(diff.alignment.pairs[diff.divergence.pair][1])
+    graph = diff.alignment.second
+    if b == culprit:
+        return "named"
+    at = graph.titles[culprit] if 0 <= culprit < graph.count else culprit
+    return f"another: {graph.titles[b]} instead of {at} ({diff.divergence})"
+
+
+def measure_healthy(pairs: int = 40) -> None:
+    told = 0
+    for n in range(pairs):
+        kind, low, seed = list(MODELS)[n % 3], bool(n // 3 % 2), n
+        with scratch() as folder:
+            one, _ = train(folder / "a", kind, build(kind, seed), low=low)
+            if n % 2:
+                two, _ = train(folder / "b", kind, build(kind, seed), low=low, layout=1)
+            else:
+                two, _ = train(folder / "b", kind, build(kind, seed), low=low, device="cpu")
+            diff = Diff(one, two)
+        if diff.divergence is not None:
+            told += 1
+            a = int(diff.alignment.pairs[diff.divergence.pair][0])
+            print(f"  {kind} {'layout' if n % 2 else 'device'} low={low}: {one.titles[a]} {diff.divergence}", file=sys.stderr)
+    print(f"healthy pairs without a divergence: {pairs - told} of {pairs}")
+
+
+# --- prints against hashes ------------------------------------------------------------------------------------------
+
+
+def measure_prints() -> None:
+    from op_tools.trace.prints import fingerprint
+
+    x = torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+    changes = {
+        "two elements exchanged": _exchanged(x),
+        "rows reversed": x.flip(0),
+        "a block transposed": _transposed(x),
+        "two signs flipped": _flipped(x),
+        "one element off by 50 %": _off(x),
+        "rounded once more (bfloat16)": x.bfloat16().float(),
+        "another layout, equal values": x.t().contiguous().t(),
+    }
+    print("| change | L1 norm | XOR of bits | print: distance / norm |")
+    print("| --- | --- | --- | --- |")
+    for name, y in changes.items():
+        l1 = float(x.abs().sum()) != float(y.abs().sum())
+        xor = [int(np.bitwise_xor.reduce(t.contiguous().numpy().view(np.uint32).reshape(-1))) for t in (x, y)]
+        from op_tools.trace.prints import distance
+
+        apart = float(distance(fingerprint(x).numpy(), fingerprint(y).numpy()) / x.norm())
+        print(f"| {name} | {'differs' if l1 else 'equal'} | {'differs' if xor[0] != xor[1] else 'equal'} | {apart:.2g} |")
+
+
+def _exchanged(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[0, 0], y[5, 7] = x[5, 7], x[0, 0]
+    return y
+
+
+def _transposed(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[:32, :32] = x[:32, :32].t()
+    return y
+
+
+def _flipped(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[1, 1], y[2, 2] = -x[1, 1], -x[2, 2]
+    return y
+
+
+def _off(x: Tensor) -> Tensor:
+    y = x.clone()
+    y[3, 3] *= 1.5
+    return y
+
+
+# --- a million operators --------------------------------------------------------------------------------------------
+
+
+def synthetic(path: Path, operators: int, dropped: float, seed: int, fault: int = -1) -> None:
+    """A long training: layers of eight operators, forward and backward, with fingerprints."""
+    draw, values = np.random.default_rng(seed), np.random.default_rng(0)
+    layers, per_layer = 100, 8
+    with TraceWriter(path, {"rank": 0, "world": 1}) as writer:
+        text = writer.text
+        writer.add("modules", (0, -1, text("model"), text("Model"), 0))
+        for layer in range(layers):
+            writer.add("modules", (layer + 1, 0, text(f"model.{layer}"), text("Block"), 0))
+        names = [text(f"torch.op{k}") for k in range(per_layer)]
+        look = writer.add("looks", (text("[4, 8]"), text("float32"), text("[8, 1]"), text("cpu"), 1, 0, 0, 128))
+        previous, step, made = -1, 0, 0
+        while made < operators:
+            for phase in (columns.FORWARD, columns.BACKWARD):
+                order = range(layers) if phase == columns.FORWARD else range(layers - 1, -1, -1)
+                for layer in order:
+                    rows = values.standard_normal((per_layer, 9))
+                    kept = draw.random(per_layer) >= dropped
+                    for k in range(per_layer):
+                        if kept[k]:
+                            number = writer.add(
+                                "operators", (step, phase, names[k], layer + 1, 0, 0, 0, 0, 0, 0, -1, 0.0, 0)
+                            )
+                            tensor = writer.add("tensors", (0, 0, look, number, 0, -1, layer + 1))
+                            off = 1.5 if number == fault else 1.0
+                            writer.add("prints", (tensor, *(off * rows[k]).tolist(), 5.0, -1.0, 1.0, 0, 0, 0))
+                            if previous >= 0:
+                                writer.add("edges", (number, 0, 0, previous))
+                            writer.add("edges", (number, 1, 0, tensor))
+                            previous = tensor
+                            made += 1
+            step += 1
+
+
+def measure_scale(operators: int = 1_000_000) -> None:
+    with scratch() as folder:
+        synthetic(folder / "a" / "rank0.optrace", operators, 0.0, 1)
+        synthetic(folder / "b" / "rank0.optrace", operators, 0.01, 2)
+        code = (
+            "import time, resource; began = time.time()\n"
+            "from pathlib import Path; from op_tools.trace.diff import compare\n"
+            f"d = compare(Path({str(folder / 'a')!r}), Path({str(folder / 'b')!r})); list(d.lines())\n"
+            "print(len(d.alignment.pairs), time.time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)"
+        )
+        out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+        size = (folder / "a" / "rank0.optrace").stat().st_size / 2**20
+        print(f"{operators:,} operators ({size:.0f} MiB): {int(out[0]):,} pairs in {float(out[1]):.1f} s, {float(out[2]):.2f} GiB")
+
+
+def main(arguments: list[str]) -> None:
+    """Run what is named, or all of it."""
+    if arguments[:1] == ["worker"]:
+        worker(*arguments[1:4])
+        return
+    import ditorch  # noqa: F401
+
+    began = time.time()
+    for word in arguments or ["align", "prints", "healthy", "faults", "scale"]:
+        name, _, rest = word.partition("=")
+        parts: dict[str, Any] = {
+            "align": lambda rest=rest: measure_alignment(rest),
+            "faults": lambda rest=rest: measure_faults(rest),
+            "healthy": lambda rest=rest: measure_healthy(int(rest or 40)),
+            "prints": measure_prints,
+            "scale": lambda rest=rest: measure_scale(int(rest or 1_000_000)),
+        }
+        parts[name]()
+        print(f"({name}: {time.time() - began:.0f} s, {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB)", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

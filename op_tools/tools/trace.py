@@ -1,0 +1,179 @@
+"""OpTrace: the graph of a run, recorded while it runs: modules, operators, tensors, memory, and fingerprints."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Container, Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from .. import settings
+from ..call.description import Tensor
+from ..call.devices import accelerator_type
+from ..compat import running_pass
+from ..trace import format as columns
+from ..trace.format import SUFFIX, TraceWriter
+from ..trace.places import Place, place_of_call
+from ..trace.record import Recorder, arguments_of, writer_world
+from ..watch.intercept import INTERCEPTOR, Call
+from .base import Tool
+
+_NOWHERE = Place(None, None, False)
+
+
+class OpTrace(Tool):
+    """Record the graph of a run: which operators made which tensors, in which module, from what, and what they hold.
+
+    >>> with op_tools.OpTrace(to="run_a", steps=range(1)):   # doctest: +SKIP
+    ...     train_step()
+    $ op_tools trace show run_a -v 2
+    """
+
+    name = "OpTrace"
+    prefix = "OP_TRACE"
+    order = 34
+    wants_backward = True
+    wants_sums = True
+    wants_pointers = False
+    columns: ClassVar[dict[str, str]] = {}
+    run_options: ClassVar[dict[str, dict[str, Any]]] = {
+        "to": {"metavar": "DIR", "help": "the folder of the trace, one file per rank"},
+        "stacks": {"type": int, "metavar": "N", "help": "lines of the Python stack to keep for each operator (1)"},
+        "prints": {"choices": ["on", "off"], "help": "fingerprints of every tensor (on)"},
+        "frames": {"choices": ["user", "all"], "help": "which lines of the stack (user)"},
+    }
+
+    def __init__(
+        self,
+        ops: Iterable[str] | str | None = None,
+        disable: Iterable[str] | str | None = None,
+        steps: Container[int] | None = None,
+        ranks: Container[int] | None = None,
+        max_calls: int | None = None,
+        to: str | Path | None = None,
+        stacks: int = 1,
+        prints: bool | str = True,
+        frames: str = "user",
+    ) -> None:
+        super().__init__(ops, disable, steps, ranks, max_calls)
+        self._to = None if to is None else Path(to)
+        self._stacks, self._prints, self._frames = stacks, prints in (True, "on"), frames
+        self.path: Path | None = None
+        self._recorder: Recorder | None = None
+        self._numbers: dict[int, int] = {}  # operators by the id of their call, for their backward
+
+    def prepare(self) -> None:
+        self._recorder, self._numbers = None, {}
+        self.path = None
+        if self._to is not None:
+            self._to.mkdir(parents=True, exist_ok=True)
+
+    def _started(self) -> Recorder:
+        """The recorder; the file is opened at the first call, when the rank is known."""
+        if self._recorder is None:
+            rank, world = writer_world()
+            folder = self._to
+            if folder is None:
+                run = os.getppid() if world > 1 else os.getpid()
+                folder = settings.results_dir() / "op_trace_results" / f"{time.strftime('%Y-%m-%d-%H-%M')}-{run}"
+            facts = {"rank": rank, "world": world, "torch": torch.__version__, "device": accelerator_type()}
+            facts |= {"command": " ".join(sys.argv)[:500], "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+            self.path = folder / f"rank{rank}{SUFFIX}"
+            self._recorder = Recorder(TraceWriter(self.path, facts), self._prints, self._stacks, self._frames == "user")
+        return self._recorder
+
+    # -- what happens around calls --------------------------------------------------------------------
+
+    def before(self, call: Call) -> None:
+        traits = call.traits
+        if traits.may_write or traits.mutates or "out" in call.kwargs or call.kwargs.get("inplace"):
+            with (recorder := self._started()).lock:
+                recorder.module_of(place_of_call(2))  # its parameters are known from here on
+                versions = [0 if t.is_inference() else t._version for t in call.tensors]
+                call.notes[self] = (recorder.inputs(call.tensors), versions)
+
+    def after(self, call: Call) -> None:
+        self.count(call)
+        recorder, traits = self._started(), call.traits
+        place = _NOWHERE if traits.by_engine else place_of_call(2)
+        phase = columns.FORWARD
+        if traits.by_engine:
+            phase = columns.BACKWARD
+        elif running_pass() != -1:
+            phase = columns.RECOMPUTED
+        elif place.optimizer:
+            phase = columns.OPTIMIZER
+        with recorder.lock:
+            module = recorder.module_of(place)
+            inputs, written = None, list[Tensor]()
+            noted = call.notes.pop(self, None)
+            if noted is not None:
+                inputs, versions = noted
+                written = [t for t, v in zip(call.tensors, versions) if not t.is_inference() and t._version != v]
+                if not written and traits.is_optimizer:
+                    written = list(call.tensors)
+            if inputs is None:
+                inputs = recorder.inputs(call.tensors)
+            number = recorder.operator(
+                *(call.op, phase, place, call.step, call.location),
+                module=module,
+                arguments=arguments_of(call.inputs),
+                group=_group(call) if traits.collective else "",
+            )
+            recorder.edges(number, columns.INPUT, inputs)
+            recorder.outputs(number, module, call.results, written, phase)
+            call.notes[self] = (number, module)
+
+    def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
+        recorder = self._recorder
+        forward, module = call.notes.get(self, (-1, -1))
+        if recorder is None:
+            return
+        with recorder.lock:
+            inputs = [-1 if grad is None else recorder.tensor(grad) for grad in grad_outputs]
+            number = recorder.operator(
+                *(call.op, columns.BACKWARD, None, call.step, call.location), module=module, forward=forward
+            )
+            recorder.edges(number, columns.INPUT, inputs)
+            recorder.gradients(number, module, grad_inputs)
+
+    def after_backward_passes(self, graph_is_kept: bool) -> None:
+        if self._recorder is not None and self._in_steps():
+            with self._recorder.lock:
+                self._recorder.after_backward()
+
+    def after_compiled_code(self) -> None:
+        if self._in_steps():
+            with (recorder := self._started()).lock:
+                recorder.compiled(place_of_call(2), INTERCEPTOR.step)
+
+    def _in_steps(self) -> bool:
+        return self._steps is None or INTERCEPTOR.step in self._steps
+
+    # -- end ------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def summary(self) -> list[str]:
+        if self._recorder is None or self.path is None:
+            return ["nothing was recorded"]
+        counts = self._recorder.writer.counts
+        size = self.path.stat().st_size / 2**20
+        return [
+            f"{counts['operators']:,} operators, {counts['tensors']:,} tensors, {counts['prints']:,} fingerprints",
+            f"trace in {self.path} ({size:.1f} MiB); op_tools trace show {self.path.parent}",
+        ]
+
+
+def _group(call: Call) -> str:
+    group = call.kwargs.get("group")
+    try:
+        return f"ranks={torch.distributed.get_process_group_ranks(group or torch.distributed.group.WORLD)}"
+    except Exception:
+        return ""

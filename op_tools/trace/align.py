@@ -1,0 +1,380 @@
+"""Aligns two traces: first the trees of modules, then the operators of matched modules, in order.
+
+Modules are matched from the root down, by name where both sides have the same ones, and as sequences where they do not;
+classes, settings and the fingerprints of parameters say which layer is which. The operators of two matched modules, of
+one step and phase, are two short sequences. Most are equal; the others are aligned by dynamic programming over names,
+shapes and fingerprints. So the whole is near-linear in the number of operators. Where a line of Python is, is not asked.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from . import format as columns
+from .families import MOVES, family
+from .format import OUTPUT, PROJECTIONS
+from .graph import Graph
+
+_MAX_CELLS: Final = 250_000  # of a table of dynamic programming
+_BAND: Final = 64  # around the diagonal, in longer ones
+_GAP: Final = -0.6
+_NEVER: Final = -1e9
+
+
+@dataclasses.dataclass
+class Alignment:
+    """Which operators and modules of two traces correspond."""
+
+    first: Graph
+    second: Graph
+    pairs: Any  # operators, two columns, in the order of the first trace
+    modules: dict[int, int]  # of the first trace to those of the second
+    replaced: list[tuple[list[int], list[int]]]  # runs of operators that stand in the same place
+    only: tuple[list[int], list[int]]  # operators without a counterpart on either side
+
+
+class Features:
+    """What the aligner looks at, one list per question, by operator."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.names = graph.names
+        self.phases = graph.operators["phase"].tolist()
+        by_text = {number: family(text) for number, text in enumerate(graph.trace.texts)}
+        self.families = [by_text[number] for number in graph.operators["name"].tolist()]
+        starts, tensors = graph.side(OUTPUT)
+        has = starts[1:] > starts[:-1]
+        first = np.full(graph.count, -1, np.int64)
+        first[has] = tensors[starts[:-1][has]]
+        looks = np.where(first >= 0, graph.tensors["look"][first] if len(graph.tensors["look"]) else 0, -1)
+        shapes = graph.looks["shape"]
+        self.shapes = np.where(looks >= 0, shapes[looks] if len(shapes) else 0, -1).tolist()
+        self.rows, where = graph.prints()
+        printed = np.where(first >= 0, where[first] if len(where) else -1, -1)
+        self.printed = printed.tolist()
+        self.shape_texts = graph.trace.texts
+
+
+def align(first: Graph, second: Graph) -> Alignment:
+    """Align two traces (`align(Graph(a), Graph(b)).pairs`)."""
+    one, two = Features(first), Features(second)
+    modules = match_modules(first, second)
+    groups_one, groups_two = _groups(first), _groups(second)
+    steps_one, steps_two = ({step: i for i, step in enumerate(sorted({k[0] for k in g}))} for g in (groups_one, groups_two))
+    there = {(steps_two[step], phase, module): members for (step, phase, module), members in groups_two.items()}
+    pairs: list[tuple[int, int]] = []
+    replaced: list[tuple[list[int], list[int]]] = []
+    matcher = _Matcher(one, two)
+    used: set[tuple[int, int, int]] = set()
+    loose_one: dict[tuple[int, int], list[int]] = defaultdict(list)
+    loose_two: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for (step, phase, module), mine in groups_one.items():
+        key = (steps_one[step], phase, modules.get(module, -2))
+        theirs = there.get(key, [])
+        used.add(key)
+        found, gaps = matcher.sequences(mine, theirs)
+        pairs += found
+        for left, right in gaps:
+            if left and right:
+                replaced.append((left, right))
+            loose_one[key[:2]] += left
+            loose_two[key[:2]] += right
+    for key, members in there.items():
+        if key not in used:
+            loose_two[key[:2]] += members
+    for place, left in loose_one.items():
+        right = loose_two.get(place, [])
+        if left and right and len(left) * len(right) <= 40 * _MAX_CELLS:
+            found, _ = matcher.sequences(sorted(left), sorted(right), strict=True)
+            pairs += found
+    pairs.sort()
+    taken_one, taken_two = {a for a, _ in pairs}, {b for _, b in pairs}
+    kept = [([a for a in l if a not in taken_one], [b for b in r if b not in taken_two]) for l, r in replaced]
+    only = (
+        [a for a in range(first.count) if a not in taken_one],
+        [b for b in range(second.count) if b not in taken_two],
+    )
+    array = np.array(pairs, np.int64).reshape(-1, 2)
+    return Alignment(first, second, array, modules, [pair for pair in kept if pair[0] and pair[1]], only)
+
+
+def _groups(graph: Graph) -> dict[tuple[int, int, int], list[int]]:
+    """Operators by step, phase and module, in order."""
+    found: dict[tuple[int, int, int], list[int]] = {}
+    table = graph.operators
+    keys = zip(table["step"].tolist(), table["phase"].tolist(), table["module"].tolist())
+    for operator, key in enumerate(keys):
+        members = found.get(key)
+        if members is None:
+            found[key] = [operator]
+        else:
+            members.append(operator)
+    return found
+
+
+# -- modules ----------------------------------------------------------------------------------------------
+
+
+def match_modules(first: Graph, second: Graph) -> dict[int, int]:
+    """Which module of the first trace is which of the second; -1, outside of all, is itself."""
+    found = {-1: -1}
+    _match_children(_Tree(first), _Tree(second), -1, -1, found)
+    return found
+
+
+class _Tree:
+    """The modules of a trace without wrappers, and the fingerprints of their parameters."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.children: dict[int, list[int]] = defaultdict(list)
+        self.class_of = {n: m["class"] for n, m in graph.modules.items()}
+        self.settings = {n: m["settings"] for n, m in graph.modules.items()}
+        by_path: dict[str, int] = {}
+        for number in graph.modules:  # of a wrapper and what it wraps, the inner one stays
+            by_path[graph.paths[number]] = number
+        self.same = {number: by_path[graph.paths[number]] for number in graph.modules}
+        for path, number in by_path.items():
+            parent = path.rpartition(".")[0]
+            self.children[by_path.get(parent, -1) if parent else -1].append(number)
+        self.word = {number: path.rpartition(".")[2] for path, number in by_path.items()}
+        self._prints = self._parameters(graph)
+
+    @staticmethod
+    def _parameters(graph: Graph) -> dict[int, dict[str, Any]]:
+        rows, where = graph.prints()
+        found: dict[int, dict[str, Any]] = defaultdict(dict)
+        for tensor in (graph.tensors["kind"] == columns.PARAMETER).nonzero()[0].tolist():
+            module, row = int(graph.tensors["module"][tensor]), int(where[tensor]) if len(where) else -1
+            name = graph.trace.texts[int(graph.tensors["name"][tensor])].rpartition(".")[2]
+            if row >= 0 and name not in found[module]:
+                found[module][name] = rows[row]
+        return found
+
+    def values(self, module: int, prefix: str = "") -> dict[str, Any]:
+        """The first fingerprints of the parameters in a module and below."""
+        found = {f"{prefix}{name}": row for name, row in self._prints.get(module, {}).items()}
+        for child in self.children[module]:
+            found.update(self.values(child, f"{prefix}{self.word[child]}."))
+        return found
+
+
+def _match_children(one: _Tree, two: _Tree, a: int, b: int, found: dict[int, int]) -> None:
+    mine, theirs = one.children[a], two.children[b]
+    names, other = {one.word[m]: m for m in mine}, {two.word[m]: m for m in theirs}
+    if set(names) == set(other):
+        chosen = [(names[word], other[word]) for word in names]
+    else:
+        values_one = {m: one.values(m) for m in mine}
+        values_two = {m: two.values(m) for m in theirs}
+
+        def score(i: int, j: int) -> float:
+            m, n = mine[i], theirs[j]
+            if one.class_of[m] != two.class_of[n]:
+                return 0.5 if one.word[m] == two.word[n] else _NEVER
+            same_name = 0.3 * (one.word[m] == two.word[n])
+            return 1.0 + (one.settings[m] == two.settings[n]) + same_name + _shared(values_one[m], values_two[n])
+
+        chosen = [(mine[i], theirs[j]) for i, j in aligned(len(mine), len(theirs), score)]
+    for m, n in chosen:
+        found[m] = n
+        for alias, target in one.same.items():
+            if target == m:
+                found[alias] = n
+        _match_children(one, two, m, n, found)
+
+
+def _shared(first: dict[str, Any], second: dict[str, Any]) -> float:
+    """How alike parameters are, from 0 to 3; those that are constant say nothing."""
+    votes, alike = 0, 0.0
+    for name, row in first.items():
+        other = second.get(name)
+        if other is None or row[PROJECTIONS + 2] == row[PROJECTIONS + 3]:
+            continue
+        votes += 1
+        apart = np.linalg.norm(row[:PROJECTIONS] - other[:PROJECTIONS])
+        size = np.linalg.norm(row[:PROJECTIONS]) + np.linalg.norm(other[:PROJECTIONS])
+        alike += bool(apart <= 0.05 * size)
+    return 3.0 * alike / votes if votes else 0.0
+
+
+# -- sequences --------------------------------------------------------------------------------------------
+
+
+class _Matcher:
+    def __init__(self, one: Features, two: Features) -> None:
+        self.one, self.two = one, two
+        texts = {text: number for number, text in enumerate(two.shape_texts)}
+        self._shape = {number: texts.get(text, -3) for number, text in enumerate(one.shape_texts)}  # in words of `two`
+        self._shape[-1] = -1
+        self._comparable: dict[tuple[int, int], bool] = {}
+
+    def sequences(
+        self, mine: Sequence[int], theirs: Sequence[int], strict: bool = False
+    ) -> tuple[list[tuple[int, int]], list[tuple[list[int], list[int]]]]:
+        """Pairs of operators of two sequences, and what stands between them on either side."""
+        if not mine or not theirs:
+            return [], [(list(mine), list(theirs))] if mine or theirs else []
+        one, two, shape = self.one, self.two, self._shape
+        keys_one = [(one.names[a], shape[one.shapes[a]]) for a in mine]
+        keys_two = [(two.names[b], two.shapes[b]) for b in theirs]
+        if not strict and keys_one == keys_two:
+            return list(zip(mine, theirs)), []
+        if not strict and [k[0] for k in keys_one] == [k[0] for k in keys_two]:  # other shapes: a part of a batch
+            return list(zip(mine, theirs)), []
+        chosen = split_aligned(keys_one, keys_two, lambda i, j: self.score(mine[i], theirs[j], strict))
+        pairs, gaps, at_one, at_two = [], [], 0, 0
+        for i, j in [*chosen, (len(mine), len(theirs))]:
+            if i > at_one or j > at_two:
+                gaps.append((list(mine[at_one:i]), list(theirs[at_two:j])))
+            if i < len(mine):
+                pairs.append((mine[i], theirs[j]))
+            at_one, at_two = i + 1, j + 1
+        return pairs, gaps
+
+    def comparable(self, a: int, b: int) -> bool:
+        """Whether a shape may be a part of the other, or the same in another view."""
+        key = (a, b)
+        found = self._comparable.get(key)
+        if found is None:
+            x, y = (_shape(f.shape_texts[n]) if n >= 0 else [] for f, n in ((self.one, a), (self.two, b)))
+            apart = sum(m != n for m, n in zip(x, y)) if len(x) == len(y) else 9
+            found = self._comparable[key] = apart <= 1 or math.prod(x) == math.prod(y)
+        return found
+
+    def score(self, a: int, b: int, strict: bool) -> float:
+        one, two = self.one, self.two
+        same_family = one.families[a] == two.families[b]
+        if not same_family:
+            return _NEVER
+        if one.families[a] in MOVES:  # says little: there are many of them
+            points = 0.2 + 0.2 * (one.names[a] == two.names[b])
+        else:
+            points = 1.0 + 0.5 * (one.names[a] == two.names[b])
+        same_shape = self._shape[one.shapes[a]] == two.shapes[b]
+        if same_shape:
+            points += 0.5
+        elif self.comparable(one.shapes[a], two.shapes[b]):
+            points -= 0.4
+        elif one.families[a] in MOVES or one.phases[a] == columns.OPTIMIZER:
+            return _NEVER
+        else:
+            points -= 1.3
+        p, q = one.printed[a], two.printed[b]
+        if p >= 0 and q >= 0 and same_shape:
+            x, y = one.rows[p], two.rows[q]
+            apart = float(np.abs(x[:PROJECTIONS] - y[:PROJECTIONS]).max())
+            size = float(np.abs(x[:PROJECTIONS]).max() + np.abs(y[:PROJECTIONS]).max())
+            if apart <= 1e-5 * size:
+                points += 2.0
+            elif apart <= 0.05 * size:
+                points += 1.5
+            elif strict:
+                return _NEVER
+        elif strict and (not same_shape or one.families[a] in MOVES):
+            return _NEVER
+        return points
+
+
+def _shape(text: str) -> list[int]:
+    return [int(word) for word in text[1:-1].split(",") if word.strip()]
+
+
+def split_aligned(
+    one: Sequence[Any], two: Sequence[Any], score: Callable[[int, int], float]
+) -> list[tuple[int, int]]:
+    """Align sequences of any length: equal ends, then what is unique on both sides, then dynamic programming."""
+    found: list[tuple[int, int]] = []
+    work = [(0, len(one), 0, len(two))]
+    while work:
+        a, b, c, d = work.pop()
+        if (b - a) * (d - c) <= _MAX_CELLS:
+            found += [(a + i, c + j) for i, j in aligned(b - a, d - c, lambda i, j, a=a, c=c: score(a + i, c + j))]
+            continue
+        anchors = _unique(one, two, (a, b, c, d))
+        if not anchors:
+            found += [(a + i, c + j) for i, j in aligned(b - a, d - c, lambda i, j, a=a, c=c: score(a + i, c + j), _BAND)]
+            continue
+        at = (a, c)
+        for i, j in [*anchors, (b, d)]:
+            work.append((at[0], i, at[1], j))
+            if i < b:
+                found.append((i, j))
+            at = (i + 1, j + 1)
+    return sorted(found)
+
+
+def _unique(one: Sequence[Any], two: Sequence[Any], part: tuple[int, int, int, int]) -> list[tuple[int, int]]:
+    """Places of keys that both sides have once, in the longest order that is common."""
+    a, b, c, d = part
+    where: dict[Any, list[int]] = defaultdict(list)
+    for i in range(a, b):
+        where[one[i]].append(i)
+    there: dict[Any, list[int]] = defaultdict(list)
+    for j in range(c, d):
+        there[two[j]].append(j)
+    candidates = [(i[0], there[k][0]) for k, i in where.items() if len(i) == 1 and len(there.get(k, ())) == 1]
+    candidates.sort()
+    best: list[int] = []  # ends of increasing sequences, by length
+    back: list[int] = [-1] * len(candidates)
+    ends: list[int] = []
+    for n, (_, j) in enumerate(candidates):
+        k = bisect.bisect_left(ends, j)
+        back[n] = best[k - 1] if k else -1
+        if k == len(ends):
+            ends.append(j)
+            best.append(n)
+        else:
+            ends[k], best[k] = j, n
+    chain, n = [], best[-1] if best else -1
+    while n >= 0:
+        chain.append(candidates[n])
+        n = back[n]
+    return chain[::-1]
+
+
+def aligned(n: int, m: int, score: Callable[[int, int], float], band: int = 0) -> list[tuple[int, int]]:
+    """The best order-preserving pairs of two sequences (Needleman and Wunsch), near the diagonal if `band` is given.
+
+    >>> aligned(2, 3, lambda i, j: 1.0 if "ab"[i] == "axb"[j] else -1e9)
+    [(0, 0), (1, 2)]
+    """
+    if not n or not m:
+        return []
+    slope = m / n
+    previous = [_GAP * j for j in range(m + 1)]
+    choices: list[dict[int, int] | list[int]] = []
+    for i in range(1, n + 1):
+        low, high = (1, m) if not band else (max(1, int(i * slope) - band), min(m, int(i * slope) + band))
+        row = [_NEVER] * (m + 1)
+        row[0] = _GAP * i
+        choice = [1] * (m + 1)
+        for j in range(low, high + 1):
+            both = previous[j - 1] + score(i - 1, j - 1)
+            up, left = previous[j] + _GAP, row[j - 1] + _GAP
+            if both >= up and both >= left:
+                row[j], choice[j] = both, 0
+            elif up >= left:
+                row[j], choice[j] = up, 1
+            else:
+                row[j], choice[j] = left, 2
+        previous = row
+        choices.append(choice)
+    pairs, i, j = [], n, m
+    while i and j:
+        step = choices[i - 1][j]
+        if step == 0:
+            i, j = i - 1, j - 1
+            pairs.append((i, j))
+        elif step == 1:
+            i -= 1
+        else:
+            j -= 1
+    return pairs[::-1]

@@ -1,0 +1,140 @@
+"""`op_tools trace` and `op_tools diff`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from ..settings import SettingsError
+from .format import SUFFIX, files_of, read
+
+_DESCRIPTION: Final = """\
+Record the graph of a run, show it, read it from a log, put ranks together.
+
+  op_tools trace [--steps A:B] [--to DIR] train.py ARGUMENTS   record: runs the script as it is
+  op_tools trace show RUN [-v 0..3] [--only TEXT]              print the tree, as OneFlow's graph.debug does
+  op_tools trace import LOG --to DIR                           the graph in a training log of OneFlow
+  op_tools trace merge RUN --to FILE                           one file from those of all ranks
+  op_tools diff A B                                            where two runs part, and what differs
+"""
+_LEVELS: Final = "0: modules, 1: and their tensors, 2: and operators, 3: and stacks, arguments and regions"
+
+
+def main(arguments: Sequence[str], run: Callable[[list[str]], int]) -> int:
+    """Entry point: `["trace", ...]` or `["diff", ...]`; `run` starts a script under a tool."""
+    try:
+        command, given = arguments[0], list(arguments[1:])
+        if command == "diff":
+            return _diff(given)
+        actions = {"show": _show, "import": _import, "merge": _merge}
+        if given[:1] and given[0] in actions:
+            return actions[given[0]](given[1:])
+        if not given or given[0] in ("-h", "--help"):
+            print(_DESCRIPTION, end="")
+            return 0 if given else 2
+        return run(["OpTrace", *given])
+    except (SettingsError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser(name: str, description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(prog=f"op_tools {name}", description=description)
+
+
+def _show(given: list[str]) -> int:
+    parser = _parser("trace show", "Print a trace.")
+    parser.add_argument("run", type=Path, help=f"a trace (*{SUFFIX}) or the folder of a run")
+    parser.add_argument("-v", "--level", type=int, default=1, choices=range(4), help=_LEVELS)
+    parser.add_argument("--only", default="", metavar="TEXT", help="only modules and operators with this in their name")
+    parser.add_argument("--step", type=int, metavar="N", help="only operators of this step")
+    parser.add_argument("--ranks", metavar="LIST", help="of these ranks, such as 0,2 or all (0)")
+    parser.add_argument("--partial", action="store_true", help="also of a run that was stopped")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one line of JSON per operator")
+    form.add_argument("--perfetto", action="store_true", help="for ui.perfetto.dev")
+    form.add_argument("--model-explorer", action="store_true", help="for model-explorer")
+    options = parser.parse_args(given)
+    from . import show
+    from .graph import Graph
+
+    for file in _chosen(files_of(options.run), options.ranks):
+        graph = Graph(read(file, partial=options.partial))
+        lines: Iterator[str]
+        if options.json:
+            lines = show.as_json(graph)
+        elif options.perfetto:
+            lines = show.as_perfetto(graph)
+        elif options.model_explorer:
+            lines = show.as_model_explorer(graph)
+        else:
+            lines = show.lines(graph, options.level, options.only, options.step)
+        for line in lines:
+            print(line)
+    return 0
+
+
+def _chosen(files: list[Path], ranks: str | None) -> list[Path]:
+    if ranks is None:
+        return files[:1]
+    if ranks == "all":
+        return files
+    wanted = {int(word) for word in ranks.split(",")}
+    found = [file for file in files if int("".join(c for c in file.stem if c.isdigit()) or 0) in wanted]
+    if not found:
+        raise SettingsError(f"--ranks {ranks}: no such rank; there are {len(files)} traces")
+    return found
+
+
+def _import(given: list[str]) -> int:
+    parser = _parser("trace import", "Read the graph that OneFlow printed into a training log.")
+    parser.add_argument("log", type=Path, help="the log")
+    parser.add_argument("--to", type=Path, metavar="DIR", help="the folder of the trace (LOG.trace)")
+    options = parser.parse_args(given)
+    from .oneflow_log import import_log
+
+    folder = options.to or Path(f"{options.log.stem}.trace")
+    path, counts = import_log(options.log, folder)
+    print(f"{path}: " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
+    return 0
+
+
+def _merge(given: list[str]) -> int:
+    parser = _parser("trace merge", "Put the traces of all ranks of a run together, by logical tensor.")
+    parser.add_argument("run", type=Path, help="the folder of a run")
+    parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="the trace to write")
+    options = parser.parse_args(given)
+    from .merge import merged, write_merged
+
+    files = files_of(options.run)
+    path = write_merged(merged([read(file) for file in files]), options.to)
+    print(f"{path}: {len(files)} ranks")
+    return 0
+
+
+def _diff(given: list[str]) -> int:
+    parser = _parser("diff", "Align two runs and say where they part beyond rounding, and what differs.")
+    parser.add_argument("first", type=Path, metavar="A", help="a trace or the folder of a run")
+    parser.add_argument("second", type=Path, metavar="B", help="another one")
+    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    parser.add_argument("--lines", type=int, default=12, metavar="N", help="lines of each list (12)")
+    parser.add_argument("--partial", action="store_true", help="also of runs that were stopped")
+    parser.epilog = "exit code: 0 no divergence, 1 the runs part, 2 a mistake in the command or in a file"
+    options = parser.parse_args(given)
+    from .diff import compare
+
+    found = compare(options.first, options.second, options.partial)
+    if options.json:
+        print(json.dumps(found.as_dict()))
+    else:
+        for line in found.lines(options.lines):
+            print(line)
+    return 0 if found.divergence is None else 1

@@ -1,0 +1,208 @@
+"""The answer of `op_tools diff`: where two runs part, how it grew, and what else differs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from . import format as columns
+from .align import Alignment, align
+from .diverge import Divergence, Numbers, first_divergence, growth, numbers_of
+from .format import TraceError, files_of, read
+from .graph import Graph, short_name
+from .merge import merged
+from .structure import differences
+
+_MIN_COMMON: Final = 0.05  # of the operators of the shorter trace: with less, the runs have nothing in common
+_MAX_LINES: Final = 12
+
+
+class Diff:
+    """Two runs, aligned and measured.
+
+    >>> print("\\n".join(compare(Path("a"), Path("b")).lines()))  # doctest: +SKIP
+    """
+
+    def __init__(self, first: Graph, second: Graph, names: tuple[str, str] = ("A", "B")) -> None:
+        self.names = names
+        self.alignment: Alignment = align(first, second)
+        self.numbers: Numbers = numbers_of(self.alignment)
+        self.divergence: Divergence | None = first_divergence(self.alignment, self.numbers)
+
+    @property
+    def valued(self) -> bool:
+        """Whether any fingerprints could be compared."""
+        return bool(self.numbers.compared.any())
+
+    def lines(self, most: int = _MAX_LINES) -> Iterator[str]:
+        """The report, line by line."""
+        one, two = self.alignment.first, self.alignment.second
+        pairs = len(self.alignment.pairs)
+        for word, graph, name in (("A", one, self.names[0]), ("B", two, self.names[1])):
+            ranks = f", {graph.trace.world} ranks" if graph.trace.world > 1 else ""
+            yield f"{word}: {name} ({graph.count:,} operators{ranks})"
+        matched = sum(a >= 0 for a in self.alignment.modules)
+        yield f"{pairs:,} operators correspond, {matched:,} of {len(one.modules):,} and {len(two.modules):,} modules"
+        yield ""
+        yield from self._first()
+        yield from self._growth(most)
+        yield from self._structure(most)
+        found = list(differences(self.alignment))
+        if found:
+            yield ""
+            yield "What else differs"
+            for line in found:
+                yield f"  {line}"
+
+    def _first(self) -> Iterator[str]:
+        given = self.given()
+        if given:
+            yield f"The runs start from different values: {_some(given)}"
+        if not self.valued:
+            yield "No values to compare: one of the traces has no fingerprints"
+            return
+        found = self.divergence
+        if found is None:
+            yield f"No divergence: rounding explains every difference of {int(self.numbers.compared.sum()):,} operators"
+            return
+        one, two = self.alignment.first, self.alignment.second
+        a, b = (int(x) for x in self.alignment.pairs[found.pair])
+        phase = columns.PHASES[int(one.operators["phase"][a])]
+        yield f"First divergence: step {int(one.operators['step'][a])}, {phase}: {one.names[a]}"
+        for word, graph, operator in (("A", one, a), ("B", two, b)):
+            module = graph.modules.get(int(graph.operators["module"][operator]))
+            inside = f" in {module['name']} ({module['class']})" if module else ""
+            yield f"  {word}  {graph.titles[operator]}{inside}  {_location(graph, operator)}"
+        yield f"  {found.reason}"
+        times = f", {found.outputs / found.allowed:,.3g} times that" if found.allowed else ""
+        yield (
+            f"  inputs are {found.inputs:.2g} of their norm apart; rounding may make {found.allowed:.2g} of that, "
+            f"the outputs are {found.outputs:.2g} apart{times}"
+        )
+
+    def given(self) -> list[str]:
+        """Names of parameters and inputs that differ from the beginning."""
+        return _given(self.alignment)
+
+    def _growth(self, most: int) -> Iterator[str]:
+        rows = [row for row in growth(self.alignment, self.numbers) if row[3] > 0]
+        if not rows:
+            return
+        yield ""
+        yield "How the difference grew, by module (relative to the norm)"
+        yield f"  {'module':40} {'phase':10} {'inputs':>9} {'outputs':>9}"
+        shown = rows if len(rows) <= most else rows[: most // 2] + rows[-(most - most // 2) :]
+        for n, (module, phase, came, went) in enumerate(shown):
+            if len(rows) > most and n == most // 2:
+                yield f"  ... {len(rows) - most} more"
+            yield f"  {module or '(outside)':40} {phase:10} {came:9.2g} {went:9.2g}"
+
+    def _structure(self, most: int) -> Iterator[str]:
+        one, two = self.alignment.first, self.alignment.second
+        replaced: Counter[tuple[str, str, str]] = Counter()
+        for left, right in self.alignment.replaced:
+            module = re.sub(r"\.\d+(?=\.|$)", ".*", one.paths.get(int(one.operators["module"][left[0]]), ""))
+            phase = columns.PHASES[int(one.operators["phase"][left[0]])]
+            words = tuple(", ".join(_short(graph, ops)) for graph, ops in ((one, left), (two, right)))
+            replaced[words[0], words[1], f"{module or '(outside)'}, {phase}"] += 1
+        if replaced:
+            yield ""
+            yield "Operators that take the place of others"
+            for (left_words, right_words, place), count in replaced.most_common(most):
+                yield f"  {left_words} ↔ {right_words}  ({count} ×, {place})"
+        for word, graph, only, in_gaps in (
+            ("A", one, self.alignment.only[0], {a for l, _ in self.alignment.replaced for a in l}),
+            ("B", two, self.alignment.only[1], {b for _, r in self.alignment.replaced for b in r}),
+        ):
+            places: Counter[tuple[str, str]] = Counter()
+            for operator in only:
+                if operator not in in_gaps:
+                    phase = columns.PHASES[int(graph.operators["phase"][operator])]
+                    places[graph.paths.get(int(graph.operators["module"][operator]), ""), phase] += 1
+            if places:
+                yield ""
+                yield f"Only in {word}: {sum(places.values()):,} operators"
+                for (module, phase), count in places.most_common(most):
+                    yield f"  {module or '(outside)'}, {phase}: {count:,}"
+                if len(places) > most:
+                    yield f"  and {len(places) - most} more places"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same as data."""
+        one, two = self.alignment.first, self.alignment.second
+        found = None
+        if self.divergence is not None:
+            a, b = (int(x) for x in self.alignment.pairs[self.divergence.pair])
+            sides = {w: {"operator": n, "title": g.titles[n], "name": g.names[n], "location": _location(g, n)}
+                     for w, g, n in (("A", one, a), ("B", two, b))}  # fmt: skip
+            numbers = {k: getattr(self.divergence, k) for k in ("inputs", "outputs", "allowed", "reason")}
+            found = {**sides, **numbers, "phase": columns.PHASES[int(one.operators["phase"][a])]}
+        return {
+            "operators": [one.count, two.count],
+            "pairs": self.alignment.pairs.tolist(),
+            "divergence": found,
+            "given": self.given(),
+            "growth": growth(self.alignment, self.numbers),
+            "only": [list(side) for side in self.alignment.only],
+            "replaced": self.alignment.replaced,
+            "differences": list(differences(self.alignment)),
+        }
+
+
+def compare(first: Path, second: Path, partial: bool = False) -> Diff:
+    """Read, align and measure two runs; one clear line where that makes no sense (`compare(Path("a"), Path("b"))`)."""
+    graphs = [Graph(load(path, partial)) for path in (first, second)]
+    for path, graph in zip((first, second), graphs):
+        if not graph.count:
+            raise TraceError(f"{path}: no operators in it")
+    found = Diff(graphs[0], graphs[1], (str(first), str(second)))
+    least = min(graphs[0].count, graphs[1].count)
+    inside = [n for n, a in enumerate(found.alignment.pairs[:, 0].tolist()) if graphs[0].operators["module"][a] >= 0]
+    if len(found.alignment.pairs) < _MIN_COMMON * least or (graphs[0].modules and graphs[1].modules and not inside):
+        raise TraceError(f"{first} and {second} have nothing in common: {len(found.alignment.pairs)} of {least:,} operators")
+    return found
+
+
+def load(run: Path, partial: bool = False) -> Any:
+    """The trace of a run: of its only rank, or of all ranks put together."""
+    files = files_of(run)
+    traces = [read(file, partial=partial) for file in files]
+    return traces[0] if len(traces) == 1 else merged(traces)
+
+
+def _given(alignment: Alignment) -> list[str]:
+    from .structure import _renamed, members
+
+    one, two = alignment.first, alignment.second
+    rows_one, where_one = one.prints()
+    rows_two, where_two = two.prints()
+    found = []
+    mine, theirs = members(one, columns.PARAMETER), members(two, columns.PARAMETER)
+    names = _renamed(alignment, mine)
+    for name, tensors in mine.items():
+        other = theirs.get(names[name])
+        if other is None or not len(where_one) or not len(where_two):
+            continue
+        p, q = int(where_one[tensors[0]]), int(where_two[other[0]])
+        if p >= 0 and q >= 0:
+            x, y = rows_one[p], rows_two[q]
+            if abs(x[:8] - y[:8]).max() > 0.02 * (abs(x[:8]).max() + abs(y[:8]).max()):
+                found.append(name)
+    return found
+
+
+def _location(graph: Graph, operator: int) -> str:
+    return graph.trace.texts[int(graph.operators["location"][operator])]
+
+
+def _short(graph: Graph, operators: Sequence[int]) -> list[str]:
+    names = [short_name(graph.names[operator]) for operator in operators]
+    return names if len(names) <= 10 else [*names[:9], f"… {len(names) - 9} more"]
+
+
+def _some(words: Sequence[str], most: int = 4) -> str:
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more

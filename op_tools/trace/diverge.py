@@ -1,0 +1,197 @@
+"""Where two aligned runs part: operators whose inputs agree to rounding and whose outputs do not.
+
+The distance of two tensors is estimated from their fingerprints. What rounding may do to an output has two parts. The
+operator's own: a unit of the dtype for each element that is stored, and of float32 for what is added up, whose size the
+norms of the inputs bound. And what the inputs' own difference becomes: at most the norm of the other operand times it in
+a product, itself in a sum, a share of the output as large as that of the input elsewhere. Nothing else is a tolerance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final
+
+import numpy as np
+
+from . import format as columns
+from .align import Alignment
+from .families import family
+from .format import INPUT, OUTPUT, PROJECTIONS
+from .graph import Graph
+from .prints import distance, smallest_step
+
+_UNITS: Final = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11}
+_SINGLE: Final = 2.0**-24
+_ESTIMATE: Final = 2.0  # by how much eight projections may misjudge a distance
+_COMPOSITE: Final = 4.0  # roundings inside functions of several steps
+_NORM, _LOW, _HIGH, _NAN, _INF = range(PROJECTIONS + 1, PROJECTIONS + 6)
+_PRODUCTS: Final = frozenset({"matmul", "attention", "conv1d", "conv2d", "conv3d", "conv_transpose2d", "wkv", "bilinear"})
+_LINEAR: Final = frozenset({"add", "view", "cast", "relu", "max", "mask", "pad", "cat", "stack", "embedding", "dropout"})
+_SEVERAL: Final = frozenset(
+    {"attention", "layer_norm", "group_norm", "batch_norm", "rms_norm", "loss", "softmax", "gelu", "silu", "update", "wkv"}
+)
+_RANDOM: Final = frozenset({"rand", "randn", "randint", "dropout", "multinomial", "bernoulli", "normal", "uniform"})
+
+
+@dataclasses.dataclass
+class Numbers:
+    """For each pair of operators: how far its inputs and outputs are apart, and how far rounding may have moved these."""
+
+    compared: Any  # whether both sides have fingerprints of an output
+    inputs: Any  # the largest distance of an input, relative to its norm
+    outputs: Any  # the same of the outputs
+    allowed: Any  # of the output that is furthest beyond it, what rounding allows, relative to its norm
+    parted: Any  # whether the outputs are further apart than that
+    reason: dict[int, str]  # of pairs whose difference is no distance
+
+
+@dataclasses.dataclass
+class Divergence:
+    """The first operator that parts, or what both runs were given that differs already."""
+
+    pair: int
+    reason: str
+    inputs: float
+    outputs: float
+    allowed: float
+
+
+class _Side:
+    def __init__(self, graph: Graph, parts: int) -> None:
+        self.graph = graph
+        self.rows, self.where = graph.prints()
+        self.parts = graph.prints(1) if parts > 1 else None
+        texts = graph.trace.texts
+        self.unit = np.array([_UNITS.get(texts[n], 0.0) for n in graph.looks["dtype"].tolist()])
+        self.shape = [texts[n] for n in graph.looks["shape"].tolist()]
+
+
+def numbers_of(alignment: Alignment) -> Numbers:
+    """Measure every pair."""
+    first, second, pairs = alignment.first, alignment.second, alignment.pairs
+    one, two = _Side(first, 1), _Side(second, second.trace.world)
+    count = len(pairs)
+    ins = _edges(one, two, pairs, INPUT)
+    outs = _edges(one, two, pairs, OUTPUT)
+    families = np.array([family(first.names[a]) for a in pairs[:, 0].tolist()], dtype=object)
+    backward = first.operators["phase"][pairs[:, 0]] == columns.BACKWARD if count else np.zeros(0, bool)
+    relative_in, propagated, product = _inputs(ins, families, count)
+    _add_forward_inputs(alignment, relative_in, propagated, product)
+    allowed, relative_out, parted = np.zeros(count), np.zeros(count), np.zeros(count, bool)
+    compared = np.zeros(count, bool)
+    reason: dict[int, str] = {}
+    several = np.isin(families, list(_SEVERAL)) | backward
+    contracts = np.isin(families, list(_PRODUCTS)) | backward
+    own = np.where(several, _COMPOSITE, 1.0)
+    for k, (pair, apart, size, unit, left, right) in enumerate(zip(*outs)):
+        compared[pair] = True
+        if left[_NAN] != right[_NAN] or left[_INF] != right[_INF]:
+            parted[pair] = True
+            reason[pair] = f"{_strange(left)} against {_strange(right)}"
+            continue
+        sums = _SINGLE * (product[pair] if contracts[pair] else 8.0 * size)
+        bound = _ESTIMATE * (own[pair] * unit * size + sums) + propagated[pair] * (size if propagated[pair] else 0.0)
+        ratio = apart / size if size else 0.0
+        if apart > bound:
+            parted[pair] = True
+        elif apart and not relative_in[pair]:
+            step = smallest_step(left, right)
+            largest = max(abs(left[_LOW]), abs(left[_HIGH]), abs(right[_LOW]), abs(right[_HIGH]))
+            single = max(2.0 * _ESTIMATE * own[pair] * unit * largest, 16.0 * _SINGLE * largest)
+            if step > single:
+                parted[pair] = True
+                reason[pair] = f"few elements differ, by {step:.3g} or more; the largest is {largest:.3g}"
+        if ratio >= relative_out[pair]:
+            relative_out[pair], allowed[pair] = ratio, bound / size if size else 0.0
+    random = np.isin(families, list(_RANDOM))
+    return Numbers(compared, relative_in, relative_out, allowed, parted & ~random, reason)
+
+
+def _strange(row: Any) -> str:
+    words = [f"{int(row[k])} {name}" for k, name in ((_NAN, "NaN"), (_INF, "Inf")) if row[k]]
+    return " and ".join(words) or "all finite"
+
+
+def _edges(one: _Side, two: _Side, pairs: Any, side: int) -> tuple[Any, ...]:
+    """Of matched tensors on one side: the pair, distance, norm, unit of rounding, and both rows of prints."""
+    if not len(one.rows) or not len(two.rows):
+        none = np.zeros(0)
+        return none.astype(np.int64), none, none, none, none.reshape(0, 14), none.reshape(0, 14)
+    starts_one, tensors_one = one.graph.side(side)
+    starts_two, tensors_two = two.graph.side(side)
+    a, b = pairs[:, 0], pairs[:, 1]
+    lengths = np.minimum(starts_one[a + 1] - starts_one[a], starts_two[b + 1] - starts_two[b])
+    owner = np.repeat(np.arange(len(pairs)), lengths)
+    within = np.arange(len(owner)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    left, right = tensors_one[starts_one[a][owner] + within], tensors_two[starts_two[b][owner] + within]
+    looks_one, looks_two = one.graph.tensors["look"][left], two.graph.tensors["look"][right]
+    shapes = {text: n for n, text in enumerate(dict.fromkeys([*one.shape, *two.shape]))}
+    shape_one = np.array([shapes[t] for t in one.shape] or [0])[looks_one]
+    shape_two = np.array([shapes[t] for t in two.shape] or [0])[looks_two]
+    same = shape_one == shape_two
+    p, q = one.where[left], two.where[right]
+    good = same & (p >= 0) & (q >= 0)
+    rows_one, rows_two = one.rows[np.where(good, p, 0)], two.rows[np.where(good, q, 0)]
+    if two.parts is not None:  # this rank has a part of the batch: the prints of all parts add up
+        rows, where = two.parts
+        r = where[right]
+        part = ~same & (p >= 0) & (r >= 0)
+        if part.any():
+            rows_one = one.rows[np.where(good | part, p, 0)]
+            rows_two = np.where(part[:, None], rows[np.where(part, r, 0)], rows_two)
+            good = good | part
+    owner, rows_one, rows_two = owner[good], rows_one[good], rows_two[good]
+    unit = np.maximum(one.unit[looks_one[good]], two.unit[looks_two[good]])
+    apart = distance(rows_one, rows_two)
+    size = np.maximum(rows_one[:, _NORM], rows_two[:, _NORM])
+    return owner, apart, size, unit, rows_one, rows_two
+
+
+def _inputs(ins: tuple[Any, ...], families: Any, count: int) -> tuple[Any, Any, Any]:
+    """Of each pair: the largest relative distance of an input, what it may become, and the product of the norms."""
+    owner, apart, size, _, _, _ = ins
+    relative, propagated, product = np.zeros(count), np.zeros(count), np.ones(count)
+    if not len(owner):
+        return relative, propagated, np.zeros(count)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        share = np.where(size > 0, apart / size, 0.0)
+    np.maximum.at(relative, owner, share)
+    np.multiply.at(product, owner, np.where(size > 0, np.minimum(size, 1e60), 1.0))
+    gain = np.where(np.isin(families, list(_LINEAR)), 4.0, 32.0)
+    propagated = gain * relative
+    return relative, propagated, np.minimum(product, 1e120)
+
+
+def _add_forward_inputs(alignment: Alignment, relative: Any, propagated: Any, product: Any) -> None:
+    """A backward works on what its forward got: that counts among its inputs."""
+    forward_one = alignment.first.operators["forward"]
+    place = {int(a): n for n, a in enumerate(alignment.pairs[:, 0].tolist())}
+    for n, a in enumerate(alignment.pairs[:, 0].tolist()):
+        source = place.get(int(forward_one[a]), -1) if forward_one[a] >= 0 else -1
+        if source >= 0:
+            relative[n] = max(relative[n], relative[source])
+            propagated[n] = max(propagated[n], 32.0 * relative[source])
+            product[n] = max(product[n] * max(product[source], 1.0), product[n])
+
+
+def first_divergence(alignment: Alignment, numbers: Numbers) -> Divergence | None:
+    """The first pair, in the order of the first run, that parts; None where rounding explains every difference."""
+    found = np.flatnonzero(numbers.parted)
+    if not len(found):
+        return None
+    pair = int(found[0])
+    why = numbers.reason.get(pair, "the outputs are further apart than rounding explains")
+    return Divergence(pair, why, *(float(x[pair]) for x in (numbers.inputs, numbers.outputs, numbers.allowed)))
+
+
+def growth(alignment: Alignment, numbers: Numbers) -> list[tuple[str, str, float, float]]:
+    """By module and phase, in order: the largest relative distance of inputs and of outputs."""
+    graph = alignment.first
+    found: dict[tuple[str, str], list[float]] = {}
+    for n, a in enumerate(alignment.pairs[:, 0].tolist()):
+        if numbers.compared[n]:
+            phase = columns.PHASES[int(graph.operators["phase"][a])]
+            entry = found.setdefault((graph.paths.get(int(graph.operators["module"][a]), ""), phase), [0.0, 0.0])
+            entry[0] = max(entry[0], float(numbers.inputs[n]))
+            entry[1] = max(entry[1], float(numbers.outputs[n]))
+    return [(module, phase, came, went) for (module, phase), (came, went) in found.items()]

@@ -1,0 +1,262 @@
+"""Traces on disk: one file per rank, tables as columns of numbers, written while the run goes on.
+
+A file is a line that names format and version, then blocks. A block is a line of JSON and compressed bytes: the columns
+of some rows of one table, or new texts. Rows are numbered in the order in which they were written; columns that hold a
+text hold its number. The last block says that the trace is complete. Reading executes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import numpy as np
+
+from ..settings import SettingsError
+
+VERSION: Final = 1
+SUFFIX: Final = ".optrace"
+NAMED: Final = b"op_tools trace "
+PROJECTIONS: Final = 8
+_ROWS: Final = 16_384  # of a table that wait to be written
+_MAX_LINE: Final = 1 << 20
+
+TABLES: Final[dict[str, dict[str, str]]] = {
+    "modules": {"id": "i4", "parent": "i4", "name": "text", "class": "text", "settings": "text"},
+    "looks": {
+        **{"shape": "text", "dtype": "text", "stride": "text", "device": "text", "requires_grad": "u1"},
+        **{"placements": "text", "mesh": "text", "bytes": "i8"},
+    },
+    "tensors": {
+        **{"kind": "u1", "name": "text", "look": "i4", "producer": "i4", "output": "i2", "base": "i4"},
+        "module": "i4",
+    },
+    "operators": {
+        **{"step": "i4", "phase": "u1", "name": "text", "module": "i4", "location": "text", "stack": "text"},
+        **{"arguments": "text", "region": "text", "stream": "i8", "group": "text", "forward": "i4", "time": "f8"},
+        "title": "text",  # of an imported one; others are named by module and number
+    },
+    "edges": {"operator": "i4", "side": "u1", "place": "i2", "tensor": "i4"},
+    "prints": {
+        "tensor": "i4",
+        **{f"p{k}": "f8" for k in range(PROJECTIONS)},
+        **{"sum": "f8", "norm": "f8", "low": "f8", "high": "f8", "nan": "i8", "inf": "i8"},
+        "part": "i2",  # 0: of the tensor itself; 1: of this rank's part of a tensor that all ranks hold
+    },
+    "memory": {"operator": "i4", "block": "i4", "bytes": "i8", "kind": "u1", "module": "i4"},
+    "plan": {"rank": "i4", "what": "text", "bytes": "i8", "blocks": "i4"},
+}
+FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER = range(4)
+PHASES: Final = ("forward", "backward", "recomputed", "optimizer")
+INPUT, OUTPUT = 0, 1
+KINDS: Final = ("activation", "parameter", "buffer", "gradient", "optimizer", "input", "temporary")
+ACTIVATION, PARAMETER, BUFFER, GRADIENT, STATE, GIVEN, TEMPORARY = range(7)
+PRINT_COLUMNS: Final = tuple(TABLES["prints"])[1:-1]
+_NUMPY: Final = {"text": "i4"}
+
+
+class TraceError(SettingsError):
+    """A trace that cannot be read, told in one line."""
+
+
+class TraceWriter:
+    """Writes one trace; memory is bounded by the rows that wait.
+
+    >>> with TraceWriter(path, {"rank": 0}) as trace:                   # doctest: +SKIP
+    ...     trace.add("edges", (0, INPUT, 0, 5))
+    """
+
+    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
+        self.path = path
+        self._lock = threading.RLock()
+        self._texts: dict[str, int] = {"": 0}
+        self._new_texts: list[str] = [""]
+        self._rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in TABLES}
+        self._texts_at = {name: [i for i, kind in enumerate(columns.values()) if kind == "text"]
+                          for name, columns in TABLES.items()}  # fmt: skip
+        self.counts = dict.fromkeys(TABLES, 0)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO | None = path.open("wb")
+        self._file.write(NAMED + f"{VERSION}\n".encode())
+        self._block({"facts": facts}, b"")
+
+    def text(self, text: str) -> int:
+        """The number of a text; each is written once."""
+        number = self._texts.get(text)
+        if number is None:
+            with self._lock:
+                number = self._texts.setdefault(text, len(self._texts))
+                if number == len(self._texts) - 1:
+                    self._new_texts.append(text)
+        return number
+
+    def add(self, table: str, row: tuple[Any, ...]) -> int:
+        """Append one row, with numbers for texts (`trace.text`); returns its number."""
+        rows = self._rows[table]
+        rows.append(row)
+        number = self.counts[table]
+        self.counts[table] = number + 1
+        if len(rows) >= _ROWS:
+            self.flush(table)
+        return number
+
+    def flush(self, *tables: str) -> None:
+        """Write the rows that wait, of all tables unless some are named."""
+        with self._lock:
+            if self._new_texts:
+                texts, self._new_texts = self._new_texts, []
+                self._block({"texts": len(texts)}, json.dumps(texts).encode())
+            for table in tables or TABLES:
+                rows, self._rows[table] = self._rows[table], []
+                if rows:
+                    columns = [
+                        np.array(values, dtype=_NUMPY.get(kind, kind)).tobytes()
+                        for kind, values in zip(TABLES[table].values(), zip(*rows))
+                    ]
+                    self._block({"table": table, "rows": len(rows)}, b"".join(columns))
+
+    def _block(self, head: dict[str, Any], body: bytes) -> None:
+        if self._file is not None:
+            packed = zlib.compress(body, 1)
+            self._file.write(json.dumps({**head, "bytes": len(packed)}).encode() + b"\n" + packed)
+
+    def close(self, **facts: Any) -> None:
+        """Write what waits, and that the trace is complete."""
+        with self._lock:
+            if self._file is not None:
+                self.flush()
+                self._block({"end": self.counts, "facts": facts}, b"")
+                self._file.close()
+                self._file = None
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Trace:
+    """A trace in memory: `trace["operators"]["name"]` is a column, `trace.texts` are its texts."""
+
+    def __init__(self, tables: dict[str, dict[str, Any]], texts: list[str], facts: dict[str, Any], path: Path) -> None:
+        self._tables, self.texts, self.facts, self.path = tables, texts, facts, path
+
+    def __getitem__(self, table: str) -> dict[str, Any]:
+        return self._tables[table]
+
+    def count(self, table: str) -> int:
+        """How many rows a table has."""
+        return len(next(iter(self._tables[table].values())))
+
+    def words(self, table: str, column: str) -> list[str]:
+        """The texts of a column."""
+        texts = self.texts
+        return [texts[number] for number in self._tables[table][column].tolist()]
+
+    @property
+    def rank(self) -> int:
+        """The rank that recorded it."""
+        return int(self.facts.get("rank", 0))
+
+    @property
+    def world(self) -> int:
+        """How many ranks the run had."""
+        return int(self.facts.get("world", 1))
+
+
+def files_of(run: Path) -> list[Path]:
+    """The traces of a run, by rank: a file itself, or those in a folder (`files_of(Path("run"))`)."""
+    if not run.exists():
+        raise TraceError(f"{run}: no such file or folder")
+    if run.is_file():
+        return [run]
+    found = sorted(run.glob(f"*{SUFFIX}")) or sorted(run.glob(f"*/*{SUFFIX}"))
+    if not found:
+        raise TraceError(f"{run}: no trace (*{SUFFIX}) in it")
+    newest = max(found, key=lambda file: file.stat().st_mtime).parent
+    return sorted(newest.glob(f"*{SUFFIX}"), key=_rank_of)
+
+
+def _rank_of(file: Path) -> tuple[int, str]:
+    digits = "".join(c for c in file.stem if c.isdigit())
+    return (int(digits) if digits else 0, file.name)
+
+
+def read(path: Path, tables: Iterable[str] | None = None, partial: bool = False) -> Trace:
+    """Read a trace; one clear line where that is not possible (`read(Path("rank0.optrace"))`).
+
+    `partial` accepts one whose end is missing, as a run that was killed leaves it.
+    """
+    wanted = frozenset(TABLES if tables is None else tables)
+    parts: dict[str, list[list[Any]]] = {name: [] for name in TABLES}
+    texts: list[str] = []
+    facts: dict[str, Any] = {}
+    complete = False
+    try:
+        with path.open("rb") as file:
+            _check_head(path, file.readline(_MAX_LINE))
+            while line := file.readline(_MAX_LINE):
+                try:
+                    head = json.loads(line)
+                    size = int(head["bytes"])
+                    if head.get("table") in TABLES and head["table"] not in wanted:
+                        packed = b""
+                        if file.seek(size, os.SEEK_CUR) > os.fstat(file.fileno()).st_size:
+                            raise EOFError
+                    else:
+                        packed = file.read(size)
+                        if len(packed) < size:
+                            raise EOFError
+                    facts.update(head.get("facts", {}))
+                    if "end" in head:
+                        complete = True
+                    elif "texts" in head:
+                        texts += [str(text) for text in json.loads(zlib.decompress(packed))]
+                    elif head.get("table") in wanted:
+                        name = head["table"]
+                        parts[name].append(_columns(name, int(head["rows"]), zlib.decompress(packed)))
+                except EOFError:
+                    break
+                except (ValueError, KeyError, TypeError, zlib.error) as error:
+                    raise TraceError(f"{path}: damaged after byte {file.tell():,} ({type(error).__name__})") from None
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read ({error.strerror or error})") from None
+    if not complete and not partial:
+        rows = sum(len(part[0]) for part in parts["operators"])
+        raise TraceError(
+            f"{path}: its end is missing (the run was stopped, or the file is cut off); --partial reads the "
+            f"{rows:,} operators that are there"
+        )
+    return Trace({name: _joined(name, parts[name]) for name in wanted}, texts, facts, path)
+
+
+def _check_head(path: Path, line: bytes) -> None:
+    if not line.startswith(NAMED):
+        raise TraceError(f"{path}: is not an op_tools trace")
+    version = line[len(NAMED) :].strip().decode("ascii", "replace")
+    if version != str(VERSION):
+        raise TraceError(f"{path}: a trace of version {version[:20]}; this op_tools reads version {VERSION}")
+
+
+def _columns(table: str, rows: int, body: bytes) -> list[Any]:
+    found, at = [], 0
+    for kind in TABLES[table].values():
+        dtype = np.dtype(_NUMPY.get(kind, kind))
+        found.append(np.frombuffer(body, dtype, rows, at))
+        at += rows * dtype.itemsize
+    if at != len(body):
+        raise ValueError("a block of another size")
+    return found
+
+
+def _joined(table: str, parts: Sequence[list[Any]]) -> dict[str, Any]:
+    columns = TABLES[table]
+    if not parts:
+        return {name: np.empty(0, _NUMPY.get(kind, kind)) for name, kind in columns.items()}
+    return {name: np.concatenate([part[i] for part in parts]) for i, name in enumerate(columns)}

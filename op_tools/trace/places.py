@@ -1,0 +1,153 @@
+"""Where in the model a call is made, read off the stack, and where a part of a sharded tensor lies in the whole."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from types import CodeType, FrameType
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ..call.site import is_user_code, text_of
+from ..compat import MODULE_CALL
+
+_MAX_FRAMES: Final = 256
+_MAX_KNOWN: Final = 50_000
+_OPTIMIZERS: Final = "/torch/optim/"
+_PLAIN, _MODULE, _OPTIMIZER = range(3)
+_kinds: dict[CodeType, int] = {}
+
+
+class Place(NamedTuple):
+    """The innermost and the outermost module that are being called, and whether an optimizer steps."""
+
+    module: torch.nn.Module | None
+    root: torch.nn.Module | None
+    optimizer: bool
+
+
+def place_of_call(depth: int = 1) -> Place:
+    """Where the present call is made (`place_of_call()`)."""
+    frame: FrameType | None = sys._getframe(depth)
+    innermost = outermost = None
+    optimizer = False
+    for _ in range(_MAX_FRAMES):
+        if frame is None:
+            break
+        code = frame.f_code
+        kind = _kinds.get(code, -1)
+        if kind < 0:
+            kind = _kind_of(code)
+        if kind == _MODULE:
+            outermost = frame.f_locals.get("self")
+            if innermost is None:
+                innermost = outermost
+        elif kind == _OPTIMIZER:
+            optimizer = True
+        frame = frame.f_back
+    return Place(innermost, outermost, optimizer)
+
+
+def _kind_of(code: CodeType) -> int:
+    if len(_kinds) > _MAX_KNOWN:
+        _kinds.clear()
+    found = _PLAIN
+    if code is MODULE_CALL:
+        found = _MODULE
+    elif _OPTIMIZERS in code.co_filename.replace("\\", "/") and "zero_grad" not in code.co_name:
+        found = _OPTIMIZER
+    _kinds[code] = found
+    return found
+
+
+def stack_of_call(depth: int, user_only: bool = True) -> str:
+    """The frames of the present call, innermost first, one line each."""
+    frame: FrameType | None = sys._getframe(1)
+    lines: list[str] = []
+    while frame is not None and len(lines) < depth:
+        owner = is_user_code(frame.f_code)
+        if owner or (owner is not None and not user_only):
+            lines.append(text_of(frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return "\n".join(lines)
+
+
+class Sharding(NamedTuple):
+    """How a tensor is spread over ranks: `S(0)`, `B`, `P`, one per dimension of the mesh, and where this part lies."""
+
+    placements: str
+    mesh: str
+    local: torch.Tensor
+    whole: tuple[int, ...] | None  # None where this rank holds all of it
+    at: tuple[int, ...]
+
+
+def sharding_of(tensor: torch.Tensor) -> Sharding | None:
+    """How a DTensor is spread; None for other tensors (`sharding_of(torch.ones(2)) is None`)."""
+    placements = getattr(tensor, "placements", None)
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    local = getattr(tensor, "_local_tensor", None)
+    if placements is None or mesh is None or not isinstance(local, torch.Tensor):
+        return None
+    coordinate: Sequence[int] = mesh.get_coordinate() or [0] * mesh.ndim
+    at, size = [0] * tensor.dim(), list(tensor.shape)
+    for axis, placement in enumerate(placements):
+        if placement.is_shard():
+            dim, ranks = placement.dim % tensor.dim(), mesh.size(axis)
+            share = -(-size[dim] // ranks)
+            start = min(share * coordinate[axis], size[dim])
+            at[dim] += start
+            size[dim] = min(share, size[dim] - start)
+    words = ", ".join(f"S({p.dim})" if p.is_shard() else "P" if p.is_partial() else "B" for p in placements)
+    ranks = mesh.mesh.flatten().tolist()
+    shape = "x".join(str(mesh.size(axis)) for axis in range(mesh.ndim))
+    whole = tuple(tensor.shape) if tuple(local.shape) == tuple(size) != tuple(tensor.shape) else None
+    return Sharding(words, f"{shape} ranks={ranks}", local, whole, tuple(at))
+
+
+class ModuleNames:
+    """The modules that were called, each with a number and a path that begins at its model."""
+
+    def __init__(self, register: Any) -> None:
+        self._register = register  # called with number, parent, path, module
+        self._numbers: dict[int, tuple[weakref.ref[torch.nn.Module], int]] = {}
+        self._roots: set[int] = set()
+        self._models = 0
+        self._next = 0
+
+    def number(self, module: torch.nn.Module, root: torch.nn.Module) -> int:
+        """The number of a module inside a model."""
+        known = self._numbers.get(id(module))
+        if known is not None and known[0]() is module and (id(root) in self._roots or root is module):
+            return known[1]
+        self._add_model(root)
+        known = self._numbers.get(id(module))
+        if known is None or known[0]() is not module:  # made on the fly
+            return self._new(module, self._numbers[id(root)][1], f"({type(module).__name__})")
+        return known[1]
+
+    def _add_model(self, root: torch.nn.Module) -> None:
+        self._roots.add(id(root))
+        has_parts = next(root.children(), None) is not None or next(root.parameters(), None) is not None
+        if has_parts:
+            self._models += 1
+            name = "model" if self._models == 1 else f"model_{self._models}"
+        else:
+            name = type(root).__name__.lower()
+        numbers = {"": -1}
+        for path, module in root.named_modules():
+            parent = numbers.get(path.rpartition(".")[0], -1) if path else -1
+            numbers[path] = self._new(module, parent, f"{name}.{path}" if path else name)
+
+    def _new(self, module: torch.nn.Module, parent: int, path: str) -> int:
+        known = self._numbers.get(id(module))
+        if known is not None and known[0]() is module:  # called by itself before: it gets its longer name
+            number = known[1]
+        else:
+            number = self._next
+            self._next += 1
+            self._numbers[id(module)] = (weakref.ref(module), number)
+        self._register(number, parent, path, module)
+        return number

@@ -1,0 +1,395 @@
+"""From calls to rows of a trace: which tensor is which, who made it, what it holds, and what memory it took."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import torch
+
+from ..call.description import Described, Group, Tensor, TensorMeta, short
+from ..call.devices import accelerator_type, module_of
+from . import format as columns
+from .format import BACKWARD, FORWARD, INPUT, OPTIMIZER, OUTPUT, RECOMPUTED, TraceWriter
+from .places import ModuleNames, Place, Sharding, sharding_of, stack_of_call
+from .prints import Batch, fingerprint
+
+_MAX_TEXT: Final = 200
+_NO_STORAGE: Final = 0
+
+
+class _Known(weakref.ref):  # type: ignore[type-arg]
+    """A tensor object whose present version has a number."""
+
+    __slots__ = ("key", "memory", "number", "version")
+    key: int
+    version: int
+    number: int
+    memory: Any
+
+
+class Recorder:
+    """Writes what happens in a run to a trace.
+
+    >>> recorder = Recorder(TraceWriter(path, {}))                     # doctest: +SKIP
+    """
+
+    def __init__(self, writer: TraceWriter, prints: bool = True, stacks: int = 1, user_only: bool = True) -> None:
+        self.writer = writer
+        self.lock = threading.RLock()
+        self._prints, self._stacks, self._user_only = prints, stacks, user_only
+        self._batch = Batch()
+        self._known: dict[int, _Known] = {}
+        self._by_memory: dict[Any, _Known] = {}
+        self._writers: dict[int, int] = {}  # of storages: the operator that wrote last
+        self._looks: dict[Any, int] = {}
+        self._blocks: dict[int, tuple[int, int, int, int]] = {}  # storages: number, bytes, kind, module
+        self._references: dict[int, Any] = {}
+        self._block_count = 0
+        self._names: dict[int, tuple[Any, str, int, int]] = {}  # of tensors with a role: itself, name, kind, module
+        self._gradients: dict[Any, int] = {}  # memory of gradients that operators sent in this pass: the operator
+        self._parameters: list[tuple[str, int, weakref.ref[Tensor]]] = []
+        self._began = time.perf_counter()
+        self._in_function = -1  # the last operator that was compiled code
+        self.modules = ModuleNames(self._register)
+        self.world = writer_world()
+        self.operators = 0
+        known = self._known
+
+        def forget(reference: _Known) -> None:
+            if known.get(reference.key) is reference:
+                known.pop(reference.key, None)
+            if self._by_memory.get(reference.memory) is reference:
+                self._by_memory.pop(reference.memory, None)
+
+        self._forget = forget
+
+    # -- modules --------------------------------------------------------------------------------------
+
+    def _register(self, number: int, parent: int, path: str, module: torch.nn.Module) -> None:
+        text = self.writer.text
+        settings = ""
+        with contextlib.suppress(Exception):  # the user's code
+            settings = " ".join(module.extra_repr().split())[:_MAX_TEXT]
+        self.writer.add("modules", (number, parent, text(path), text(type(module).__name__), text(settings)))
+        groups: tuple[tuple[int, Iterable[tuple[str, Any]]], ...] = (
+            (columns.PARAMETER, module._parameters.items()),
+            (columns.BUFFER, module._buffers.items()),
+        )
+        for kind, members in groups:
+            for name, tensor in members:
+                if isinstance(tensor, Tensor):
+                    full = f"{path}.{name}"
+                    self._names[id(tensor)] = (weakref.ref(tensor), full, kind, number)
+                    if address := _address(tensor):  # `.data` is the parameter, too
+                        self._names[-address] = self._names[id(tensor)]
+                    if kind == columns.PARAMETER:
+                        self._parameters.append((full, number, weakref.ref(tensor)))
+                    self.tensor(tensor)
+
+    def module_of(self, place: Place) -> int:
+        """The number of the module at a place, -1 outside of all."""
+        return -1 if place.module is None or place.root is None else self.modules.number(place.module, place.root)
+
+    # -- tensors --------------------------------------------------------------------------------------
+
+    def tensor(self, tensor: Tensor, producer: int = -1, output: int = 0, module: int = -1, wrote: bool = False) -> int:
+        """The number of a tensor's present contents; `producer` made it, or wrote to it just now."""
+        key = id(tensor)
+        known = self._known.get(key)
+        version = _version(tensor)
+        if known is not None and known() is tensor:
+            if known.version == version and not wrote:
+                return known.number
+        else:
+            known = None
+        sharding = sharding_of(tensor) if type(tensor) not in _PLAIN else None
+        held = tensor if sharding is None else sharding.local
+        storage = storage_of(held)
+        memory = _memory(held)
+        if known is None and not wrote and producer < 0 and memory is not None:
+            same = self._by_memory.get(memory)
+            if same is not None and same() is not None and same.version == version:
+                return same.number
+        if producer < 0 and not wrote:
+            producer = self._writers.get(storage, -1)
+        if producer < 0 and self._in_function >= 0 and type(tensor.grad_fn).__name__.startswith("CompiledFunction"):
+            producer = self._in_function
+        number = self._add(tensor, sharding, known, producer, output, module)
+        reference = _Known(tensor, self._forget)
+        reference.key, reference.version, reference.number, reference.memory = key, version, number, memory
+        self._known[key] = reference
+        if memory is not None:
+            self._by_memory[memory] = reference
+        self._take_print(number, held, sharding)
+        return number
+
+    def _add(
+        self, tensor: Tensor, sharding: Sharding | None, known: _Known | None, producer: int, output: int, module: int
+    ) -> int:
+        text = self.writer.text
+        name, kind, owner = self._role(tensor) or ("", columns.GIVEN if producer < 0 else columns.ACTIVATION, module)
+        base = known.number if known is not None else -1
+        if base < 0 and tensor._is_view() and tensor._base is not None:
+            seen = self._known.get(id(tensor._base))
+            base = seen.number if seen is not None and seen() is tensor._base else -1
+        return self.writer.add(
+            "tensors", (kind, text(name), self._look(tensor, sharding), producer, min(output, 32_767), base, owner)
+        )
+
+    def _role(self, tensor: Tensor) -> tuple[str, int, int] | None:
+        """Name, kind and module of a parameter, a buffer or a gradient; None for other tensors."""
+        found = self._names.get(id(tensor))
+        if found is None or found[0]() is not tensor:
+            found = self._names.get(-_address(tensor)) if tensor.is_leaf else None
+            owner = None if found is None else found[0]()
+            if owner is None or tuple(owner.shape) != tuple(tensor.shape):
+                return None
+        assert found is not None
+        return found[1:]
+
+    def _look(self, tensor: Tensor, sharding: Sharding | None) -> int:
+        strided = tensor.layout == torch.strided and not tensor.is_nested
+        stride = tensor.stride() if strided else None
+        shape = tuple(tensor.shape) if not tensor.is_nested else ()
+        placed = ("", "") if sharding is None else (sharding.placements, sharding.mesh)
+        key = (shape, stride, tensor.dtype, tensor.device, tensor.requires_grad, placed)
+        found = self._looks.get(key)
+        if found is None:
+            text = self.writer.text
+            size = tensor.numel() * tensor.element_size()
+            row = (
+                *(text(str(list(shape))), text(short(tensor.dtype)), text("" if stride is None else str(list(stride)))),
+                *(text(str(tensor.device)), int(tensor.requires_grad), text(placed[0]), text(placed[1]), size),
+            )
+            found = self._looks[key] = self.writer.add("looks", row)
+        return found
+
+    def _take_print(self, number: int, tensor: Tensor, sharding: Sharding | None) -> None:
+        if not self._prints or tensor.is_meta or tensor.layout != torch.strided or tensor.is_nested:
+            return
+        if type(tensor) not in _PLAIN and _storageless(tensor):
+            return
+        if sharding is None:
+            full = self._batch.add(number, 0, fingerprint(tensor))
+            if self.world[1] > 1 and tensor.dim():
+                rank, world = self.world
+                whole = (tensor.shape[0] * world, *tensor.shape[1:])
+                part = fingerprint(tensor, whole, (tensor.shape[0] * rank, *[0] * (tensor.dim() - 1)))
+                full = self._batch.add(number, 1, part)
+        else:
+            full = self._batch.add(number, 0, fingerprint(tensor, sharding.whole, sharding.at))
+        if full:
+            self.land()
+
+    def land(self) -> None:
+        """Fetch the prints that wait on devices."""
+        for row in self._batch.land():
+            self.writer.add("prints", row)
+
+    # -- operators ------------------------------------------------------------------------------------
+
+    def operator(
+        self,
+        name: str,
+        phase: int,
+        place: Place | None,
+        step: int,
+        location: str,
+        *,
+        module: int | None = None,
+        forward: int = -1,
+        arguments: str = "",
+        group: str = "",
+    ) -> int:
+        """Add an operator; its edges follow."""
+        text = self.writer.text
+        if module is None:
+            module = -1 if place is None else self.module_of(place)
+        stack = ""
+        if self._stacks > 1 and phase != BACKWARD:
+            stack = stack_of_call(self._stacks, self._user_only)
+        row = (
+            *(step, phase, text(name), module, text(location), text(stack), text(arguments), text(_region())),
+            *(_stream(), text(group), forward, time.perf_counter() - self._began, 0),
+        )
+        self.operators += 1
+        return self.writer.add("operators", row)
+
+    def edges(self, operator: int, side: int, tensors: Sequence[int]) -> None:
+        """Say which tensors went into an operator, or came out of it; -1 for none at that place."""
+        add = self.writer.add
+        for place, number in enumerate(tensors):
+            if number >= 0:
+                add("edges", (operator, side, min(place, 32_767), number))
+
+    def inputs(self, tensors: Sequence[Tensor]) -> list[int]:
+        """The numbers of arguments."""
+        return [self.tensor(tensor) for tensor in tensors]
+
+    def outputs(self, operator: int, module: int, tensors: Sequence[Tensor], written: Sequence[Tensor], phase: int) -> None:
+        """Note what an operator returned and what it wrote to."""
+        numbers = []
+        for tensor in written:
+            storage = storage_of(tensor)
+            self._writers[storage] = operator
+            numbers.append(self.tensor(tensor, operator, len(numbers), module, wrote=True))
+        known = {id(tensor) for tensor in written}
+        for tensor in tensors:
+            if id(tensor) not in known:
+                numbers.append(self.tensor(tensor, operator, len(numbers), module))
+                if phase != BACKWARD:
+                    self._allocated(operator, module, tensor, phase)
+        self.edges(operator, OUTPUT, numbers)
+
+    def gradients(self, operator: int, module: int, tensors: Sequence[Tensor | None]) -> None:
+        """Note the gradients that the backward of a call sent to its inputs."""
+        numbers = []
+        for place, tensor in enumerate(tensors):
+            if tensor is None:
+                numbers.append(-1)
+                continue
+            numbers.append(self.tensor(tensor, operator, place, module))
+            self._gradients[_memory(tensor)] = operator
+        self.edges(operator, OUTPUT, numbers)
+
+    def compiled(self, place: Place, step: int) -> None:
+        """Compiled code ran in a module; what it made is known when it is used."""
+        self._known.clear()
+        self._by_memory.clear()
+        self._in_function = self.operator("torch.compile", FORWARD, place, step, "")
+
+    def after_backward(self) -> None:
+        """Give the gradients of parameters their names."""
+        for name, module, reference in self._parameters:
+            parameter = reference()
+            grad = None if parameter is None else parameter.grad
+            if grad is not None:
+                self._names[id(grad)] = (weakref.ref(grad), f"{name}.grad", columns.GRADIENT, module)
+                known = self._known.get(id(grad))
+                if known is None or known() is not grad or known.version != _version(grad):
+                    self.tensor(grad, self._gradients.get(_memory(grad), -1), wrote=True)
+                self._allocated(self.operators - 1, module, grad, BACKWARD, columns.GRADIENT)
+        self._gradients.clear()
+
+    # -- memory ---------------------------------------------------------------------------------------
+
+    def _allocated(self, operator: int, module: int, tensor: Tensor, phase: int, kind: int | None = None) -> None:
+        if type(tensor) not in _PLAIN or tensor.is_meta:
+            return
+        storage = storage_of(tensor)
+        if storage == _NO_STORAGE or storage in self._blocks:
+            return
+        memory = tensor.untyped_storage()
+        if kind is None:
+            kind = columns.STATE if phase == OPTIMIZER else columns.ACTIVATION
+        number, size = self._block_count, memory.nbytes()
+        self._block_count += 1
+        self._blocks[storage] = (number, size, kind, module)
+        self.writer.add("memory", (operator, number, size, kind, module))
+        self._references[storage] = weakref.ref(memory, lambda _: self._freed(storage, number))
+
+    def _freed(self, storage: int, number: int) -> None:
+        found = self._blocks.get(storage)
+        if found is not None and found[0] == number:
+            del self._blocks[storage]
+            self._references.pop(storage, None)
+            self._writers.pop(storage, None)
+            self.writer.add("memory", (self.operators, number, -found[1], found[2], found[3]))
+
+    def close(self) -> None:
+        """Fetch what waits and complete the file."""
+        with self.lock:
+            self.land()
+            facts: dict[str, Any] = {}
+            with contextlib.suppress(Exception):
+                facts["peak_bytes"] = int(module_of(accelerator_type()).max_memory_allocated())  # type: ignore[union-attr]
+            self._references.clear()
+            self.writer.close(**facts)
+
+
+_PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", Tensor)})
+
+
+def writer_world() -> tuple[int, int]:
+    """This rank and how many there are (`writer_world() == (0, 1)`)."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
+
+
+def storage_of(tensor: Tensor) -> int:
+    """A number for the memory of a tensor, 0 where it has none (`storage_of(x) == storage_of(x[1:])`)."""
+    try:
+        return torch._C._storage_id(tensor)  # type: ignore[attr-defined,no-any-return]
+    except Exception:
+        return _NO_STORAGE
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except Exception:
+        return 0
+
+
+def _storageless(tensor: Tensor) -> bool:
+    try:
+        return tensor.data_ptr() == 0 and tensor.numel() > 0
+    except Exception:
+        return True
+
+
+def _memory(tensor: Tensor) -> Any:
+    address = _address(tensor)
+    if not address or tensor.layout != torch.strided:
+        return None
+    return (address, tensor.shape, tensor.stride(), tensor.dtype)
+
+
+def _region() -> str:
+    words = []
+    if not torch.is_grad_enabled():
+        words.append("no_grad" if not torch.is_inference_mode_enabled() else "inference")
+    for kind in {accelerator_type(), "cpu"}:
+        if torch.is_autocast_enabled(kind):
+            words.append(f"autocast({kind}, {short(torch.get_autocast_dtype(kind))})")
+    return " ".join(words)
+
+
+def _stream() -> int:
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return 0
+    try:
+        return int(torch.cuda.current_stream().cuda_stream)
+    except Exception:
+        return 0
+
+
+def arguments_of(described: Described) -> str:
+    """The arguments that are no tensors, as text (`dim=1, keepdim=True`)."""
+
+    def shown(part: Any) -> str:
+        if isinstance(part, TensorMeta):
+            return "_"
+        if isinstance(part, Group):
+            return "[" + ", ".join(shown(p) for p in part.items[:8]) + "]"
+        return str(part)
+
+    words = [shown(part) for part in described.args]
+    if described.kwargs is not None:
+        words += [f"{key}={shown(part)}" for key, part in zip(described.kwargs.keys or (), described.kwargs.items)]
+    while words and words[-1] == "_":
+        words.pop()
+    return ", ".join(words)[:_MAX_TEXT]
+
+
+__all__ = ["FORWARD", "INPUT", "RECOMPUTED", "Recorder", "arguments_of", "storage_of", "writer_world"]

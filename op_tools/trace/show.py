@@ -1,0 +1,251 @@
+"""Prints a trace as OneFlow's `nn.Graph` prints its graph, at four levels of detail."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, Final
+
+from . import format as columns
+from .format import PHASES
+from .graph import Graph
+
+MODULES, TENSORS, OPERATORS, STACKS = range(4)
+_MAX_PORTS: Final = 16
+
+
+def lines(graph: Graph, level: int = TENSORS, only: str = "", step: int | None = None) -> Iterator[str]:
+    """The lines of the tree: modules; their tensors; operators; memory and stacks (`"\\n".join(lines(graph, 2))`).
+
+    `only` keeps modules and operators whose name holds this text.
+    """
+    view = _View(graph, level, only, step)
+    name = graph.trace.facts.get("graph", "trace")
+    yield f"(GRAPH:{name}): ("
+    for module in graph.children[-1]:
+        yield from view.module(module, 1)
+    if level >= OPERATORS:
+        yield from view.operators(-1, 1)
+    yield ")"
+    yield from memory_lines(graph)
+
+
+def memory_lines(graph: Graph) -> Iterator[str]:
+    """What memory the run needs, in the words of the log."""
+    plan = graph.trace["plan"]
+    if len(plan["rank"]):
+        for rank, what, size, blocks in zip(*(plan[c].tolist() for c in ("rank", "what", "bytes", "blocks"))):
+            counted = f" with mem_block_num = {blocks}" if blocks >= 0 else ""
+            yield f" Rank: {rank}, {graph.trace.texts[what]} [ {size / 2**20:.2f} MiB ]{counted}"
+        return
+    found = graph.memory()
+    yield f" Graph in Rank: {graph.trace.rank} needs [ {found['peak'] / 2**20:.2f} MiB ] device memory."
+    for kind, size in sorted(found["kinds"].items(), key=lambda item: -item[1]):
+        yield f"     {kind} is [ {size / 2**20:.2f} MiB ]"
+
+
+class _View:
+    def __init__(self, graph: Graph, level: int, only: str, step: int | None) -> None:
+        self.graph, self.level, self.only, self.step = graph, level, only, step
+        self.texts = graph.trace.texts
+        kinds = graph.tensors["kind"]
+        self.members: dict[int, list[int]] = {}
+        seen: set[tuple[int, int]] = set()
+        for kind in (columns.BUFFER, columns.PARAMETER):
+            for tensor in (kinds == kind).nonzero()[0].tolist():
+                module, name = int(graph.tensors["module"][tensor]), int(graph.tensors["name"][tensor])
+                if (module, name) not in seen:
+                    seen.add((module, name))
+                    self.members.setdefault(module, []).append(tensor)
+        self.inside = {module: self._inside(module) for module in graph.modules} if only else {}
+        self.ports = _ports(graph, step) if level >= TENSORS else {}
+
+    def _inside(self, module: int) -> bool:
+        return self.only in self.graph.modules[module]["name"] or any(map(self._inside, self.graph.children[module]))
+
+    def module(self, number: int, depth: int) -> Iterator[str]:
+        if self.only and not self.inside[number]:
+            return
+        found = self.graph.modules[number]
+        pad = "  " * depth
+        yield f"{pad}(MODULE:{found['name']}:{found['class']}({found['settings']})): ("
+        taken, made = self.ports.get(number, ((), ()))
+        if self.level >= TENSORS:
+            for i, tensor in enumerate(taken[:_MAX_PORTS]):
+                yield f"{pad}  (INPUT:_{found['name']}_input.{i}:{self.tensor(tensor)})"
+            for tensor in self.members.get(number, ()):
+                kind = columns.KINDS[int(self.graph.tensors["kind"][tensor])].upper()
+                name = self.texts[int(self.graph.tensors["name"][tensor])]
+                yield f"{pad}  ({kind}:{name.removesuffix('/out')}:{self.tensor(tensor)}): ()"
+        for child in self.graph.children[number]:
+            yield from self.module(child, depth + 1)
+        if self.level >= OPERATORS:
+            yield from self.operators(number, depth + 1)
+        if self.level >= TENSORS:
+            for i, tensor in enumerate(made[:_MAX_PORTS]):
+                yield f"{pad}  (OUTPUT:_{found['name']}_output.{i}:{self.tensor(tensor)})"
+        yield f"{pad})"
+
+    def operators(self, module: int, depth: int) -> Iterator[str]:
+        pad, graph = "  " * depth, self.graph
+        for operator in graph.by_module.get(module, ()):
+            if self.step is not None and int(graph.operators["step"][operator]) != self.step:
+                continue
+            title = graph.titles[operator]
+            if self.only and self.only not in title:
+                continue
+            taken = ", ".join(self.edge(t) for t in graph.inputs(operator).tolist())
+            outputs = graph.outputs(operator).tolist()
+            made = ", ".join(self.edge(t) for t in outputs)
+            placement = self.placement(outputs[0] if outputs else None)
+            yield f"{pad}(OPERATOR: {title}({taken}) -> ({made}), placement=({placement}))"
+            if self.level >= STACKS:
+                yield from self.details(operator, pad)
+
+    def details(self, operator: int, pad: str) -> Iterator[str]:
+        found = self.graph.operators
+        arguments = self.texts[int(found["arguments"][operator])]
+        region = self.texts[int(found["region"][operator])]
+        stack = self.texts[int(found["stack"][operator])] or self.texts[int(found["location"][operator])]
+        words = [f"phase={PHASES[int(found['phase'][operator])]}", f"step={int(found['step'][operator])}"]
+        words += [w for w in (arguments and f"arguments=({arguments})", region) if w]
+        yield f"{pad}    {', '.join(words)}"
+        for i, line in enumerate(stack.splitlines()):
+            yield f"{pad}    Python Stack[-{i + 1}]: {line}"
+
+    def edge(self, tensor: int) -> str:
+        look = self.graph.look(tensor)
+        shape = look["shape"][1:-1]
+        return f"{self.graph.tensor_title(tensor)}:({self.sbp(look)}size=({shape}), dtype=({look['dtype']}))"
+
+    def tensor(self, tensor: int) -> str:
+        look = self.graph.look(tensor)
+        grad = ", requires_grad=True" if look["requires_grad"] else ""
+        shape = look["shape"][1:-1]
+        size = f"({shape},)" if shape and "," not in shape else f"({shape})"
+        return f"tensor(..., placement={self.placement(tensor)}, {self.sbp(look)}size={size}, dtype={look['dtype']}{grad})"
+
+    def sbp(self, look: dict[str, Any]) -> str:
+        return f"sbp=({look['placements']}), " if look["placements"] else ""
+
+    def placement(self, tensor: int | None) -> str:
+        if tensor is None:
+            return f"ranks=[{self.graph.trace.rank}]"
+        look = self.graph.look(tensor)
+        ranks = look["mesh"].partition("ranks=")[2] or f"[{self.graph.trace.rank}]"
+        return f'type="{look["device"]}", ranks={ranks}'
+
+
+def _ports(graph: Graph, step: int | None) -> dict[int, tuple[list[int], list[int]]]:
+    """What goes into each module and comes out of it: tensors that operators on the other side made, or use."""
+    forward = graph.operators["phase"] == columns.FORWARD
+    first = int(graph.operators["step"].min()) if graph.count else 0
+    chosen = forward & (graph.operators["step"] == (first if step is None else step))
+    module_of = graph.operators["module"].tolist()
+    above: dict[int, frozenset[int]] = {-1: frozenset()}
+
+    def ancestors(module: int) -> frozenset[int]:
+        if module not in above:
+            above[module] = ancestors(graph.modules[module]["parent"]) | {module}
+        return above[module]
+
+    found: dict[int, tuple[dict[int, None], dict[int, None]]] = {}
+    given = frozenset((columns.PARAMETER, columns.BUFFER))
+    kinds, producers = graph.tensors["kind"].tolist(), graph.tensors["producer"].tolist()
+    for operator in chosen.nonzero()[0].tolist():
+        users = ancestors(module_of[operator])
+        for tensor in graph.inputs(operator).tolist():
+            if kinds[tensor] in given:
+                continue
+            makers = ancestors(module_of[producers[tensor]]) if producers[tensor] >= 0 else frozenset[int]()
+            for module in users - makers:
+                found.setdefault(module, ({}, {}))[0][tensor] = None
+            for module in makers - users:
+                found.setdefault(module, ({}, {}))[1][tensor] = None
+    return {module: (list(taken), list(made)) for module, (taken, made) in found.items()}
+
+
+def as_json(graph: Graph) -> Iterator[str]:
+    """The trace as lines of JSON: facts, modules, operators with their tensors."""
+    yield json.dumps({"facts": graph.trace.facts})
+    for number, module in graph.modules.items():
+        yield json.dumps({"module": number, **module})
+    rows, where = graph.prints()
+    texts, found = graph.trace.texts, graph.operators
+
+    def tensor(number: int) -> dict[str, Any]:
+        row = int(where[number])
+        printed = {} if row < 0 else {"print": [float(x) for x in rows[row]]}
+        return {"tensor": number, "name": graph.tensor_title(number), **graph.look(number), **printed}
+
+    for operator in range(graph.count):
+        words = {k: texts[int(found[k][operator])] for k in ("name", "location", "stack", "arguments", "region", "group")}
+        yield json.dumps(
+            {
+                **{"operator": operator, "step": int(found["step"][operator])},
+                **{"phase": PHASES[int(found["phase"][operator])], "module": int(found["module"][operator]), **words},
+                "inputs": [tensor(t) for t in graph.inputs(operator).tolist()],
+                "outputs": [tensor(t) for t in graph.outputs(operator).tolist()],
+            }
+        )
+
+
+def as_perfetto(graph: Graph) -> Iterator[str]:
+    """The trace for ui.perfetto.dev: operators by phase and time, and live bytes."""
+    times = graph.operators["time"].tolist()
+    phases = graph.operators["phase"].tolist()
+    pid = graph.trace.rank
+    yield '{"traceEvents": ['
+    live, memory = 0, graph.trace["memory"]
+    events = iter(zip(memory["operator"].tolist(), memory["bytes"].tolist()))
+    event = next(events, None)
+    previous, separator = 0.0, ""
+    for operator, end in enumerate(times):
+        micro = (end - previous) * 1e6
+        yield separator + json.dumps(
+            {
+                **{"name": graph.names[operator], "cat": PHASES[phases[operator]], "ph": "X", "pid": pid},
+                **{"tid": phases[operator], "ts": previous * 1e6, "dur": micro, "args": {"title": graph.titles[operator]}},
+            }
+        )
+        separator, previous = ",", end
+        changed = False
+        while event is not None and event[0] <= operator:
+            live, changed, event = live + event[1], True, next(events, None)
+        if changed:
+            yield "," + json.dumps(
+                {"name": "live bytes", "ph": "C", "pid": pid, "ts": end * 1e6, "args": {"bytes": live}}
+            )
+    yield "]}"
+
+
+def as_model_explorer(graph: Graph) -> Iterator[str]:
+    """The trace for model-explorer: nodes in namespaces, with the edges that come into them."""
+    modules = {n: m["name"].replace(".", "/") for n, m in graph.modules.items()}
+    producers = graph.tensors["producer"].tolist()
+    outputs = graph.tensors["output"].tolist()
+    yield '{"graphs": [{"id": ' + json.dumps(str(graph.trace.facts.get("graph", "trace"))) + ', "nodes": ['
+    for operator in range(graph.count):
+        taken = graph.inputs(operator).tolist()
+        edges = [
+            {"sourceNodeId": str(producers[t]), "sourceNodeOutputId": str(outputs[t]), "targetNodeInputId": str(i)}
+            for i, t in enumerate(taken)
+            if producers[t] >= 0
+        ]
+        attrs = [
+            {"key": "phase", "value": PHASES[int(graph.operators["phase"][operator])]},
+            {"key": "location", "value": graph.trace.texts[int(graph.operators["location"][operator])]},
+        ]
+        made = [
+            {"id": str(outputs[t]), "attrs": [{"key": "tensor_shape", "value": f"{look['dtype']}{look['shape']}"}]}
+            for t in graph.outputs(operator).tolist()
+            for look in [graph.look(t)]
+        ]
+        module = modules.get(int(graph.operators["module"][operator]), "")
+        yield ("," if operator else "") + json.dumps(
+            {
+                **{"id": str(operator), "label": graph.names[operator].rpartition(".")[2], "namespace": module},
+                **{"attrs": attrs, "incomingEdges": edges, "outputsMetadata": made},
+            }
+        )
+    yield "]}]}"
