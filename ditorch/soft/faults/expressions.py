@@ -1,8 +1,8 @@
 """Conditions on shapes and arguments, as in ``s[-2] % 32 == 1 and bias is not None``: parsed here, never run as Python.
 
 There are whole and decimal numbers, ``True``, ``False``, ``None``, quoted words, names, a place in a list
-(``s[-1]``), ``+ - * // %``, comparisons, ``is None``, ``is not None``, ``and``, ``or``, ``not`` and parentheses. Nothing can be called.
-A list compares with a number by its elements: ``==`` needs all of them, every other comparison any.
+(``s[-1]``), ``+ - * // %``, comparisons, ``is None``, ``is not None``, ``and``, ``or``, ``not`` and parentheses.
+Nothing can be called. A list compares with a number by its elements: ``==`` needs all of them, every other comparison any.
 """
 
 from __future__ import annotations

@@ -82,7 +82,8 @@ class Region:
     unit: str = "elements"
 
     def __str__(self) -> str:
-        return ":".join([str(self.start), *[p for p in (self.content, self.unit) if p not in (None, "elements")]])
+        parts = [str(self.start), self.content or "", self.unit if self.unit != "elements" else ""]
+        return ":".join(part for part in parts if part)
 
 
 @dataclass(frozen=True)

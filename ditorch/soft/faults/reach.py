@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,13 +67,15 @@ class Override:
             return found
 
         self._library = torch.library.Library(space, "IMPL")
-        self._library.impl(
-            f"{function}.{overload}" if overload else function,
-            run,
-            "PrivateUse1",
-            with_keyset=True,
-            allow_override=True,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            self._library.impl(
+                f"{function}.{overload}" if overload else function,
+                run,
+                "PrivateUse1",
+                with_keyset=True,
+                allow_override=True,
+            )
 
     def remove(self) -> None:
         """Give the operator its kernel back."""
