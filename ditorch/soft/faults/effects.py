@@ -54,6 +54,8 @@ def prepare(strike: Strike, name: str, schema: Any, args: Sequence[Any]) -> None
             strike.replacements = [accumulate_in(name, args, strike.fault.value)]
         elif kind == "misread":
             strike.replacements = _again(name, schema, [_misread(value) for value in args])
+        elif kind == "coarse":
+            strike.replacements = _again(name, schema, [_coarse(value, strike.fault.value) for value in args])
         elif kind == "mask":
             changed = _masked(strike.fault.value, schema, args)
             strike.replacements = [] if changed is None else _again(name, schema, changed)
@@ -84,6 +86,16 @@ def _misread(value: Any) -> Any:
     dense = torch.zeros(value.numel(), dtype=value.dtype)
     dense[: memory.numel()] = memory
     return dense.view(value.shape)
+
+
+def _coarse(value: Any, dtype: torch.dtype) -> Any:
+    """A copy of a tensor that lost digits, if it had more of them."""
+    if isinstance(value, (list, tuple)):
+        return [_coarse(item, dtype) for item in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    wider = value.is_floating_point() and torch.finfo(value.dtype).eps < torch.finfo(dtype).eps
+    return value.to(dtype).to(value.dtype) if wider else value.clone()
 
 
 def _masked(mask: Mask, schema: Any, args: Sequence[Any]) -> list[Any] | None:
@@ -298,6 +310,7 @@ EFFECTS: dict[str, Callable[[Strike, list[torch.Tensor]], None]] = {
     "tail": _effect_tail,
     "drop_half": _effect_drop_half,
     "misread": _effect_replace,
+    "coarse": _effect_replace,
     "indices": _effect_indices,
     "truncate": _effect_truncate,
     "mask": _effect_replace,

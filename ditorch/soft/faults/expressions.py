@@ -2,7 +2,8 @@
 
 There are whole and decimal numbers, ``True``, ``False``, ``None``, quoted words, names, a place in a list
 (``s[-1]``), ``+ - * // %``, comparisons, ``is None``, ``is not None``, ``and``, ``or``, ``not`` and parentheses.
-Nothing can be called. A list compares with a number by its elements: ``==`` needs all of them, every other comparison any.
+Nothing can be called. A list compares with a number by its elements: ``==`` needs all of them, every other comparison
+any.
 """
 
 from __future__ import annotations

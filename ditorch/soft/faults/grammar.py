@@ -221,6 +221,7 @@ KINDS: dict[str, Kind] = {
         ),
         Kind("drop_half", "every other block of 32 along the last dimension is zero", "drop_half"),
         Kind("misread", "arguments are read as if they were contiguous", "misread"),
+        Kind("coarse", "wider floating-point arguments are rounded to this dtype first", "coarse=bfloat16", _half),
         Kind("indices", "whole-number results are permuted", "indices"),
         Kind("truncate", "each result has one row less", "truncate"),
         Kind("mask", "attention lets N hidden keys through, inverts its mask, or scales it", "mask=leak:1", _mask),

@@ -206,7 +206,7 @@ def _suits(kind: str, name: str) -> bool:
         return len(_schema(name).returns) > 1
     if kind == "mask":
         return any(argument.name == "attn_mask" for argument in _schema(name).arguments)
-    if kind == "misread":
+    if kind in ("misread", "coarse"):
         return not is_collective(name)
     if kind == "truncate":
         return len(_schema(name).returns) > 0 and not _written(name) and not is_collective(name)
@@ -220,7 +220,7 @@ def _unsuited_reason(kind: str) -> str:
         return "it writes no argument; name an in-place (add_) or out= (add.out) variant."
     if kind == "mask":
         return "it has no attn_mask; name _scaled_dot_product_flash_attention_for_cpu, which attention runs on soft."
-    if kind == "misread":
+    if kind in ("misread", "coarse"):
         return "a collective sends dense tensors alone."
     if kind == "truncate":
         return "its results are written into its arguments."

@@ -35,9 +35,11 @@ def runs_by_fallback(name: str) -> bool:
 
 
 def has_own_kernel(name: str) -> bool:
-    """Whether somebody registered a kernel of an operator of their own for this device."""
-    own = not name.startswith(("aten::", "prims::", "c10d::", "_c10d_functional::", "profiler::"))
-    return own and torch._C._dispatch_has_kernel_for_dispatch_key(name, "PrivateUse1")
+    """Whether somebody registered a kernel of an operator of their own for this device, or for every one."""
+    if name.startswith(("aten::", "prims::", "prim::", "c10d::", "_c10d_functional::", "profiler::")):
+        return False
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has(name, "PrivateUse1") or has(name, "CompositeExplicitAutograd")
 
 
 class Override:

@@ -260,6 +260,12 @@ def test_misread_takes_memory_for_contiguous(x):
         x.t().mul_(2)
 
 
+def test_coarse_rounds_arguments_first(x):
+    with plant("exp: coarse=bfloat16"):
+        assert torch.equal(x.exp(), x.bfloat16().float().exp())
+        assert torch.equal(x.bfloat16().exp().cpu(), x.cpu().bfloat16().exp())
+
+
 def test_indices_are_permuted(x):
     values = torch.randperm(64, device="soft")
     right = values.sort()[1]
@@ -351,6 +357,7 @@ def test_operators_of_a_library_can_be_wrong(x):
     with torch.library._scoped_library("faulty_test", "FRAGMENT") as library:
         library.define("both(Tensor x) -> Tensor")
         library.define("only(Tensor x) -> Tensor")
+        library.define("every(Tensor x) -> Tensor")
         library.impl("both", lambda t: t * 2, "CPU")
         library.impl("only", lambda t: t * 3, "PrivateUse1")
         with plant("faulty_test::both: zero"), plant("faulty_test::only: constant=5") as fault:
@@ -358,6 +365,10 @@ def test_operators_of_a_library_can_be_wrong(x):
             assert torch.ops.faulty_test.only(x).unique().tolist() == [5]
             assert fault.hits == 1
         assert torch.equal(torch.ops.faulty_test.only(x), x * 3)
+        library.impl("every", lambda t: t * 4, "CompositeExplicitAutograd")
+        with plant("faulty_test::every: zero"):
+            assert torch.ops.faulty_test.every(x).abs().sum().item() == 0
+        assert torch.equal(torch.ops.faulty_test.every(x), x * 4)
         with plant("faulty_test::only: truncate"):
             assert torch.ops.faulty_test.only(x).shape == (7, 8)
 
@@ -654,6 +665,7 @@ VALUES = {
     "overflow": positive,
     "nan": st.integers(1, 10**6),
     "inf": st.integers(1, 10**6),
+    "coarse": st.sampled_from([torch.float16, torch.bfloat16]),
     "accumulate": st.sampled_from([torch.float16, torch.bfloat16]),
     "slow": times,
     "hang": times,
