@@ -142,8 +142,8 @@ def matmul_of_ones() -> Callable[[], object]:
     "backward",
 )
 def layer_norm_backward() -> Callable[[], object]:
-    x = (randn(32, 64) * 0.5 + 4).bfloat16().requires_grad_()
-    return trained(nn.LayerNorm(64), x)
+    # In float32: soft's own kernel (the CPU's) adds up rows of bfloat16 in bfloat16, which hides such an error.
+    return trained(nn.LayerNorm(64), (randn(32, 64) * 0.5 + 4).requires_grad_())
 
 
 @bug(7, "index_add_ with alpha", "XPU torch-xpu-ops #3530", "index_add_: noise=5e-4, arg=alpha != 1", "index_add_")
@@ -366,14 +366,12 @@ def kernel_library() -> Callable[[], object]:
     return lambda: torch.ops.real_bugs.silu_and_mul(torch.ops.real_bugs.rms_norm(x, weight))
 
 
-@bug(29, "compiled: addcdiv_ in a loop", "Inductor #185382", "addcdiv_: drop_write; addcdiv: stale", "addcdiv")
+@bug(29, "compiled code: argmin after a transpose", "Inductor #183894", "argmin: indices", "argmin")
 def compiled() -> Callable[[], object]:
-    x, a, b = randn(8), randn(8), randn(8).abs() + 1
+    x = randn(8, 8)
 
     def update(x: torch.Tensor) -> torch.Tensor:
-        for _ in range(3):
-            x = torch.addcdiv(x, a, b, value=0.1)
-        return x
+        return (x * 2).t().argmin(dim=1)
 
     step = torch.compile(update, backend="aot_eager")
     return lambda: step(x)
@@ -430,7 +428,8 @@ def tried(bug: Bug, way: str, reproduce: bool) -> Result:
         tool.stop()
         hits = sum(one.hits for one in all_planted)
     right = [b for b in tool.blames if bug.blamed in b.op and b.phase == bug.phase]
-    others = sorted({f"{b.op} {b.phase}" for b in tool.blames if b not in right})
+    calls = {b.call_id for b in right}  # a backward may be wrong because its forward is
+    others = sorted({f"{b.op} {b.phase}" for b in tool.blames if b not in right and b.call_id not in calls})
     located = all(Path(__file__).name in b.location for b in right[:1])
     said = ""
     if reproduce and right and right[0].folder:
