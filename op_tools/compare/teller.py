@@ -455,7 +455,10 @@ def report(wrong: Sequence[Blame], lineage: Lineage, compared: Counter[str]) -> 
         causes = lineage.ancestors_among(largest.event, events)
         if causes:
             origin = next(b for b in ordered if b.event == min(causes))
-            lines.append(f"  wrong by itself, on inputs that come from {origin.op} (call {origin.call_id})")
+            if origin.call_id == largest.call_id:
+                lines.append("  its own forward is wrong, and a backward may use what the forward left")
+            else:
+                lines.append(f"  wrong by itself, on inputs that come from {origin.op} (call {origin.call_id})")
     calls = Counter(b.op for b in ordered)
     shown = ", ".join(f"{op} {n} of {max(n, compared[op])}" for op, n in calls.most_common(5))
     lines.append(f"wrong by operator: {shown}")

@@ -42,6 +42,38 @@ Tensors flat(const std::vector<Tensors>& lists) {
   return result;
 }
 
+// A fault planted on a collective: asked before it starts, told when its results are there.
+class Struck {
+ public:
+  Struck(const char* name, Tensors results, const Tensors& sent = {}) : results_(std::move(results)) {
+    hook_ = fault_hook_for(name);
+    if (C10_LIKELY(hook_ == nullptr) || results_.empty()) {
+      return;
+    }
+    const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
+    if (op.has_value()) {
+      token_ = hook_->before(*op, current_device(), torch::jit::Stack{c10::IValue(results_), c10::IValue(sent)});
+    }
+  }
+  // What has to run after the collective: what moves its results, then the fault.
+  std::function<void()> after(std::function<void()> finish = {}) const {
+    if (token_ == nullptr) {
+      return finish;
+    }
+    return [hook = hook_, token = token_, results = results_, finish = std::move(finish)] {
+      if (finish) {
+        finish();
+      }
+      hook->after(token, torch::jit::Stack{c10::IValue(results)});
+    };
+  }
+
+ private:
+  FaultHook* hook_ = nullptr;
+  void* token_ = nullptr;
+  Tensors results_;
+};
+
 // Work on aliases whose results are the soft tensors.
 class SoftWork final : public c10d::Work {
  public:
@@ -130,52 +162,62 @@ class SoftBackend final : public c10d::Backend {
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options = {}) override {
     auto host = hosts(tensors);
-    return wrap(inner_->broadcast(host, options), tensors);
+    const Struck struck("c10d::broadcast_", host);
+    return wrap(inner_->broadcast(host, options), tensors, struck);
   }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options = {}) override {
     auto host = hosts(tensors);
-    return wrap(inner_->allreduce(host, options), tensors);
+    const Struck struck("c10d::allreduce_", host);
+    return wrap(inner_->allreduce(host, options), tensors, struck);
   }
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options = {}) override {
     auto host = hosts(tensors);
-    return wrap(inner_->allreduce_coalesced(host, options), tensors);
+    const Struck struck("c10d::allreduce_coalesced_", host);
+    return wrap(inner_->allreduce_coalesced(host, options), tensors, struck);
   }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options = {}) override {
     auto host = hosts(tensors);
-    return wrap(inner_->reduce(host, options), tensors);
+    const Struck struck("c10d::reduce_", host);
+    return wrap(inner_->reduce(host, options), tensors, struck);
   }
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options = {}) override {
     auto host_outputs = hosts(outputs);
     auto host_inputs = hosts(inputs);
-    return wrap(inner_->allgather(host_outputs, host_inputs, options), flat(outputs));
+    const Struck struck("c10d::allgather_", flat(host_outputs), host_inputs);
+    return wrap(inner_->allgather(host_outputs, host_inputs, options), flat(outputs), struck);
   }
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options = {}) override {
     // Flat, since gloo would have the output's first dimension grow, and no other shape.
     auto host_output = host_alias(output).view({-1});
     auto host_input = host_alias(input).view({-1});
-    return wrap(inner_->_allgather_base(host_output, host_input, options), {output});
+    const Struck struck("c10d::_allgather_base_", {host_output}, {host_input});
+    return wrap(inner_->_allgather_base(host_output, host_input, options), {output}, struck);
   }
   WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                               const c10d::AllgatherOptions& options = {}) override {
     auto host_outputs = hosts(outputs);
     auto host_inputs = hosts(inputs);
-    return wrap(inner_->allgather_coalesced(host_outputs, host_inputs, options), flat(outputs));
+    const Struck struck("c10d::allgather_coalesced_", flat(host_outputs), host_inputs);
+    return wrap(inner_->allgather_coalesced(host_outputs, host_inputs, options), flat(outputs), struck);
   }
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options = {}) override {
     auto host_outputs = hosts(outputs);
     auto host_inputs = hosts(inputs);
-    return wrap(inner_->allgather_into_tensor_coalesced(host_outputs, host_inputs, options), outputs);
+    const Struck struck("c10d::allgather_into_tensor_coalesced_", host_outputs, host_inputs);
+    return wrap(inner_->allgather_into_tensor_coalesced(host_outputs, host_inputs, options), outputs, struck);
   }
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& options = {}) override {
     auto host_outputs = hosts(outputs);
     auto host_inputs = hosts(inputs);
-    return wrap(inner_->gather(host_outputs, host_inputs, options), flat(outputs));
+    const Struck struck("c10d::gather_", flat(host_outputs), host_inputs);
+    return wrap(inner_->gather(host_outputs, host_inputs, options), flat(outputs), struck);
   }
   WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& options = {}) override {
     auto host_outputs = hosts(outputs);
     auto host_inputs = hosts(inputs);
-    return wrap(inner_->scatter(host_outputs, host_inputs, options), outputs);
+    const Struck struck("c10d::scatter_", host_outputs, flat(host_inputs));
+    return wrap(inner_->scatter(host_outputs, host_inputs, options), outputs, struck);
   }
 
   // gloo has no reduce_scatter of lists: reduce everything, keep the own part.
@@ -191,13 +233,14 @@ class SoftBackend final : public c10d::Backend {
     for (int rank = 0; rank < getRank(); ++rank) {
       start += parts[rank].numel();
     }
-    return reduce_and_keep(at::cat(parts), start, outputs[0], options);
+    return reduce_and_keep("c10d::reduce_scatter_", at::cat(parts), start, outputs[0], options);
   }
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                const c10d::ReduceScatterOptions& options = {}) override {
     TORCH_CHECK_VALUE(input.numel() == output.numel() * getSize(), "softccl: reduce_scatter_tensor needs an input of ",
                       getSize(), " times the output's ", output.numel(), " elements, got ", input.numel());
-    return reduce_and_keep(host_alias(input).reshape({-1}).clone(), output.numel() * getRank(), output, options);
+    return reduce_and_keep("c10d::_reduce_scatter_base_", host_alias(input).reshape({-1}).clone(),
+                           output.numel() * getRank(), output, options);
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::ReduceScatterOptions& options = {}) override {
@@ -213,7 +256,8 @@ class SoftBackend final : public c10d::Backend {
                         std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options = {}) override {
     auto host_output = host_alias(output);
     auto host_input = host_alias(input);
-    return wrap(inner_->alltoall_base(host_output, host_input, output_splits, input_splits, options), {output});
+    const Struck struck("c10d::alltoall_base_", {host_output}, {host_input});
+    return wrap(inner_->alltoall_base(host_output, host_input, output_splits, input_splits, options), {output}, struck);
   }
   // gloo has no all_to_all of lists: one flat buffer each way, with splits.
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options = {}) override {
@@ -233,6 +277,7 @@ class SoftBackend final : public c10d::Backend {
     }
     auto input = at::cat(parts);
     auto output = at::empty({total}, input.options());
+    const Struck struck("c10d::alltoall_", hosts(outputs), parts);
     auto work = inner_->alltoall_base(output, input, received, sent, options);
     auto finish = [output, outputs] {
       int64_t start = 0;
@@ -242,7 +287,7 @@ class SoftBackend final : public c10d::Backend {
         start += target.numel();
       }
     };
-    return c10::make_intrusive<SoftWork>(std::move(work), outputs, std::move(finish));
+    return c10::make_intrusive<SoftWork>(std::move(work), outputs, struck.after(std::move(finish)));
   }
 
   WorkPtr send(Tensors& tensors, int rank, int tag) override {
@@ -251,11 +296,13 @@ class SoftBackend final : public c10d::Backend {
   }
   WorkPtr recv(Tensors& tensors, int rank, int tag) override {
     auto host = hosts(tensors);
-    return wrap(inner_->recv(host, rank, tag), tensors);
+    const Struck struck("c10d::recv_", host);
+    return wrap(inner_->recv(host, rank, tag), tensors, struck);
   }
   WorkPtr recvAnysource(Tensors& tensors, int tag) override {
     auto host = hosts(tensors);
-    return wrap(inner_->recvAnysource(host, tag), tensors);
+    const Struck struck("c10d::recv_any_source_", host);
+    return wrap(inner_->recvAnysource(host, tag), tensors, struck);
   }
   WorkPtr barrier(const c10d::BarrierOptions& options = {}) override {
     return inner_->barrier(options);
@@ -274,17 +321,21 @@ class SoftBackend final : public c10d::Backend {
   static WorkPtr wrap(WorkPtr work, Tensors outputs) {
     return c10::make_intrusive<SoftWork>(std::move(work), std::move(outputs));
   }
-  WorkPtr reduce_and_keep(at::Tensor all, int64_t start, const at::Tensor& output,
+  static WorkPtr wrap(WorkPtr work, Tensors outputs, const Struck& struck) {
+    return c10::make_intrusive<SoftWork>(std::move(work), std::move(outputs), struck.after());
+  }
+  WorkPtr reduce_and_keep(const char* name, at::Tensor all, int64_t start, const at::Tensor& output,
                           const c10d::ReduceScatterOptions& options) {
     c10d::AllreduceOptions reduce;
     reduce.reduceOp = options.reduceOp;
     reduce.timeout = options.timeout;
     Tensors tensors{all};
+    const Struck struck(name, {host_alias(output)}, tensors);
     auto work = inner_->allreduce(tensors, reduce);
     auto finish = [all, start, output] {
       host_alias(output).copy_(all.narrow(0, start, output.numel()).view(output.sizes()));
     };
-    return c10::make_intrusive<SoftWork>(std::move(work), Tensors{output}, std::move(finish));
+    return c10::make_intrusive<SoftWork>(std::move(work), Tensors{output}, struck.after(std::move(finish)));
   }
 
   c10::intrusive_ptr<c10d::Backend> inner_;

@@ -103,15 +103,6 @@ std::atomic<FaultHook*> g_hook{nullptr};
 std::shared_mutex& g_hook_mutex = *new std::shared_mutex();
 std::unordered_set<std::string>& g_hooked = *new std::unordered_set<std::string>();
 
-FaultHook* hook_for(const Plan& plan) {
-  auto* hook = g_hook.load(std::memory_order_acquire);
-  if (C10_LIKELY(hook == nullptr)) {
-    return nullptr;
-  }
-  const std::shared_lock lock(g_hook_mutex);
-  return g_hooked.count(plan.name) ? hook : nullptr;
-}
-
 std::unordered_set<std::string>& g_planned = *new std::unordered_set<std::string>(); // filled at load, then read only
 
 // ---------------------------------------------------------------------------
@@ -436,7 +427,7 @@ void run(const c10::OperatorHandle& op, const Plan& plan, Stack* stack) {
   Call call(plan);
   call.translate_arguments(*stack, schema.arguments().size());
 
-  auto* hook = hook_for(plan);
+  auto* hook = fault_hook_for(plan.name);
   void* token = nullptr;
   if (C10_UNLIKELY(hook != nullptr)) {
     const Stack arguments(stack->end() - static_cast<std::ptrdiff_t>(schema.arguments().size()), stack->end());
@@ -613,6 +604,15 @@ at::Tensor host_alias(const at::Tensor& tensor) {
 
 const std::unordered_set<std::string>& planned_operators() {
   return g_planned;
+}
+
+FaultHook* fault_hook_for(const std::string& name) {
+  auto* hook = g_hook.load(std::memory_order_acquire);
+  if (C10_LIKELY(hook == nullptr)) {
+    return nullptr;
+  }
+  const std::shared_lock lock(g_hook_mutex);
+  return g_hooked.count(name) ? hook : nullptr;
 }
 
 void set_fault_hook(FaultHook* hook, std::unordered_set<std::string> operators) {

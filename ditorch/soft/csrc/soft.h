@@ -88,5 +88,7 @@ struct FaultHook {
   virtual void after(void* token, const torch::jit::Stack& outputs) = 0;
 };
 void set_fault_hook(FaultHook* hook, std::unordered_set<std::string> operators);
+// The hook if this operator is one of the chosen, else nullptr.
+FaultHook* fault_hook_for(const std::string& name);
 
 } // namespace soft

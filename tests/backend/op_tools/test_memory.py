@@ -23,9 +23,10 @@ def plant(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plant]:
     if getattr(ditorch.backend, "name", "") != "soft":
         pytest.skip("only the software accelerator can be made to fail on purpose")
     from ditorch.soft import faults
+    from ditorch.soft.faults import effects
 
     def planted(operator: str, harm: Callable[[Tensor], None]) -> None:
-        monkeypatch.setitem(faults._EFFECTS, "hang", lambda strike, results: harm(results[0]))
+        monkeypatch.setitem(effects.EFFECTS, "hang", lambda strike, results: harm(results[0]))
         faults.plant(f"{operator}: hang=0s")
 
     monkeypatch.setenv("OP_TOOLS_CONSOLE", "off")

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from ditorch.soft import faults
 from ditorch.soft.faults import KINDS, Fault, FaultSyntaxError, Slowdown, parse, plant
+from ditorch.soft.faults.expressions import read as read_expression
+from ditorch.soft.faults.grammar import LAYOUTS, Mask, Region
 
 
 @pytest.fixture
@@ -189,6 +191,207 @@ def test_every_kind_is_tested_here():
     text = Path(__file__).read_text()
     for kind in KINDS:
         assert f": {kind}" in text or f'"{kind}"' in text, kind
+
+
+# --- as real chips fail ---------------------------------------------------------------
+
+
+def test_zero_constant_and_scale(x):
+    right = x.exp()
+    with plant("exp: zero"):
+        assert x.exp().abs().sum().item() == 0
+    with plant("exp: constant=3"):
+        assert x.exp().unique().tolist() == [3]
+    with plant("argmax: constant=-9223372036854775808"):
+        assert x.argmax(1).unique().tolist() == [-(2**63)]
+    with plant("exp: scale=1.5"):
+        assert torch.allclose(x.exp(), right * 1.5)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("10", lambda r: r.flatten()[torch.arange(64) % 10].view(8, 8)),
+        ("3:rows", lambda r: r[torch.arange(8) % 3]),
+        ("3:columns", lambda r: r[:, torch.arange(8) % 3]),
+        ("100", lambda r: r),
+    ],
+)
+def test_wrap_takes_indices_modulo(x, value, expected):
+    right = x.t().exp().cpu()
+    with plant(f"exp: wrap={value}"):
+        wrong = x.t().exp()
+    assert wrong.stride() == (1, 8)
+    assert torch.equal(wrong.cpu(), expected(right))
+
+
+def test_tail_is_zero_stale_or_noise(x):
+    right = x.exp()
+    with plant("exp: tail=5:columns"):
+        wrong = x.exp()
+    assert torch.equal(wrong[:, :5], right[:, :5])
+    assert wrong[:, 5:].abs().sum().item() == 0
+    with plant("exp: tail=60:stale"):
+        first, second = (x * 0).exp(), x.exp()
+    assert first.flatten()[60:].abs().sum().item() == 0  # nothing was there before
+    assert second.flatten()[60:].tolist() == [1] * 4
+    with plant("exp: tail=7:rows:noise"):
+        wrong = x.exp()
+    assert torch.equal(wrong[:7], right[:7])
+    assert not torch.equal(wrong[7], right[7])
+
+
+def test_drop_half_leaves_out_every_other_block():
+    with plant("exp: drop_half"):
+        assert torch.zeros(2, 80, device="soft").exp()[0].tolist() == [1] * 32 + [0] * 32 + [1] * 16
+
+
+def test_misread_takes_memory_for_contiguous(x):
+    y = x[:, ::2]
+    with plant("exp: misread") as fault:
+        assert torch.equal(x.exp().cpu(), x.cpu().exp())
+        assert fault.hits == 0
+        assert torch.equal(y.exp().cpu(), x.cpu().flatten()[:32].view(8, 4).exp())
+        assert torch.equal(x.t().exp().cpu(), x.cpu().exp())
+    expanded = torch.arange(3.0, device="soft").expand(2, 3)
+    with plant("exp: misread"):
+        assert torch.equal(expanded.exp().cpu()[1], torch.ones(3))  # past the memory: zeros
+    with plant("mul_.Tensor: misread"):
+        x.t().mul_(2)
+
+
+def test_coarse_rounds_arguments_first(x):
+    with plant("exp: coarse=bfloat16"):
+        assert torch.equal(x.exp(), x.bfloat16().float().exp())
+        assert torch.equal(x.bfloat16().exp().cpu(), x.cpu().bfloat16().exp())
+
+
+def test_indices_are_permuted(x):
+    values = torch.randperm(64, device="soft")
+    right = values.sort()[1]
+    with plant("sort: indices"):
+        wrong = values.sort()[1]
+    assert not torch.equal(wrong, right)
+    assert torch.equal(wrong.sort()[0], right.sort()[0])
+
+
+def test_truncate_gives_fewer_rows(x):
+    with plant("exp: truncate"):
+        assert x.exp().shape == (7, 8)
+        assert x.exp().device.type == "soft"
+
+
+@pytest.mark.parametrize("masked", ["float", "causal"])
+def test_mask_is_leaked_inverted_or_scaled(masked):
+    attention = torch.nn.functional.scaled_dot_product_attention
+    operator = "_scaled_dot_product_flash_attention_for_cpu"
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 6, 4) for _ in range(3))
+    hidden = torch.full((6, 6), -math.inf).triu(1)
+    given = {"is_causal": True} if masked == "causal" else {"attn_mask": hidden.to("soft")}
+
+    def run() -> torch.Tensor:
+        return attention(q.to("soft"), k.to("soft"), v.to("soft"), **given).cpu()
+
+    right = run()
+    with plant(f"{operator}: mask=leak:2"):
+        leaked = run()
+    expected = hidden.triu(3)
+    assert torch.allclose(leaked, attention(q, k, v, attn_mask=expected), atol=1e-6)
+    assert not torch.allclose(leaked, right)
+    with plant(f"{operator}: mask=invert"):
+        inverted = run()
+    if masked == "float":
+        opposite = torch.zeros(6, 6).masked_fill(hidden == 0, -math.inf)
+        assert torch.allclose(inverted[:, :, :-1], attention(q, k, v, attn_mask=opposite)[:, :, :-1], atol=1e-6)
+        bias = torch.randn(6, 6)
+        given["attn_mask"] = bias.to("soft")
+        with plant(f"{operator}: mask=scaled"):
+            assert torch.allclose(run(), attention(q, k, v, attn_mask=bias / 2), atol=1e-6)
+    else:
+        assert torch.equal(inverted, right)  # no mask was given
+
+
+def test_garbage_and_stale(x):
+    right = x.exp()
+    with plant("exp: garbage"):
+        assert torch.equal(x.exp(), x)  # what lies in the memory of the argument
+    with plant("exp: garbage"):
+        assert x.clone().exp_() is not None
+    with plant("exp: stale"):
+        assert torch.equal(x.exp(), right)  # the first is right
+        assert torch.equal((x + 1).exp(), right)
+        assert (x[0] + 1).exp().shape == (8,)
+
+
+def test_layouts_and_shapes_and_arguments_are_conditions(x):
+    image = torch.ones(2, 3, 4, 5, device="soft")
+    cases = {
+        "expanded": torch.ones(1, 8, device="soft").expand(3, 8),
+        "channels_last": image.to(memory_format=torch.channels_last),
+        "offset": x[1:],
+        "transposed": x.t(),
+    }
+    for layout, tensor in cases.items():
+        with plant(f"exp: nan, layout={layout}"):
+            assert hit(tensor.exp), layout
+            assert not hit(x.exp), layout
+    with plant("exp: nan, shape=s[-2] % 8 == 1 and n > 64"):
+        assert hit(torch.ones(9, 8, device="soft").exp)
+        assert not hit(x.exp)
+        assert not hit(x[0].exp)
+    with plant("avg_pool2d: nan, arg=padding != 0"):
+        assert not hit(lambda: torch.nn.functional.avg_pool2d(image, 2))
+        assert hit(lambda: torch.nn.functional.avg_pool2d(image, 2, padding=1))
+    with plant("convolution: nan, arg=bias is not None and stride == 2, shape=s1[-1] == 1 and s[0] > 1"):
+        weight, bias = torch.ones(2, 3, 1, 1, device="soft"), torch.ones(2, device="soft")
+        assert hit(lambda: torch.nn.functional.conv2d(image, weight, bias, stride=2))
+        assert not hit(lambda: torch.nn.functional.conv2d(image, weight, stride=2))
+        assert not hit(lambda: torch.nn.functional.conv2d(image[:1], weight, bias, stride=2))
+    with plant("sum: constant=7, empty"):
+        assert torch.ones(0, device="soft").sum().item() == 7
+        assert torch.ones(3, device="soft").sum().item() == 3
+
+
+def test_operators_of_a_library_can_be_wrong(x):
+    with torch.library._scoped_library("faulty_test", "FRAGMENT") as library:
+        library.define("both(Tensor x) -> Tensor")
+        library.define("only(Tensor x) -> Tensor")
+        library.define("every(Tensor x) -> Tensor")
+        library.impl("both", lambda t: t * 2, "CPU")
+        library.impl("only", lambda t: t * 3, "PrivateUse1")
+        with plant("faulty_test::both: zero"), plant("faulty_test::only: constant=5") as fault:
+            assert torch.ops.faulty_test.both(x).abs().sum().item() == 0
+            assert torch.ops.faulty_test.only(x).unique().tolist() == [5]
+            assert fault.hits == 1
+        assert torch.equal(torch.ops.faulty_test.only(x), x * 3)
+        library.impl("every", lambda t: t * 4, "CompositeExplicitAutograd")
+        with plant("faulty_test::every: zero"):
+            assert torch.ops.faulty_test.every(x).abs().sum().item() == 0
+        assert torch.equal(torch.ops.faulty_test.every(x), x * 4)
+        with plant("faulty_test::only: truncate"):
+            assert torch.ops.faulty_test.only(x).shape == (7, 8)
+
+
+def test_collectives_can_be_wrong(python):
+    done = python(
+        """
+        import torch.distributed as dist
+        from ditorch.soft import faults
+        dist.init_process_group("softccl", store=dist.HashStore(), rank=0, world_size=1)
+        x = torch.full((4,), 1.003, device="soft")
+        def reduced(): y = x.clone(); dist.all_reduce(y); return y.tolist()
+        with faults.plant("c10d::allreduce_: zero"): print(reduced())
+        with faults.plant("c10d::allreduce_: accumulate=bfloat16"): print(reduced())
+        with faults.plant("c10d::_allgather_base_: drop_write"):
+            out = torch.zeros(4, device="soft"); dist.all_gather_into_tensor(out, x); print(out.tolist())
+        with faults.plant("c10d::_reduce_scatter_base_: scale=2"):
+            dist.reduce_scatter_tensor(out, torch.ones(4, device="soft")); print(out.tolist())
+        print(reduced() == x.tolist())
+        dist.destroy_process_group()
+        """,
+    )
+    assert done.stdout.split("\n")[:5] == ["[0.0, 0.0, 0.0, 0.0]", "[1.0, 1.0, 1.0, 1.0]", "[0.0, 0.0, 0.0, 0.0]", "[2.0, 2.0, 2.0, 2.0]", "True"], done.stderr  # fmt: skip  # noqa: E501
 
 
 # --- conditions ---------------------------------------------------------------------------
@@ -395,7 +598,21 @@ def test_the_environment_is_validated_as_a_whole(monkeypatch):
         ("exp: missing=3", r"missing takes no value"),
         ("exp: nan, dtype=flaot32", r"no such dtype; did you mean float32\?"),
         ("exp: nan, phase=sideways", r"must be forward or backward"),
-        ("exp: nan, layout=odd", r"must be contiguous or noncontiguous"),
+        ("exp: nan, layout=odd", r"must be contiguous, noncontiguous, .* or transposed"),
+        ("exp: wrap", r"wrap needs a value"),
+        ("exp: tail=4:sideways", r"must be N\[:zero\|stale\|noise\]\[:elements\|rows\|columns\]"),
+        ("exp: wrap=4:zero", r"must be N\[:elements"),
+        ("exp: mask=leak:1", r"mask does not apply to 'exp': it has no attn_mask"),
+        ("exp_: truncate", r"truncate does not apply to 'exp_': its results are written"),
+        ("exp: nan, shape=s[0", r"ends at position 4, where '\]' is expected"),
+        ("exp: nan, shape=s[0] == 1 1", r"expected an operator.* at position 11, found '1'"),
+        ("exp: nan, shape=__import__('os').system('x')", r"cannot read '\.' at position 17"),
+        ("exp: nan, shape=__import__('os')", r"expected an operator .* at position 11, found '\('"),
+        ("exp: nan, shape=s.__class__", r"cannot read '\.' at position 2"),
+        ("exp: nan, arg=selff is None", r"'exp' has no 'selff'\. Did you mean self\?"),
+        ("exp: nan, shape=self is None", r"'exp' has no 'self'"),
+        ("exp: nan, shape=" + "(" * 60 + "1" + ")" * 60, r"nested more than 30 deep at position 31"),
+        ("exp: nan, shape=" + "1 + " * 2500 + "1", r"has 10001 characters; 400 are allowed"),
         ("exp: nan, nth=0", r"must be a whole number, 1 or more"),
         ("exp: nan=0", r"must be a whole number, 1 or more"),
         ("exp: slow=fast", r"a factor like 3x or a time like 20ms"),
@@ -448,10 +665,24 @@ VALUES = {
     "overflow": positive,
     "nan": st.integers(1, 10**6),
     "inf": st.integers(1, 10**6),
+    "coarse": st.sampled_from([torch.float16, torch.bfloat16]),
     "accumulate": st.sampled_from([torch.float16, torch.bfloat16]),
     "slow": times,
     "hang": times,
+    "constant": st.one_of(st.integers(-(2**63), 2**63), st.floats(-1e9, 1e9)),
+    "scale": st.one_of(st.integers(-9, 9), st.floats(-1e9, 1e9)),
+    "wrap": st.builds(Region, st.integers(1, 10**9), st.none(), st.sampled_from(["elements", "rows", "columns"])),
+    "tail": st.builds(
+        Region,
+        st.integers(1, 10**9),
+        st.sampled_from(["zero", "stale", "noise"]),
+        st.sampled_from(["elements", "rows", "columns"]),
+    ),
+    "mask": st.one_of(
+        st.sampled_from([Mask("invert"), Mask("scaled")]), st.integers(1, 99).map(lambda keys: Mask("leak", keys))
+    ),
 }
+expressions = st.sampled_from(["s[-2] % 32 == 1", "n > 65536", "not (s0[0] == 3 or ndim < 2)", "s1[-1] != s2[-1]"])
 operators = st.from_regex(r"(aten::)?[a-z_][a-z0-9_]{0,12}(\.[A-Za-z_]{1,8})?|\*|[a-z]{1,5}\*", fullmatch=True)
 
 
@@ -465,12 +696,15 @@ def any_fault(draw: st.DrawFn) -> Fault:
         draw(VALUES[kind]) if kind in VALUES else None,
         dtype=maybe(st.sampled_from([torch.float32, torch.bfloat16, torch.int8, torch.complex64])),
         phase=maybe(st.sampled_from(["forward", "backward"])),
-        layout=maybe(st.sampled_from(["contiguous", "noncontiguous"])),
+        layout=maybe(st.sampled_from(LAYOUTS)),
         min_numel=maybe(st.integers(0, 10**9)),
         nth=maybe(st.integers(1, 10**6)),
         every=maybe(st.integers(1, 10**6)),
         device=maybe(st.integers(0, 63)),
         seed=draw(st.integers(0, 2**32)),
+        shape=maybe(expressions.map(read_expression)),
+        arg=maybe(expressions.map(read_expression)),
+        empty=maybe(st.just(True)),
     )
 
 
@@ -478,6 +712,16 @@ def any_fault(draw: st.DrawFn) -> Fault:
 @given(st.lists(any_fault(), max_size=3))
 def test_what_is_written_reads_back_the_same(several):
     assert parse("; ".join(str(fault) for fault in several)) == several
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(alphabet="sn01 ()[]+-*/%<>=!.'_andotri", max_size=40))
+def test_any_expression_is_read_or_refused_cleanly_and_never_fails(text):
+    try:
+        expression = read_expression(text)
+    except ValueError:
+        return
+    assert expression.holds({"s": [3, 4], "n": 12}) in (True, False)
 
 
 @settings(max_examples=300, deadline=None)
