@@ -158,7 +158,7 @@ class Bottleneck(nn.Module):
         return F.relu(y, inplace=True)
 
 
-def _resnet50(tiny: bool) -> nn.Module:
+def resnet50(tiny: bool) -> nn.Module:
     try:
         if not tiny:
             from torchvision.models import resnet50
@@ -182,7 +182,7 @@ def _resnet50(tiny: bool) -> nn.Module:
 def resnet(tiny: bool) -> Step:
     """ResNet-50, 64 images of 224 x 224, bfloat16 autocast."""
     batch, size = (2, 32) if tiny else (64, 224)
-    model = _resnet50(tiny).cuda()
+    model = resnet50(tiny).cuda()
     images, labels = torch.randn(batch, 3, size, size).cuda(), torch.randint(1000, (batch,)).cuda()
     return _trained(model, lambda: F.cross_entropy(model(images), labels))
 

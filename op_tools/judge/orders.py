@@ -182,6 +182,14 @@ def _norm(
     return _sum(mode, func, x.square(), dim, keepdim).sqrt()
 
 
+def _norms(mode: InOrder, func: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    """Those of the tensors in a list."""
+    if isinstance(tensors, Tensor) or not all(map(_plain, tensors)):
+        return NotImplemented
+    found = [_norm(mode, func, x, *args, **kwargs) for x in tensors]
+    return NotImplemented if any(norm is NotImplemented for norm in found) else found
+
+
 # -- sums of products --------------------------------------------------------------------------------------------
 
 
@@ -311,6 +319,7 @@ _HANDLERS: Final[dict[str, Callable[..., Any]]] = {
     "var_mean": _var_mean,
     "cumsum": _cumsum,
     "linalg_vector_norm": _norm,
+    "norm": _norms,
     "mm": _mm,
     "bmm": _mm,
     "mv": _mv,

@@ -101,3 +101,12 @@ def test_a_constant_background_is_right() -> None:
     result = golden.run(F.conv2d, (image, weight), device="cpu", grad_outputs=[sent])
     judged = verdict.judge_call("torch.nn.functional.conv2d", result, grad_inputs=[None, looped])
     assert judged.verdict == verdict.RIGHT, judged.reason
+
+
+def test_norms_of_a_list_in_some_order() -> None:
+    x = torch.rand(1 << 17, generator=torch.Generator().manual_seed(0))
+    one_by_one = torch.tensor(np.add.reduce(x.square().numpy()[:, None].repeat(2, axis=1), axis=0)[0]).sqrt()
+    result = golden.run(torch._foreach_norm, ([torch.ones(4), x],), name="torch._foreach_norm", device="cuda")
+    for factor, expected in ((1.0, verdict.RIGHT), (1.003, verdict.WRONG)):
+        found = [torch.tensor(2.0), one_by_one * factor]
+        assert verdict.judge_call("torch._foreach_norm", result, outputs=found).verdict == expected
