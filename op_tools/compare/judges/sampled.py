@@ -22,6 +22,7 @@ from ... import settings
 from ...call import facts
 from ...call.description import Tensor, map_tensors, tensors_in
 from ...call.devices import module_of, quiet
+from ...compat import count_dispatch_modes, no_dispatch_modes
 from ...copies.invocation import Region
 from ...copies.operands import Operands, is_plain, stage, start_of_storage
 from ...copies.queue import MemoryBudget, Reservation
@@ -110,13 +111,18 @@ class Sampled(Judge):
         taken = call.notes[self] = _Taken(kind)
         if isinstance(kind, Total) or not (kind.writes or kind.random):
             return True
+        with _unseen():
+            self._take(taken, kind, live)
+        return True
+
+    def _take(self, taken: _Taken, kind: Kind, live: Any) -> None:
+        """Copy arguments that a call is about to write to, or slices of them."""
         affordable = sum([t.nbytes for t in live.tensors]) <= _MAX_COPIED
         if affordable and not kind.axes.lists and not kind.random:
             taken.copies = copies(live.tensors)
         else:
             taken.index = kind.chosen(kind.forward(), kind.tensors).index(live.device)
             taken.before = slices(kind, cut_arguments(kind, live.tensors, taken.index), taken.index)
-        return True
 
     def _find(self, call: ComparedCall) -> Kind | Total | None:
         """The kind of a call that is to be sampled; None for all others."""
@@ -203,7 +209,8 @@ class Sampled(Judge):
         if taken is None:
             return None
         try:
-            found = self._forward(job, taken) if job.phase == FORWARD else self._backward(job, taken)
+            with _unseen():
+                found = self._forward(job, taken) if job.phase == FORWARD else self._backward(job, taken)
         except Exception as error:
             self.setup.report(f"sampling failed on {call.op}: {type(error).__name__}: {error}")
             found = None
@@ -211,7 +218,7 @@ class Sampled(Judge):
             job.grads = None  # slices of them are enough
         if found is None and job.phase == FORWARD:
             del call.notes[self]
-            if taken.before is not None or taken.copies is not None:  # what the call has overwritten is lost
+            if taken.before is not None or taken.copies:  # what the call has overwritten is lost
                 return Judgement(NOT_COMPARABLE, "its results do not have the shapes that its arguments say")
         return found
 
@@ -431,6 +438,11 @@ def _used_memory(device: torch.device) -> int:
         return int(module_of(device.type).max_memory_allocated(device))
     except Exception:
         return 0
+
+
+def _unseen() -> contextlib.AbstractContextManager[Any]:
+    """The user's dispatch modes do not see what is done for the tool."""
+    return no_dispatch_modes() if count_dispatch_modes() else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
