@@ -45,6 +45,8 @@ _FIRST_NUMBER: Final = 1 << 40  # of kinds of cut calls: none of the description
 _SHARE: Final = 20  # of the memory that a run uses: what arguments may take that wait for their backward
 _MIN_HELD: Final = 1 << 26  # bytes of them in any case
 _MAX_COPIED: Final = 1 << 28  # bytes of arguments that are copied on the device before a call that writes to them
+_ALWAYS_RANKED: Final = 6  # calls of a kind in which all elements take part on the device
+_RANKED_OF: Final = 4  # later calls, one of which is checked like that
 _CHANGED: Final = "its arguments were changed before its backward"
 _DRAWS_NOTHING: Final = "attention"  # its rule knows only calls without dropout
 
@@ -189,8 +191,9 @@ class Sampled(Judge):
     ) -> Index:
         """These places, with those that stand out on the device."""
         some = chosen.some.difference(fixed)
-        if not some or (not chosen.more and self._rng.random() < 0.5):
-            return index  # of calls made of long rows, every other one is judged at the usual places alone
+        chosen.ranked += 1
+        if not some or (chosen.ranked > _ALWAYS_RANKED and self._rng.randrange(_RANKED_OF)):
+            return index
         call = call._replace(each=chosen.more or 1)
         try:
             with quiet(), golden.neutral(bool(call.found)), _no_autocast(job.call.region.device):
