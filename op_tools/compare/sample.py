@@ -32,6 +32,8 @@ class Kind:
         self.survives: bool | None = None  # whether arguments were still there in the backward of earlier calls
         self.arguments = [t.numel() for t in self.tensors]
         self.elements = sum(self.arguments) + sum([_product(names, sizes) for names in axes.results])
+        if axes.fixed_gradient:
+            self.elements = max(self.elements, 2 * sum(self.arguments))
         self.work = math.prod(sizes.values()) if axes.product is not None else 0
         like = [t.shape for t, names in zip(self.tensors, axes.tensors) if names]
         self._shape = like[0] if axes.flat and not axes.lists else None  # of results

@@ -22,6 +22,7 @@ from ... import settings
 from ...call import facts
 from ...call.description import Tensor, map_tensors, tensors_in
 from ...call.devices import module_of, quiet
+from ...compat import count_dispatch_modes, no_dispatch_modes
 from ...copies.invocation import Region
 from ...copies.operands import Operands, is_plain, stage, start_of_storage
 from ...copies.queue import MemoryBudget, Reservation
@@ -44,6 +45,8 @@ _FIRST_NUMBER: Final = 1 << 40  # of kinds of cut calls: none of the description
 _SHARE: Final = 20  # of the memory that a run uses: what arguments may take that wait for their backward
 _MIN_HELD: Final = 1 << 26  # bytes of them in any case
 _MAX_COPIED: Final = 1 << 28  # bytes of arguments that are copied on the device before a call that writes to them
+_ALWAYS_RANKED: Final = 6  # calls of a kind in which all elements take part on the device
+_RANKED_OF: Final = 4  # later calls, one of which is checked like that
 _CHANGED: Final = "its arguments were changed before its backward"
 _DRAWS_NOTHING: Final = "attention"  # its rule knows only calls without dropout
 
@@ -110,13 +113,18 @@ class Sampled(Judge):
         taken = call.notes[self] = _Taken(kind)
         if isinstance(kind, Total) or not (kind.writes or kind.random):
             return True
+        with _unseen():
+            self._take(taken, kind, live)
+        return True
+
+    def _take(self, taken: _Taken, kind: Kind, live: Any) -> None:
+        """Copy arguments that a call is about to write to, or slices of them."""
         affordable = sum([t.nbytes for t in live.tensors]) <= _MAX_COPIED
         if affordable and not kind.axes.lists and not kind.random:
             taken.copies = copies(live.tensors)
         else:
             taken.index = kind.chosen(kind.forward(), kind.tensors).index(live.device)
             taken.before = slices(kind, cut_arguments(kind, live.tensors, taken.index), taken.index)
-        return True
 
     def _find(self, call: ComparedCall) -> Kind | Total | None:
         """The kind of a call that is to be sampled; None for all others."""
@@ -183,8 +191,9 @@ class Sampled(Judge):
     ) -> Index:
         """These places, with those that stand out on the device."""
         some = chosen.some.difference(fixed)
-        if not some or (not chosen.more and self._rng.random() < 0.5):
-            return index  # of calls made of long rows, every other one is judged at the usual places alone
+        chosen.ranked += 1
+        if not some or (chosen.ranked > _ALWAYS_RANKED and self._rng.randrange(_RANKED_OF)):
+            return index
         call = call._replace(each=chosen.more or 1)
         try:
             with quiet(), golden.neutral(bool(call.found)), _no_autocast(job.call.region.device):
@@ -203,7 +212,8 @@ class Sampled(Judge):
         if taken is None:
             return None
         try:
-            found = self._forward(job, taken) if job.phase == FORWARD else self._backward(job, taken)
+            with _unseen():
+                found = self._forward(job, taken) if job.phase == FORWARD else self._backward(job, taken)
         except Exception as error:
             self.setup.report(f"sampling failed on {call.op}: {type(error).__name__}: {error}")
             found = None
@@ -211,7 +221,7 @@ class Sampled(Judge):
             job.grads = None  # slices of them are enough
         if found is None and job.phase == FORWARD:
             del call.notes[self]
-            if taken.before is not None or taken.copies is not None:  # what the call has overwritten is lost
+            if taken.before is not None or taken.copies:  # what the call has overwritten is lost
                 return Judgement(NOT_COMPARABLE, "its results do not have the shapes that its arguments say")
         return found
 
@@ -431,6 +441,11 @@ def _used_memory(device: torch.device) -> int:
         return int(module_of(device.type).max_memory_allocated(device))
     except Exception:
         return 0
+
+
+def _unseen() -> contextlib.AbstractContextManager[Any]:
+    """The user's dispatch modes do not see what is done for the tool."""
+    return no_dispatch_modes() if count_dispatch_modes() else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

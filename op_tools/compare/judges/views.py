@@ -16,6 +16,7 @@ from ... import settings
 from ...call.arguments import Numbering, compared_arguments
 from ...call.description import Tensor, map_tensors, tensors_in
 from ...call.devices import quiet
+from ...call.operators.registry import last_name
 from ...copies.materialise import span_of
 from ...copies.operands import Operands, is_plain, lay_out, start_of_storage
 from ...judge import golden, verdict
@@ -23,6 +24,7 @@ from ...judge.verdict import RIGHT, Judgement, Row
 from ..ladder import FORWARD, ComparedCall, Job, Judge, Places, Setup, arguments_kind
 
 _MAX_KINDS: Final = 20_000
+_MAY_COPY: Final = frozenset({"reshape", "flatten", "ravel", "contiguous", "reshape_as", "to"})
 MODEL: Final = "model"  # among the notes of a large view: its arguments on `meta`
 _LARGE: Final = 1 << 18  # elements of arguments that are not worth a comparison in full
 
@@ -126,7 +128,8 @@ class Views(Judge):
     def expects(self, call: ComparedCall) -> bool:
         view = self.known.get(arguments_kind(call))
         if view is None:
-            return self._samples and call.traits.view and sum([t.numel() for t in call.live.tensors]) >= _LARGE
+            sure = self._samples and call.traits.view and last_name(call.op) not in _MAY_COPY
+            return sure and sum([t.numel() for t in call.live.tensors]) >= _LARGE
         call.notes[self] = view
         call.notes[MODEL] = self._models.get(arguments_kind(call))
         return True

@@ -58,6 +58,7 @@ class Axes:
     ordered: frozenset[str] = frozenset()  # places along it must stay in order, unless `prepare` is done
     product: Product | None = None
     affine: Affine | None = None
+    inner: int = 0  # elements of what is computed on the way, where these are many
     beside: Mapping[int, int] = dataclasses.field(default_factory=dict)
     flat: bool = False
     writes: bool = False  # to its arguments, though its name does not say so

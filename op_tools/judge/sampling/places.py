@@ -12,10 +12,8 @@ _MAX_ALONG_AXIS: Final = 48
 _MAX_ALONG_FLAT: Final = 2048
 _MAX_RESULTS: Final = 1 << 12
 _MAX_IN_ROWS: Final = 1 << 15  # of results that are whole rows
-_MAX_ELEMENTS: Final = 1 << 18  # of all slices of a call together
+_MAX_ELEMENTS: Final = 3 << 17  # of all slices of a call together
 _MIN_ALONG_AXIS: Final = 2
-_MIN_OF_ROWS: Final = 1
-_LONG_ROW: Final = 4096
 
 
 def choose(size: int, inner: int, count: int, rng: random.Random) -> list[int]:
@@ -54,25 +52,29 @@ def counts(
     `tensors` are the names of the dimensions of all tensors that are needed, those that are judged last; `rest` are the
     products of their dimensions that have no name.
     """
-    most, least = (_MAX_ALONG_FLAT, _MIN_ALONG_AXIS) if flat else (_MAX_ALONG_AXIS, _MIN_ALONG_AXIS)
-    more = 8 if flat else 2
-    if rest[-1] >= _LONG_ROW:
-        more, least = 0, _MIN_OF_ROWS  # a row that stands out takes the place of others
-    taken = {name: min(sizes[name], most) for name in sorted(cut)}
+    most = _MAX_ALONG_FLAT if flat else _MAX_ALONG_AXIS
+    limit = _MAX_RESULTS if rest[-1] == 1 else _MAX_IN_ROWS
 
-    def elements(names: Sequence[str | None], other: int) -> int:
+    def elements(names: Sequence[str | None], other: int, taken: Mapping[str, int], more: int) -> int:
         for name in names:
             if name is not None:
                 count = taken.get(name, sizes[name])
                 other *= count if count == sizes[name] else count + 2 * more
         return other
 
-    limit = _MAX_RESULTS if rest[-1] == 1 else _MAX_IN_ROWS
-    while True:
-        widest = max(taken, key=lambda name: taken[name], default=None)
-        if widest is None or taken[widest] <= least:
+    def excess(taken: Mapping[str, int], more: int) -> tuple[float, int]:
+        """By how much there are too many, and how many there are."""
+        every = [elements(names, other, taken, more) for names, other in zip(tensors, rest)]
+        return max(sum(every) / _MAX_ELEMENTS, every[-1] / limit), sum(every)
+
+    # where even a few are too many, those that stand out take the place of others
+    for more, least in ((8 if flat else 2, _MIN_ALONG_AXIS), (0, 1)):
+        taken = {name: min(sizes[name], most) for name in sorted(cut)}
+        while excess(taken, more)[0] > 1:
+            fewer = [taken | {name: max(least, count * 3 // 4)} for name, count in taken.items() if count > least]
+            if not fewer:
+                break
+            taken = min(fewer, key=lambda some: excess(some, more))
+        else:
             return taken, more
-        total = sum([elements(names, other) for names, other in zip(tensors, rest)])
-        if total <= _MAX_ELEMENTS and elements(tensors[-1], rest[-1]) <= limit:
-            return taken, more
-        taken[widest] = max(least, taken[widest] * 3 // 4)
+    return taken, 0

@@ -53,17 +53,26 @@ class Chosen:
             for shape, names in zip(shapes, axes.tensors)
         ]
         judged = cut.judged[0] if cut.judged else ()
-        needed = [*axes.tensors, judged]
+
+        def rows(names: Names) -> int:
+            """About how many elements a row of such a tensor has, if it is made of rows."""
+            same = [r for r, own in zip(rest, axes.tensors) if own == names]
+            return min(same) if same else max(rest, default=1) if None in names else 1
+
+        came = () if cut.judged == axes.results else axes.results  # with a gradient
+        needed = [*axes.tensors, *came, judged]
         if axes.lists:
             each = max(16, 8192 // max(1, len(cut.axes)))
             self.counts, self.more = {name: min(sizes[name], each) for name in sorted(cut.axes)}, 0
         else:
-            whole = max(rest, default=1) if None in judged else 1  # of a row of what is judged, if it is made of rows
-            self.counts, self.more = places.counts(sizes, sorted(cut.axes), needed, [*rest, whole], axes.flat)
+            self.counts, self.more = places.counts(
+                sizes, sorted(cut.axes), needed, [*rest, *map(rows, came), rows(judged)], axes.flat
+            )
         self.some = frozenset([name for name, count in self.counts.items() if count < sizes[name]])
         self.elements = sum([r * self._product(names) for names, r in zip(axes.tensors, rest)])
         self._made: dict[Any, list[Index]] = {}
         self._uses = 0
+        self.ranked = 0  # calls in which places that stand out were looked for, or could have been
 
     def _product(self, names: Names) -> int:
         return math.prod([self.counts.get(n, self._sizes[n]) for n in names if n is not None])

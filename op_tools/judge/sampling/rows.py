@@ -102,8 +102,9 @@ def attention(call: Arguments) -> Axes | None:
     if isinstance(mask, Tensor):
         known: Names = (*heads, "n", None)[query.dim() - mask.dim() :]
         call.call(mask, tuple([None if size == 1 else name for name, size in zip(known, mask.shape)]))
+    inner = query.shape[:-1].numel() * key.shape[-2]
     if not causal or mask is not None:
-        return call.axes(names)
+        return call.axes(names, inner=inner)
     if query.shape[-2] * key.shape[-2] > _MAX_MASK:
         return None
     found = call.axes(names)
@@ -111,7 +112,7 @@ def attention(call: Arguments) -> Axes | None:
     return (
         None
         if found is None
-        else Axes((*found.tensors, ("n", None)), found.results, prepare=_with_mask, ordered=frozenset("n"))
+        else Axes((*found.tensors, ("n", None)), found.results, prepare=_with_mask, ordered=frozenset("n"), inner=inner)
     )
 
 

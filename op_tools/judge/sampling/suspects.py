@@ -337,7 +337,7 @@ def _by_wider_run(axes: Axes, cut: frozenset[str], call: Call) -> list[Index]:
     low = all(t.dtype in _HALVES or not t.is_floating_point() for t in tensors) or call.rounded_to is not None
     wide = torch.float32 if low else torch.float64
     names = axes.tensors[: len(tensors)]
-    step_name, size, step = _steps(axes, cut, tensors, names)
+    step_name, size, step = _steps(axes, cut, tensors, names, wide.itemsize)
     by_size, by_share = _Worst(cut, call.each), _Worst(cut, call.each)
     for start in range(0, size, step):
         count = min(step, size - start)
@@ -366,18 +366,18 @@ def _by_wider_run(axes: Axes, cut: frozenset[str], call: Call) -> list[Index]:
 
 
 def _steps(
-    axes: Axes, cut: frozenset[str], tensors: Sequence[Tensor], names: Sequence[Names]
+    axes: Axes, cut: frozenset[str], tensors: Sequence[Tensor], names: Sequence[Names], itemsize: int
 ) -> tuple[str | None, int, int]:
     """The axis along which the call is done in parts, how long it is, and how much of it at once."""
-    total = sum([t.numel() for t in tensors])
+    total, most = max(axes.inner, sum([t.numel() for t in tensors])), _AT_ONCE * 4 // itemsize
     possible: dict[str, int] = {}
     for own, tensor in zip(names, tensors):
         shape = (tensor.numel(),) if axes.flat and own else tensor.shape
         possible.update({n: s for n, s in zip(own, shape) if n in cut and n is not None and n not in axes.ordered})
-    if not possible or (total <= 2 * _AT_ONCE and not axes.flat):
+    if not possible or (total <= most and not axes.flat):
         return None, 1, 1
     name = max(possible, key=lambda n: possible[n])
-    return name, possible[name], max(1, possible[name] * _AT_ONCE // max(total, _AT_ONCE))
+    return name, possible[name], max(1, possible[name] * most // max(total, most))
 
 
 def _run_wide(

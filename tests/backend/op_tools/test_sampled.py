@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ditorch
 import op_tools
+from op_tools.compare.judges.host import Comparer
 from op_tools.compare.judges.sampled import Sampled
 
 soft = pytest.mark.skipif(ditorch.backend.name != "soft", reason="faults are planted in the software accelerator")
@@ -176,3 +177,87 @@ def test_a_call_that_asks_for_a_layout_keeps_its_rank(device: str) -> None:
         images.clone(memory_format=torch.channels_last)
     assert not tool.blames
     assert "every call that computes was compared" in tool.summary()[0]
+
+
+class Replaced(TorchDispatchMode):
+    """A kernel that returns something else."""
+
+    def __init__(self, kernel: str, change: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.kernel, self.change = kernel, change
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        first = found[0] if isinstance(found, (tuple, list)) else found
+        if func._schema.name == f"aten::{self.kernel}" and isinstance(first, torch.Tensor) and first.is_cuda:
+            with torch._C.DisableTorchFunction():
+                return self.change(found)
+        return found
+
+
+def _views(x: torch.Tensor, sent: torch.Tensor) -> None:
+    a, b = x.view(700, 20, 50).transpose(0, 1).split(10)
+    y = torch.cat((a, b), 0).permute(1, 0, 2).reshape(700, 1000)
+    (y[:, :900] * sent).sum().backward()
+
+
+def test_large_views_need_no_copy(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OP_AUTOCOMPARE_COVERAGE", "auto")
+    monkeypatch.setenv("OP_TOOLS_CONSOLE", "off")
+    x, sent = torch.randn(700, 1000, device=device, requires_grad=True), torch.randn(700, 900, device=device)
+    whole = []
+    compare = Comparer.compare
+
+    def note(self: Any, job: Any, *rest: Any) -> Any:
+        if job.whole is None:
+            whole.append(job.call.op)
+        return compare(self, job, *rest)
+
+    monkeypatch.setattr(Comparer, "compare", note)
+    with op_tools.OpAutoCompare() as tool:
+        for _ in range(2):
+            _views(x, sent)
+    assert not tool.blames
+    assert not tool._teller.coverage.missed
+    assert not [op for op in whole if op not in ("torch.Tensor.sum", "torch.Tensor.mul")], whole
+
+
+@pytest.mark.parametrize(
+    ("kernel", "change", "blamed"),
+    [
+        ("transpose", lambda y: y.roll(1, 0), ("torch.Tensor.transpose", "forward")),
+        ("split", lambda y: tuple(reversed(y)), ("torch.Tensor.split", "forward")),
+        ("slice_backward", lambda y: y.roll(1, 1), ("torch.Tensor.__getitem__", "backward")),
+        ("cat", lambda y: y.roll(1, 1), ("torch.cat", "forward")),
+    ],
+)
+def test_large_moves_that_go_wrong_are_found(device: str, kernel: str, change: Any, blamed: tuple[str, str]) -> None:
+    x, sent = torch.randn(700, 1000, device=device, requires_grad=True), torch.randn(700, 900, device=device)
+    with op_tools.OpAutoCompare() as tool, Replaced(kernel, change):
+        _views(x, sent)
+    assert (tool.blames[0].op, tool.blames[0].phase) == blamed
+
+
+@pytest.mark.parametrize(
+    ("kernel", "change", "blamed"),
+    [
+        ("native_layer_norm_backward", lambda y: (y[0], y[1] * 1.01, y[2]), "torch.nn.functional.layer_norm"),
+        ("native_layer_norm_backward", lambda y: (y[0], y[1], y[2] * 1.01), "torch.nn.functional.layer_norm"),
+        ("add", lambda y: y * 1.01, "autograd.sum_of_gradients.add"),
+    ],
+)
+def test_sums_over_all_rows_are_judged(device: str, kernel: str, change: Any, blamed: str) -> None:
+    torch.manual_seed(0)
+    x, w, b = (torch.randn(*shape, device=device, requires_grad=True) for shape in ((1500, 96), (96,), (96,)))
+    sent = torch.randn(1500, 96, device=device)
+    for broken in (False, True):
+        y = F.layer_norm(x, (96,), w, b) * x.sigmoid()
+        with op_tools.OpAutoCompare() as tool:
+            y = F.layer_norm(x, (96,), w, b) * x.sigmoid()
+            if not broken:
+                y.backward(sent)
+            else:
+                with Replaced(kernel, change):
+                    y.backward(sent)
+        assert [x.op for x in tool.blames] == ([blamed] if broken else [])
+        assert not tool._teller.coverage.missed
