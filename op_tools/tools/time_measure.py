@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import operator
 import os
 import threading
 import time
@@ -27,6 +28,7 @@ from .light import noted
 _READ_AT: Final = 1_024  # timings are read back when this many wait
 _MAX_WAITING: Final = 8_192
 _MAX_SAMPLES: Final = 4_096
+_MAX_ROWS: Final = 100_000  # that are kept to be written at stop; those of a longer run are read from the store
 
 
 _Made = tuple[int, str, int, int, str]  # a call that was measured: its id, operator, site, step and device type
@@ -98,6 +100,7 @@ class OpTimeMeasure(Tool):
         self._waiting: deque[_Timing | str] = deque()  # times, and operators that were left alone
         self._free: dict[str, list[Any]] = {}  # device events that have been read, by device type
         self._samples: dict[tuple[str, str], _Samples] = {}
+        self._rows: list[tuple[Any, ...]] | None = []  # all of a short run
         self._reading = threading.Lock()
         self._began = time.perf_counter_ns()
         here = accelerator_type()
@@ -191,7 +194,8 @@ class OpTimeMeasure(Tool):
                 spans = (0, one.host_ns)
             elif not one.events:
                 continue
-            self._wait_for(_Timing(one.call, "backward", spans, one.began, one.thread, None))
+            self._waiting.append(_Timing(one.call, "backward", spans, one.began, one.thread, None))
+        self._read_when_due()
 
     # -- reading back ---------------------------------------------------------------------------------
 
@@ -270,6 +274,10 @@ class OpTimeMeasure(Tool):
             if described is not None:
                 self._show(timing.made, phase, described, elapsed)
         self.record_all(rows)
+        if self._rows is not None:
+            self._rows += rows
+            if len(self._rows) > _MAX_ROWS:
+                self._rows = None
 
     def _show(self, made: _Made, phase: str, described: tuple[Described, Described, str], elapsed: float) -> None:
         number, op, site, *_ = made
@@ -294,6 +302,7 @@ class OpTimeMeasure(Tool):
     # -- results --------------------------------------------------------------------------------------
 
     def release(self) -> None:
+        self._rows = None
         if self._clock is not None:
             self._clock.stop()
             self._clock = None
@@ -304,11 +313,12 @@ class OpTimeMeasure(Tool):
         if self._clock_device and LIBRARIES.failure:
             self.slowed("backward clock", f"hooks on autograd nodes measure backward times: {LIBRARIES.failure}")
         assert self._store is not None
-        query = (
-            "SELECT call_id, site, phase, elapsed_ms, start_us, thread, step FROM op_time_measure "
-            "WHERE run = ? ORDER BY call_id"
-        )
-        timings = self._store.tuples(query, (self._run_key,))
+        if self._rows is not None:
+            timings = sorted(self._rows, key=operator.itemgetter(0))
+        else:
+            columns = "call_id, site, phase, elapsed_ms, start_us, thread, step"
+            query = f"SELECT {columns} FROM op_time_measure WHERE run = ? ORDER BY call_id"
+            timings = self._store.tuples(query, (self._run_key,))
         sites = {site: found for site, *found in self._store.tuples("SELECT site, op, location FROM sites")}
         rows = _pairs(timings, sites)
         if self.view.full and rows:
