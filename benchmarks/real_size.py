@@ -2,8 +2,9 @@
 
 Each pair of model and tool runs in a process of its own, after a bare run of the same model. `all-in` is the time of
 all steps with starting and stopping the tool, divided by that of as many bare steps; `marginal` is the median step
-while the tool is active. Memory is the peak beyond that of the bare run, worker processes included. One JSON line per
-run goes to `--json`, or to the standard output after the table.
+while the tool is active. OpCapture writes a store, as `op_tools run` does, and is held against plain files that as many
+threads write: run it with `--steps 1`. Memory is the peak beyond that of the bare run, worker processes included. One
+JSON line per run goes to `--json`, or to the standard output after the table.
 
     python -m benchmarks.real_size --steps 10                                  # on the accelerator
     python -m benchmarks.real_size --model gpt2 --tool OpAutoCompare --steps 10
@@ -115,6 +116,7 @@ def measured(model: str, tool: str, steps: int, tiny: bool) -> dict[str, Any]:
         return found | {"loss": float(losses[-1])}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["OP_TOOLS_RESULTS_DIR"] = folder
+        os.environ.setdefault("OP_CAPTURE_FORMAT", "store")
         import op_tools
 
         memory, each = Memory(), []
@@ -140,7 +142,30 @@ def measured(model: str, tool: str, steps: int, tiny: bool) -> dict[str, Any]:
         }
         if tool == "OpAutoCompare":
             found |= _coverage(active)
+        if tool == "OpCapture":
+            threads = int(op_tools.settings.number("OP_CAPTURE_WRITERS"))
+            found["bytes_per_s"] = active.bytes_written / (total - bare * steps)
+            found["plain_file_bytes_per_s"] = _plain_file(Path(folder), active.bytes_written, threads)
     return found
+
+
+def _plain_file(folder: Path, nbytes: int, threads: int) -> float:
+    """Bytes per second that so many threads write to plain files."""
+    piece = memoryview(bytearray(1 << 25))
+    count = max(1, nbytes // threads // len(piece))
+
+    def write(number: int) -> None:
+        with open(folder / f"plain-{number}", "wb", buffering=0) as file:
+            for _ in range(count):
+                file.write(piece)
+
+    writers = [threading.Thread(target=write, args=(number,)) for number in range(threads)]
+    started = time.perf_counter()
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    return threads * count * len(piece) / (time.perf_counter() - started)
 
 
 def _coverage(tool: Any) -> dict[str, Any]:
@@ -319,6 +344,9 @@ def _line(found: dict[str, Any]) -> str:
         return f"{found['single']:<46} {what:<8} {found['seconds']:8.2f} s  {share}, {memory}"
     if found["tool"] == "bare":
         return f"{found['model']:<8} bare          {found['bare_ms']:9.1f} ms a step"
+    if "bytes_per_s" in found:
+        speed = found["bytes_per_s"] / found["plain_file_bytes_per_s"]
+        print(f"{found['model']:<8} {found['tool']:<15} {speed:.0%} of the speed of plain files")
     share = (
         f", {found['comparisons']} of {found['of']} compared, {found['wrong']} wrong" if "comparisons" in found else ""
     )

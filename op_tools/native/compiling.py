@@ -97,12 +97,16 @@ class Library:
         self._thread.op_tools_internal = True  # type: ignore[attr-defined]
         _libraries.append(self)
 
+    def begin(self) -> None:
+        """Start loading or building it; nobody waits (`library.begin()`)."""
+        with self._lock:
+            if not self._thread.ident:
+                self._thread.start()
+
     def get(self) -> Any:
         """The loaded library, or None if it is not ready or cannot be built (`library.get()`)."""
         if self.loaded is None and not self._thread.ident:
-            with self._lock:
-                if not self._thread.ident:
-                    self._thread.start()
+            self.begin()
             self._known.wait(_LOAD_TIMEOUT)
         return self.loaded
 

@@ -76,6 +76,14 @@ class Kernels:
         self._launches[(dtype, programs)] = launch
         return launch
 
+    def compile_beside(self) -> compiling.Library | None:
+        """What compiles the CUDA source in the background; None where that is done, or there is no build cache."""
+        source = compiling.SOURCES / f"{self._source}.cu"
+        path = _cache_path(f"csrc/{source.name}", None, self.index) if source.exists() else None
+        if path is None or path.exists():
+            return None
+        return _compiled_beside(source, path, torch.cuda.get_device_capability(self.index))
+
     def in_cuda(self, name: str, parameters: Sequence[int]) -> int | None:
         """The driver's number of a kernel in CUDA with parameters of so many bytes; None where it has no such kernel.
 
@@ -140,6 +148,20 @@ def _cache_path(source: str, dtype: torch.dtype | None, index: int) -> Path | No
         return cache_root(settings.environment()) / f"op_tools-{key}" / f"{file.stem}.cubin"
     except Exception:  # no Triton by that name, no home: it is compiled in each process
         return None
+
+
+def _compiled_beside(source: Path, path: Path, capability: tuple[int, int]) -> compiling.Library:
+    """Compiles a source file with NVRTC into the build cache, in a thread; nothing in it touches the device."""
+
+    def build() -> bool:
+        code = nvrtc.compiled(source, capability)
+        if code is not None:
+            _write(path, _Metadata(source.stem, num_warps=8, shared=0), code)
+        return code is not None
+
+    library = compiling.Library(source.stem, build)
+    library.begin()
+    return library
 
 
 def _save_to_cache(kernel: Any, path: Path) -> None:

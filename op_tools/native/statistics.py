@@ -18,7 +18,7 @@ import torch
 
 from ..call.devices import quiet
 from ..compat import in_fake_mode, in_func_transform
-from . import front
+from . import compiling, front
 from .kernels import Kernels, launch_in_cuda, launcher
 
 Tensor = torch.Tensor
@@ -300,9 +300,24 @@ def put_together(rows: Any, starts: list[int]) -> Any:
 BROKEN: Final[dict[int, str]] = {}  # GPUs whose kernel does not work, and why
 
 
-def fused(index: int) -> _FusedKernels | None:
-    """The kernels of a GPU, or None where no compiler is there, its answer is wrong, or tensors have no memory."""
-    return None if in_fake_mode() or in_func_transform() else _tried(index)
+def fused(index: int, wait: bool = False) -> _FusedKernels | None:
+    """The kernels of a GPU, or None where no compiler is there, its answer is wrong, or tensors have no memory.
+
+    Also None as long as they are compiled in the background, unless the caller will `wait`.
+    """
+    if in_fake_mode() or in_func_transform():
+        return None
+    if index not in _compilers:
+        _compilers[index] = Kernels(index, "statistics", arguments=4).compile_beside()
+    compiler = _compilers[index]
+    if compiler is not None and compiler.building:
+        if not wait:
+            return None
+        compiler.wait()
+    return _tried(index)
+
+
+_compilers: Final[dict[int, compiling.Library | None]] = {}  # by GPU
 
 
 @functools.cache

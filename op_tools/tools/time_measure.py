@@ -31,6 +31,9 @@ _MAX_SHOWN: Final = 100_000  # rows of the table at the end; the CSV file has al
 _Made = tuple[int, str, int, int, str]  # a call that was measured: its id, operator, site, step and device type
 
 
+_Shown = tuple[Described, Described, str]  # what a full console shows of a call, and where it was made
+
+
 class _Timing(NamedTuple):
     """A measured stretch whose length is known once the device has passed its last event."""
 
@@ -39,7 +42,7 @@ class _Timing(NamedTuple):
     spans: tuple[Any, ...] | bytes  # first and last mark of each stretch, in turns; addresses of the clock's events
     host_start: int
     thread: int
-    described: tuple[Described, Described, str] | None  # what a full console shows, and where the call was made
+    described: _Shown | None
 
 
 class _Samples:
@@ -95,9 +98,7 @@ class OpTimeMeasure(Tool):
         self.wants_gradients = self.view.full
         self._spans = object()  # key of the notes of a call whose backward pass is on its way
         self._waiting: deque[_Timing | str] = deque()  # times, and operators that were left alone
-        self._unshown: deque[tuple[_Made, str, tuple[Described, Described, str], float]] = (
-            deque()
-        )  # recorded by `read_late`
+        self._unshown: deque[tuple[_Made, str, _Shown, float]] = deque()  # recorded by `read_late`
         self._free: dict[str, list[Any]] = {}  # device events that have been read, by device type
         self._samples: dict[tuple[str, str], _Samples] = {}
         self._reading = threading.Lock()
@@ -193,7 +194,8 @@ class OpTimeMeasure(Tool):
                 spans = (0, one.host_ns)
             elif not one.events:
                 continue
-            self._wait_for(_Timing(one.call, "backward", spans, one.began, one.thread, None))
+            self._waiting.append(_Timing(one.call, "backward", spans, one.began, one.thread, None))
+        self._read_when_due()
 
     # -- reading back ---------------------------------------------------------------------------------
 
@@ -285,7 +287,7 @@ class OpTimeMeasure(Tool):
         while show and self._unshown:
             self._show(*self._unshown.popleft())
 
-    def _show(self, made: _Made, phase: str, described: tuple[Described, Described, str], elapsed: float) -> None:
+    def _show(self, made: _Made, phase: str, described: _Shown, elapsed: float) -> None:
         number, op, site, *_ = made
         forward = phase == "forward"
         first, second, location = described
@@ -308,6 +310,7 @@ class OpTimeMeasure(Tool):
     # -- results --------------------------------------------------------------------------------------
 
     def release(self) -> None:
+        self._rows = None
         if self._clock is not None:
             self._clock.stop()
             self._clock = None

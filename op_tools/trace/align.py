@@ -67,7 +67,9 @@ def align(first: Graph, second: Graph) -> Alignment:
     one, two = Features(first), Features(second)
     modules = match_modules(first, second)
     groups_one, groups_two = _groups(first), _groups(second)
-    steps_one, steps_two = ({step: i for i, step in enumerate(sorted({k[0] for k in g}))} for g in (groups_one, groups_two))
+    steps_one, steps_two = (
+        {step: i for i, step in enumerate(sorted({k[0] for k in g}))} for g in (groups_one, groups_two)
+    )
     there = {(steps_two[step], phase, module): members for (step, phase, module), members in groups_two.items()}
     pairs: list[tuple[int, int]] = []
     replaced: list[tuple[list[int], list[int]]] = []
@@ -287,9 +289,7 @@ def _shape(text: str) -> list[int]:
     return [int(word) for word in text[1:-1].split(",") if word.strip()]
 
 
-def split_aligned(
-    one: Sequence[Any], two: Sequence[Any], score: Callable[[int, int], float]
-) -> list[tuple[int, int]]:
+def split_aligned(one: Sequence[Any], two: Sequence[Any], score: Callable[[int, int], float]) -> list[tuple[int, int]]:
     """Align sequences of any length: equal ends, then what is unique on both sides, then dynamic programming."""
     found: list[tuple[int, int]] = []
     work = [(0, len(one), 0, len(two))]
@@ -300,7 +300,9 @@ def split_aligned(
             continue
         anchors = _unique(one, two, (a, b, c, d))
         if not anchors:
-            found += [(a + i, c + j) for i, j in aligned(b - a, d - c, lambda i, j, a=a, c=c: score(a + i, c + j), _BAND)]
+            found += [
+                (a + i, c + j) for i, j in aligned(b - a, d - c, lambda i, j, a=a, c=c: score(a + i, c + j), _BAND)
+            ]
             continue
         at = (a, c)
         for i, j in [*anchors, (b, d)]:

@@ -162,7 +162,9 @@ def compare(first: Path, second: Path, partial: bool = False) -> Diff:
     least = min(graphs[0].count, graphs[1].count)
     inside = [n for n, a in enumerate(found.alignment.pairs[:, 0].tolist()) if graphs[0].operators["module"][a] >= 0]
     if len(found.alignment.pairs) < _MIN_COMMON * least or (graphs[0].modules and graphs[1].modules and not inside):
-        raise TraceError(f"{first} and {second} have nothing in common: {len(found.alignment.pairs)} of {least:,} operators")
+        raise TraceError(
+            f"{first} and {second} have nothing in common: {len(found.alignment.pairs)} of {least:,} operators"
+        )
     return found
 
 

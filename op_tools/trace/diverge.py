@@ -25,10 +25,26 @@ _SINGLE: Final = 2.0**-24
 _ESTIMATE: Final = 2.0  # by how much eight projections may misjudge a distance
 _COMPOSITE: Final = 4.0  # roundings inside functions of several steps
 _NORM, _LOW, _HIGH, _NAN, _INF = range(PROJECTIONS + 1, PROJECTIONS + 6)
-_PRODUCTS: Final = frozenset({"matmul", "attention", "conv1d", "conv2d", "conv3d", "conv_transpose2d", "wkv", "bilinear"})
-_LINEAR: Final = frozenset({"add", "view", "cast", "relu", "max", "mask", "pad", "cat", "stack", "embedding", "dropout"})
+_PRODUCTS: Final = frozenset(
+    {"matmul", "attention", "conv1d", "conv2d", "conv3d", "conv_transpose2d", "wkv", "bilinear"}
+)
+_LINEAR: Final = frozenset(
+    {"add", "view", "cast", "relu", "max", "mask", "pad", "cat", "stack", "embedding", "dropout"}
+)
 _SEVERAL: Final = frozenset(
-    {"attention", "layer_norm", "group_norm", "batch_norm", "rms_norm", "loss", "softmax", "gelu", "silu", "update", "wkv"}
+    {
+        "attention",
+        "layer_norm",
+        "group_norm",
+        "batch_norm",
+        "rms_norm",
+        "loss",
+        "softmax",
+        "gelu",
+        "silu",
+        "update",
+        "wkv",
+    }
 )
 _RANDOM: Final = frozenset({"rand", "randn", "randint", "dropout", "multinomial", "bernoulli", "normal", "uniform"})
 

@@ -85,7 +85,9 @@ def _tensors(first: Trace, other: Trace) -> Any:
     edges = []
     for trace in (first, other):
         table = trace["edges"]
-        edges.append(dict(zip(zip(*(table[c].tolist() for c in ("operator", "side", "place"))), table["tensor"].tolist())))
+        edges.append(
+            dict(zip(zip(*(table[c].tolist() for c in ("operator", "side", "place"))), table["tensor"].tolist()))
+        )
     same = min(len(names[0]), len(names[1]))
     agree = next((i for i in range(same) if names[0][i] != names[1][i]), same)
     for (operator, side, place), tensor in edges[0].items():

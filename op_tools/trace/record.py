@@ -231,7 +231,9 @@ class Recorder:
         """The numbers of arguments."""
         return [self.tensor(tensor) for tensor in tensors]
 
-    def outputs(self, operator: int, module: int, tensors: Sequence[Tensor], written: Sequence[Tensor], phase: int) -> None:
+    def outputs(
+        self, operator: int, module: int, tensors: Sequence[Tensor], written: Sequence[Tensor], phase: int
+    ) -> None:
         """Note what an operator returned and what it wrote to."""
         numbers = []
         for tensor in written:

@@ -54,7 +54,9 @@ def replicated(graph: Graph) -> dict[str, int]:
     for operator in range(graph.count):
         inputs, outputs = graph.inputs(operator), graph.outputs(operator)
         made = producers[inputs]
-        from_batch[operator] = bool(split[look[inputs]].any() or split[look[outputs]].any() or from_batch[made[made >= 0]].any())
+        from_batch[operator] = bool(
+            split[look[inputs]].any() or split[look[outputs]].any() or from_batch[made[made >= 0]].any()
+        )
         if from_batch[operator] and len(outputs) and phases[operator] in (columns.FORWARD, columns.BACKWARD):
             kinds = look[outputs]
             first = [int(w) for w in texts[int(looks["shape"][kinds[0]])][1:-1].split(",") if w.strip()]
@@ -86,7 +88,13 @@ def differences(alignment: Alignment) -> Iterator[str]:
                 yield f"{word}s only in {side}: {len(only)} ({_some(only)})"
         idle_one, idle_two = unused(one, kind), unused(two, kind)
         for name in sorted(idle_one & set(mine)):
-            also = "not in B" if names[name] not in theirs else "nor in B" if names[name] in idle_two else "it is used in B"
+            also = (
+                "not in B"
+                if names[name] not in theirs
+                else "nor in B"
+                if names[name] in idle_two
+                else "it is used in B"
+            )
             yield f"{word} {name} is listed in A and never used ({also})"
         for name in sorted(idle_two - {names[n] for n in idle_one}):
             also = "it is used in A" if name in names.values() else "not in A"
@@ -114,7 +122,9 @@ def differences(alignment: Alignment) -> Iterator[str]:
 def _renamed(alignment: Alignment, names: dict[str, list[int]]) -> dict[str, str]:
     """The names of members in the second trace, by the modules that correspond."""
     paths = {
-        alignment.first.paths.get(a, ""): alignment.second.paths.get(b, "") for a, b in alignment.modules.items() if a >= 0
+        alignment.first.paths.get(a, ""): alignment.second.paths.get(b, "")
+        for a, b in alignment.modules.items()
+        if a >= 0
     }
     found = {}
     for name in names:
