@@ -116,7 +116,7 @@ def _install_groups(ledger: Ledger, devices: Devices) -> None:
 
 def _install_gloo(ledger: Ledger, devices: Devices) -> None:
     """gloo takes CUDA tensors; in a group of that name the accelerator's go by its own collectives."""
-    device_type, collective = devices.type, devices.backend.collective
+    device_type, collective = devices.type, devices.backend.collective or ""
     if device_type == "cpu":
         return
     config: Any = dist.distributed_c10d.BackendConfig

@@ -204,11 +204,11 @@ class Judge:
             return "emulated", "recorded operators are run again where the vendor has no graphs"
         if name in ("memory", "random", "amp", "nvtx", "nccl", "comm", "profiler", "streams", "graphs"):
             return "mapped", "module"
-        if not self._here:
-            return self._guess(name)
         inner, _, last = name.rpartition(".")
         if inner in ("graphs", "random", "streams", "memory") and not last.startswith("_"):
             name = last  # the same function under the name of its file
+        if not self._here:
+            return self._guess(name)
         status, note = surface.classify(self.backend, self.backend.find_module(), Emulation, name)
         if status == "unsupported" and name in STATS:
             return "emulated", "from memory_stats"

@@ -44,6 +44,7 @@ for _prefix, _tool in _TOOLS.items():
     _declare(f"{_prefix}_DISABLE_LIST", "list", "", "not these operators")
 _declare = SETTINGS.group("OpCapture", "docs/op_tools.md")
 _declare("OP_CAPTURE_FORMAT", "choice", "seed", "files per call, or a store of each content", ("seed", "store"))
+_declare("OP_CAPTURE_MAX_GB", "number", "", "GB that a run may capture", computed="by free space")
 _declare("OP_CAPTURE_QUEUE_MB", "number", "", "MiB of copies that may wait", minimum=1, computed="by free memory")
 _declare("OP_CAPTURE_WHEN_FULL", "choice", "block", "what to do when the queue is full", ("block", "drop"))
 _declare("OP_CAPTURE_WRITERS", "number", 2, "threads that write", minimum=1)

@@ -58,4 +58,4 @@ def _caller() -> Any:
 
 
 def _is_warning(frame: Any) -> bool:
-    return frame.f_code.co_filename == __file__ or frame.f_globals.get("__name__") == "warnings"
+    return bool(frame.f_code.co_filename == __file__ or frame.f_globals.get("__name__") == "warnings")

@@ -47,7 +47,8 @@ def _grouped(tensor: Tensor, heads: int) -> Tensor:
 def _ungrouped(gradient: Tensor, heads: int) -> Tensor:
     if gradient.size(-3) == heads:
         return gradient
-    return gradient.unflatten(-3, (heads, -1)).sum(-3)
+    summed: Tensor = gradient.unflatten(-3, (heads, -1)).sum(-3)
+    return summed
 
 
 def _kept(scores: Tensor, dropout: float, seed: Tensor) -> Tensor | None:
@@ -140,11 +141,8 @@ def efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attn_bias:
                        philox_seed: Tensor, philox_offset: Tensor, dropout_p: float, grad_input_mask: list[bool],
                        is_causal: bool = False, *, scale: float | None = None) -> Any:  # fmt: skip
     *found, scores = _backward(grad, q, k, v, attn_bias, dropout_p, _window(is_causal), scale, philox_seed)
-    if grad_input_mask[3] and attn_bias is not None:
-        found.append(_summed_to(scores, attn_bias.shape).to(attn_bias.dtype))
-    else:
-        found.append(None)
-    return tuple(gradient if wanted else None for gradient, wanted in zip(found, grad_input_mask))
+    of_bias = _summed_to(scores, attn_bias.shape).to(attn_bias.dtype) if attn_bias is not None else None
+    return tuple(gradient if wanted else None for gradient, wanted in zip((*found, of_bias), grad_input_mask))
 
 
 def flash(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
@@ -222,8 +220,8 @@ def flash_forward_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: T
     window = _flash_window(is_causal, window_size_left, window_size_right)
     grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for number, (mine, theirs) in enumerate(_sequences(cum_seq_q, cum_seq_k, q, k)):
-        parts = [part.transpose(0, 1) for part in (grad[mine], q[mine], k[theirs], v[theirs])]
-        found = _backward(*parts, None, dropout_p, window, scale, rng_state + number, corner=True)
+        g, a, b, c = (part.transpose(0, 1) for part in (grad[mine], q[mine], k[theirs], v[theirs]))
+        found = _backward(g, a, b, c, None, dropout_p, window, scale, rng_state + number, corner=True)
         for target, where, gradient in zip(grads, (mine, theirs, theirs), found, strict=False):
             target[where] += gradient.transpose(0, 1)
     return grads

@@ -313,7 +313,8 @@ def affine_grid(theta: Tensor, N: int, C: int, H: int, W: int) -> Tensor:
 
 
 def affine_grid_backward(grad: Tensor, N: int, C: int, H: int, W: int) -> Tensor:
-    return torch.ops.aten.affine_grid_generator_backward(grad, [N, C, H, W], True)
+    of_theta: Tensor = torch.ops.aten.affine_grid_generator_backward(grad, [N, C, H, W], True)
+    return of_theta
 
 
 KERNELS: dict[str, Callable[..., Any]] = {

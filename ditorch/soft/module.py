@@ -99,12 +99,18 @@ def fill_in() -> None:
 # --- devices -----------------------------------------------------------------
 
 
+_asked_for = False
+
+
 def init() -> None:
-    """Nothing to do: the device is ready as soon as it is loaded."""
+    """Note that the program uses the device, which is ready as soon as it is loaded."""
+    global _asked_for
+    _asked_for = True
 
 
 def is_initialized() -> bool:
-    return True
+    """Whether the program has used the device: before that, a DeviceMesh chooses the one of its rank."""
+    return _asked_for or any(native().memory_stats(index)["total_blocks"] for index in range(device_count()))
 
 
 def is_available() -> bool:
@@ -123,6 +129,7 @@ def current_device() -> int:
 
 def set_device(device: Device) -> None:
     """Choose the current device of this thread."""
+    init()
     native().set_device(device_index(device))
 
 

@@ -12,7 +12,7 @@ from . import native
 def share(tensor: torch.Tensor) -> torch.Tensor:
     """Move the memory of a tensor to shared memory, in place; its bytes as a CPU tensor over that memory."""
     storage = tensor.untyped_storage()
-    found = native().adopted_bytes(tensor)
+    found: torch.Tensor | None = native().adopted_bytes(tensor)
     if found is not None and found.is_shared():
         return found
     shared = torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(storage.nbytes()))

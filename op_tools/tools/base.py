@@ -59,7 +59,7 @@ class Tool(Hooks):
     columns: ClassVar[dict[str, str]] = {}  # of its table in the store
     feature: ClassVar[str] = ""  # its name in `apply_feature`, if it has one
     run_options: ClassVar[dict[str, dict[str, Any]]] = {}  # of `op_tools run`: keyword of the tool, words for argparse
-    nothing_found: ClassVar[str] = "nothing found"  # what the summary says where there are no findings
+    nothing_found: ClassVar[str] = ""  # what the summary of a tool that looks for something says where it found nothing
     announces: ClassVar[bool] = False  # says "apply OpXHook on ..." as a tool; the others do as features
     _store: store.Store | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import shutil
 import threading
 from collections import deque
 from pathlib import Path
@@ -74,6 +75,8 @@ class OpCapture(Tool):
         in_store = (self._format or settings.choice("OP_CAPTURE_FORMAT")) == "store"
         patience, max_jobs = (_PATIENCE / 10, _MAX_JOBS) if in_store else (_PATIENCE, 1 << 30)
         self.writer = Writer(int(megabytes * _MEBI), threads, drop, patience, max_jobs)
+        most = 0.8 * shutil.disk_usage(self.folder.parent).free / 1e9  # a run does not fill a disk
+        self._max_bytes = settings.number("OP_CAPTURE_MAX_GB", most) * 1e9
         self._label, self._rank = settings.process_label(), settings.rank()
         self._in_store = in_store
         self._files: SeedFormat | StoreFormat
@@ -209,7 +212,12 @@ class OpCapture(Tool):
                 self.record(call.id, site, part, f"{path}/{part}.pth", nbytes)
             with self._counting:
                 self.bytes_captured += sum(sizes.values())
-                self._broken = 0
+                full = self.bytes_written >= self._max_bytes
+                self._broken = _GIVE_UP_AFTER if full else 0
+            if full and self._is_first("", "full"):
+                free = shutil.disk_usage(self.folder.parent).free / 1e9
+                told = f"{self._max_bytes / 1e9:.3g} GB are written, {free:.3g} GB are free (OP_CAPTURE_MAX_GB)"
+                self.found(call, "dropped", f"later calls are not captured: {told}")
             if shown is not None:
                 shown.paths = [Path(f"{path}/{part}.pth") for part in sizes]
         finally:

@@ -56,6 +56,7 @@ class OpOverflowCheck(Tool):
     """
 
     name = "OpOverflowCheck"
+    nothing_found = "nothing found"
     prefix = "OP_OVERFLOW_CHECK"
     feature = "overflow_check"
     order = 35

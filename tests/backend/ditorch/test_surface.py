@@ -78,7 +78,7 @@ add_checks(
     get_device_name=lambda: isinstance(torch.cuda.get_device_name(), str),
     memory_reserved=lambda: torch.cuda.memory_reserved() >= 0,
     default_stream=lambda: torch.cuda.default_stream() == torch.cuda.default_stream(0),
-    is_initialized=lambda: torch.cuda.is_initialized() is True,
+    is_initialized=lambda: (torch.cuda.init(), torch.cuda.is_initialized())[1] is True,
     reset_max_memory_allocated=lambda: torch.cuda.reset_max_memory_allocated() is None,
     mem_get_info=lambda: torch.cuda.mem_get_info()[0] <= torch.cuda.mem_get_info("cuda:0")[1],
     max_memory_reserved=lambda: torch.cuda.max_memory_reserved(0) >= 0,

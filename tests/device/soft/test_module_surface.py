@@ -43,6 +43,7 @@ def test_device_module_is_registered():
 
 def test_devices():
     assert torch.soft.is_available()
+    torch.soft.init()
     assert torch.soft.is_initialized()
     assert torch.soft.device_count() == 2
     assert torch.soft.current_device() == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,14 +101,25 @@ def test_doctor_as_json() -> None:
     assert {c["name"] for c in found["candidates"]} >= {"ascend", "cuda", "soft"}
 
 
-def test_scan_prints_a_table_and_fails_on_unsupported_calls(tmp_path: Path) -> None:
+def test_doctor_shows_the_head_for_people() -> None:
+    shown = command("doctor", "--device", "cpu").stdout
+    assert len(shown.splitlines()) < 60
+    assert re.search(r"cpu:0: .*, [\d.]+ [GMT]iB of [\d.]+ [GMT]iB free", shown)
+    assert "torch.cuda.power_draw" not in shown
+    assert "doctor --verbose lists" in shown
+
+
+def test_scan_prints_one_line_per_use_and_fails_on_unsupported_calls(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("import torch\ntorch.cuda.synchronize()\ntorch.cuda.power_draw()\n")
     result = command("scan", str(tmp_path), "--device", "ascend")
     assert result.returncode == 1
-    assert "a.py:3: unsupported torch.cuda.power_draw" in result.stdout
-    assert "1 mapped, 1 unsupported" in result.stdout
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith(f"{tmp_path}/a.py:2: torch.cuda.synchronize: mapped")
+    assert lines[1].startswith(f"{tmp_path}/a.py:3: torch.cuda.power_draw: unsupported")
+    assert "1 mapped, 1 unsupported; 1 will fail on ascend. Not looked at:" in result.stderr
     as_json = json.loads(command("scan", str(tmp_path), "--device", "ascend", "--json").stdout)
     assert as_json["counts"] == {"mapped": 1, "unsupported": 1}
+    assert as_json["fails"] is True
 
 
 @pytest.mark.parametrize("arguments", [["scan", "nowhere"], ["scan", ".", "--device", "nothing"]])

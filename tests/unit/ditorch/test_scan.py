@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from ditorch.backends import ascend, cpu, cuda
 from ditorch.scan import Judge, scan, scan_source
 
+LOAD = "torch.utils.cpp_extension.load of CUDA source"
+INLINE = "torch.utils.cpp_extension.load_inline of CUDA source"
 ASCEND = Judge(ascend.BACKEND)
 
 
@@ -41,6 +43,16 @@ def found(source: str, judge: Judge = ASCEND) -> dict[str, str]:
         ("import triton", "triton", "unsupported"),
         ("from flash_attn import flash_attn_func", "flash_attn", "unsupported"),
         ("os.environ['CUDA_VISIBLE_DEVICES']", "CUDA_VISIBLE_DEVICES", "mapped"),
+        ("try:\n    import triton\nexcept ImportError:\n    triton = None", "triton", "optional"),
+        ("def f():\n    import triton", "triton", "depends"),
+        ("from torch.utils.cpp_extension import load\nload('a', sources=['a.cpp', 'a.cu'])", LOAD, "unsupported"),
+        ("import torch.utils.cpp_extension as e\ne.load_inline('a', cuda_sources=s)", INLINE, "unsupported"),
+        ("import torch\ntorch.nn.SyncBatchNorm.convert_sync_batchnorm(m)", "torch.nn.SyncBatchNorm", "depends"),
+        ("import torch\ntorch.mm(a, b, out_dtype=torch.float32)", "mm(out_dtype=)", "depends"),
+        ("import torch.distributed.rpc as rpc", "torch.distributed.rpc", "depends"),
+        ("from torch.distributed.tensor import DTensor", "torch.distributed.tensor", "depends"),
+        ("import torch.multiprocessing as mp", "torch.multiprocessing", "depends"),
+        ("from torch.cuda.graphs import graph_pool_handle", "torch.cuda.graphs.graph_pool_handle", "emulated"),
     ],
 )
 def test_use_is_found_with_its_status(source: str, name: str, status: str) -> None:
@@ -54,6 +66,37 @@ def test_lines_are_exact(tmp_path: Path) -> None:
     result = scan(tmp_path, ascend.BACKEND)
     assert [(Path(use.file).name, use.line) for use in result.uses] == [("a.py", 4)]
     assert result.as_dict()["counts"] == {"mapped": 1}
+
+
+def test_code_that_does_not_run_is_no_use() -> None:
+    assert found("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import triton") == {}
+    cpp = "from torch.utils.cpp_extension import load\nload('a', sources=['a.cpp'])"
+    assert found(cpp) == {}
+
+
+def test_a_script_is_followed_into_its_own_modules(tmp_path: Path) -> None:
+    (tmp_path / "package" / "inner").mkdir(parents=True)
+    (tmp_path / "train.py").write_text(
+        "import os, helper\nfrom package.inner import kernel\ntry:\n    import other\nexcept: 0\n"
+    )
+    (tmp_path / "helper.py").write_text("x.cuda()\n")
+    (tmp_path / "other.py").write_text("import triton\n")
+    (tmp_path / "package" / "inner" / "__init__.py").write_text("from .. import deep\n")
+    (tmp_path / "package" / "inner" / "kernel.py").write_text("import triton\n")
+    (tmp_path / "package" / "deep.py").write_text("import cupy\n")
+    (tmp_path / "unrelated.py").write_text("import pycuda\n")
+    result = scan(tmp_path / "train.py", ascend.BACKEND)
+    assert {use.name for use in result.uses} == {".cuda()", "triton", "cupy"}
+    assert {use.name for use in result.failing()} == {"triton", "cupy"}
+    assert result.files == 5
+
+
+def test_cuda_source_in_a_folder_will_fail(tmp_path: Path) -> None:
+    (tmp_path / "kernel.cu").write_text("__global__ void f() {}")
+    assert str(scan(tmp_path, ascend.BACKEND).failing()[0]).startswith(
+        f"{tmp_path}/kernel.cu:1: CUDA source: unsupported"
+    )
+    assert not scan(tmp_path, cuda.BACKEND).failing()
 
 
 def test_text_that_only_mentions_cuda_is_no_use() -> None:
@@ -78,5 +121,5 @@ def test_missing_path_is_a_clear_error(tmp_path: Path) -> None:
 @given(st.one_of(st.text(), st.binary()))
 def test_any_input_gives_an_answer(source: str | bytes) -> None:
     for use in scan_source(source, "a.py", ASCEND):
-        assert use.status in ("mapped", "emulated", "hint", "unsupported", "unreadable")
+        assert use.status in ("mapped", "emulated", "hint", "unsupported", "optional", "depends", "unreadable")
         assert use.line >= 1

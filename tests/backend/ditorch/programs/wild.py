@@ -208,9 +208,11 @@ PARTS: tuple[Callable[[], None], ...] = (
 
 def work(rank: int, folder: str, wanted: list[str]) -> None:
     device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    os.environ["LOCAL_RANK"] = str(rank)  # by which a mesh chooses the device, where the script has not
     init = f"file://{folder}/store"
     dist.init_process_group("nccl", init_method=init, rank=rank, world_size=RANKS, device_id=device)
+    init_device_mesh("cuda", (RANKS,))
+    assert torch.cuda.current_device() == device.index
     failed = []
     for part in PARTS:
         if wanted and part.__name__ not in wanted:
