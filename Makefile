@@ -48,7 +48,7 @@ test-ascend:  ## the device layer on the real torch_npu wheel, without a chip (a
 		torch==2.13.0 numpy rich pyyaml hypothesis expecttest 'pytest>=8' pytest-timeout
 	@$(ASCEND)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps torch_npu==2.13.0 \
 		|| echo "==> no wheel of torch_npu for this machine: the tests will be skipped"
-	@DITORCH_TEST_ASCEND=$(ASCEND)/host_acl TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(ONE_THREAD) \
+	@TEST_ASCEND=$(ASCEND)/host_acl DITORCH_DEVICE=cpu TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(ONE_THREAD) \
 		$(ASCEND)/bin/python -m pytest -q -rs -p no:warnings tests/vendor/ascend
 
 lint: $(VENV)/.ready-dev  ## ruff, mypy and the import contract

@@ -169,8 +169,7 @@ def _attempts(module: Any, device_type: str) -> dict[str, Callable[[], Any]]:
 
 
 def _try_collectives(found: Findings) -> None:
-    import torch.distributed as dist
-
+    dist: Any = torch.distributed
     if not dist.is_available():
         found.tried["collectives"] = "torch.distributed is not built"
         return

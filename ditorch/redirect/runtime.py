@@ -99,7 +99,7 @@ def _install_generator(ledger: Ledger, devices: Devices) -> None:
 
 
 def _install_streams(ledger: Ledger, devices: Devices) -> None:
-    get = torch.Stream.device.__get__  # type: ignore[attr-defined]
+    get = torch.Stream.device.__get__
 
     class Stream(torch.Stream):
         """A stream whose device is shown as cuda, with CUDA's name for its handle."""
@@ -148,7 +148,8 @@ def _install_storages(ledger: Ledger, devices: Devices) -> None:
 
 
 def _install_lazy_parameters(ledger: Ledger) -> None:
-    mixin: Any = torch.nn.parameter.UninitializedTensorMixin
+    parameters: Any = torch.nn.parameter
+    mixin = parameters.UninitializedTensorMixin
     named = (getattr(torch.Tensor, method.__name__, None) for method in mixin._allowed_methods)
     wrapped = [method for method in named if method is not None]
     why = "nn.LazyLinear(3).cuda(): an uninitialized parameter may be moved"

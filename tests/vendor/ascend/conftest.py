@@ -13,7 +13,7 @@ import pytest
 from tests.vendor.ascend.build import build, missing
 
 PROJECT = Path(__file__).resolve().parents[3]
-RUN_WITH = os.environ.get("DITORCH_TEST_ASCEND", "")
+RUN_WITH = os.environ.get("TEST_ASCEND", "")
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
@@ -31,7 +31,7 @@ def ascend(tmp_path_factory: pytest.TempPathFactory) -> Any:
     libraries = build(Path(RUN_WITH).resolve() if RUN_WITH != "1" else tmp_path_factory.mktemp("acl"))
 
     def run(*arguments: str, **environment: str) -> str:
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("DITORCH_", "CUDA_"))}
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("DITORCH_", "CUDA_", "TORCH_DEVICE_"))}
         environment = {
             **clean,
             "LD_LIBRARY_PATH": str(libraries),
