@@ -10,7 +10,7 @@ JOBS   ?= 2
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench conformance clean
+.PHONY: help demo test test-all test-ascend lint format bench conformance clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -40,6 +40,17 @@ test: $(VENV)/.ready-dev  ## the tests, on this machine's default device
 test-all: $(VENV)/.ready-dev  ## the tests and the long sweeps over PyTorch's operator database
 	@$(ONE_THREAD) $(PY) -m pytest -q -n $(JOBS) tests
 
+ASCEND := .venv-ascend
+test-ascend:  ## the device layer on the real torch_npu wheel, without a chip (an environment of its own)
+	@test -x $(ASCEND)/bin/python || $(PYTHON) -m venv $(ASCEND)
+	@echo "==> installing torch and torch_npu into $(ASCEND) (about two minutes)"
+	@$(ASCEND)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check \
+		torch==2.13.0 numpy rich pyyaml hypothesis expecttest 'pytest>=8' pytest-timeout
+	@$(ASCEND)/bin/python -m pip install --quiet --no-compile --disable-pip-version-check --no-deps torch_npu==2.13.0 \
+		|| echo "==> no wheel of torch_npu for this machine: the tests will be skipped"
+	@TEST_ASCEND=$(ASCEND)/host_acl DITORCH_DEVICE=cpu TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(ONE_THREAD) \
+		$(ASCEND)/bin/python -m pytest -q -rs -p no:warnings tests/vendor/ascend
+
 lint: $(VENV)/.ready-dev  ## ruff, mypy and the import contract
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
@@ -57,5 +68,5 @@ conformance: $(VENV)/.ready-dev  ## how much of PyTorch this machine's device do
 	@$(PY) -m ditorch conformance $(ARGS)
 
 clean:  ## remove the virtual environment and what was generated
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info demo_results conformance_results
+	rm -rf $(VENV) $(ASCEND) .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info demo_results conformance_results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -34,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return doctor(options)
         if options.command == "conformance":
             return conformance(options)
+        if options.command == "probe":
+            return probe(options)
         return scan(options)
     except (FileNotFoundError, RuntimeError, ValueError) as error:
         print(error if str(error).startswith("ditorch") else f"ditorch: {error}", file=sys.stderr)
@@ -63,6 +65,10 @@ def make_parser() -> argparse.ArgumentParser:
     scan_parser.add_argument("path", help="a script, with the modules of its own that it imports, or a folder")
     scan_parser.add_argument("--json", action="store_true")
     scan_parser.add_argument("--all", action="store_true", help="list mapped calls one by one too")
+
+    probe_parser = commands.add_parser("probe", parents=[device], help="try an unknown vendor's package")
+    probe_parser.add_argument("package", help="the vendor's package, torch_acme")
+    probe_parser.add_argument("--write", metavar="FILE", help="write the backend file to start from")
 
     add_conformance_arguments(
         commands.add_parser("conformance", help="how much of PyTorch a device does, from PyTorch's own test cases")
@@ -139,6 +145,21 @@ def conformance(options: argparse.Namespace) -> int:
     from ditorch.conformance.command import main as run_conformance
 
     return run_conformance(options)
+
+
+def probe(options: argparse.Namespace) -> int:
+    """Print what an unknown PrivateUse1 package can do; exit status 1 where its device cannot be used.
+
+    Example: ``ditorch probe torch_acme --write acme.py``
+    """
+    from ditorch.probe import probe as look
+
+    found = look(options.package)
+    print("\n".join(found.lines()))
+    if options.write:
+        Path(options.write).write_text(found.source())
+        print(f"\nwritten: {options.write}")
+    return 0 if found.tried.get("device") == "works" else 1
 
 
 def _print_scan(found: Scan, everything: bool) -> None:

@@ -204,7 +204,8 @@ def _nccl_options(ledger: Ledger) -> type | None:
                 blocking=-1, cga_cluster_size=-1, min_ctas=-1, max_ctas=-1, net_name=None, split_share=0
             )
             self._timeout = dist.distributed_c10d.default_pg_timeout
-            self.backend, self.group_name, self.global_ranks_in_group = "nccl", "", []
+            self.backend, self.group_name = "nccl", ""
+            self.global_ranks_in_group: list[int] = []
             self.__dict__.update(kwargs)
 
     class ProcessGroupNCCL:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ditorch.backend import Backend, package_version
-from ditorch.discovery import candidates
+from ditorch.discovery import candidates, without_effect
 from ditorch.patching import Patch
 
 
@@ -118,7 +118,8 @@ def diagnose(backend: Backend, patches: list[Patch]) -> Diagnosis:
             name: value
             for name, value in sorted(os.environ.items())
             if name.startswith("DITORCH_") or name in ("CUDA_VISIBLE_DEVICES", backend.visible_devices)
-        },
+        }
+        | without_effect(backend),
         op_tools_patches=_op_tools_patches(),
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ditorch import surface
 from ditorch.backend import Backend
+from ditorch.backends.surfaces import recorded
 
 DEVICE = re.compile(r"cuda(:\d+)?\Z")
 DEVICE_KEYWORDS = {"device", "device_type", "map_location", "device_id", "output_device", "pin_memory_device"}
@@ -217,6 +218,9 @@ class Judge:
     def _guess(self, name: str) -> tuple[str, str]:
         from ditorch.redirect.emulation import Emulation
 
+        known = recorded(self.backend.name)
+        if known is not None:
+            return surface.classify(self.backend, known.as_module(), Emulation, name)
         why = f"expected of {self.backend.package or self.backend.name}, which is not installed here"
         if f"torch.cuda.{name}" not in self.backend.gaps and name in EXPECTED:
             return "mapped", why

@@ -35,7 +35,6 @@ COMPOSED = frozenset(
         "comm.reduce_add_coalesced",
         "comm.scatter",
         "comm.gather",
-        "check_error",
         "cudaStatus",
         "has_half",
         "make_graphed_callables",

@@ -11,6 +11,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 CUDA_VISIBLE = "CUDA_VISIBLE_DEVICES"
+PLUGIN_DEVICES = ("gcu", "hpu", "mlu", "musa", "npu", "soft", "supa")
+"""Device types of the backends that PyTorch itself does not have: the one list, for op_tools too."""
 
 
 class Variables(NamedTuple):

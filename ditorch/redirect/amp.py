@@ -52,7 +52,7 @@ def _install_scaler(ledger: Ledger, devices: Devices) -> None:
                 original(self, real, *args, **kwargs)
                 return
             # The object becomes the vendor's and stays what it was, for isinstance and for subclasses.
-            own = type(self)
+            own: Any = type(self)
             self.__class__ = _joined(own, vendor)
             vendor.__init__(self, *args, **kwargs)
             self._device = real

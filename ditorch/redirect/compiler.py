@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.jit
 
+from ditorch.console import say
 from ditorch.imports import AfterImport
 from ditorch.patching import Ledger, Patch
 from ditorch.redirect.devices import Devices, redirect_parameters
@@ -79,17 +80,32 @@ def _install_compile(ledger: Ledger, devices: Devices) -> None:
     ledger.redirect(torch.compile, make, why, "emulated")
 
 
-def _vendors_compiler(devices: Devices) -> str | None:
-    """The first of the vendor's Dynamo backends that can be loaded here."""
+def _vendors_compiler(devices: Devices) -> Callable[..., Any] | None:
+    """The first of the vendor's Dynamo backends that is registered here."""
     from torch._dynamo.backends import registry
 
     for name in devices.backend.compilers:
         try:
-            registry.lookup_backend(name)
+            found = registry.lookup_backend(name)
         except Exception:
-            continue  # not registered, or what it needs is not installed
-        return name
+            continue  # not registered
+        return _or_eager(name, found)
     return None
+
+
+def _or_eager(name: str, vendor: Callable[..., Any]) -> Callable[..., Any]:
+    """The vendor's Dynamo backend; where a package that it needs is missing, aot_eager, and a line says so."""
+
+    def compile_graph(graph: Any, inputs: Any, **options: Any) -> Any:
+        from torch._dynamo.backends import registry
+
+        try:
+            return vendor(graph, inputs, **options)
+        except ImportError as error:
+            say(f"torch.compile: the vendor's backend {name} cannot be loaded ({error}); aot_eager is used")
+            return registry.lookup_backend("aot_eager")(graph, inputs)
+
+    return compile_graph
 
 
 def _inductor_knows(devices: Devices) -> bool:

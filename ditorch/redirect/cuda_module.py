@@ -21,6 +21,7 @@ from ditorch.redirect.devices import Devices, translate_call
 from ditorch.redirect.emulation import CUDA_LEVEL, Emulation
 from ditorch.redirect.signatures import adapt
 
+STREAM = torch.Stream
 SUBMODULES = ("", "memory", "random", "nvtx", "nccl", "profiler", "jiterator", "tunable", "gds", "graphs")
 PRIVATE = (
     "_exchange_device",
@@ -184,6 +185,8 @@ def _install_function(
         if vendor is None:
             return
         call = adapt(devices, name, function, vendor) or translate_call(devices, vendor)
+        if name in ("current_stream", "default_stream") and getattr(module.Stream, "kind", None) is STREAM:
+            call = _as_shown(call)
         if name == "set_device" and devices.backend.one_device_per_process:
             call = _by_number(emulation, vendor)
     ledger.redirect(function, lambda original: call, why, kind, f"torch.cuda.{name}")
@@ -191,6 +194,17 @@ def _install_function(
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
     return None
+
+
+def _as_shown(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """Streams that are plain ``torch.Stream`` objects become those that show their device as cuda."""
+
+    def call(device: Any = None) -> Any:
+        found = ask(device)
+        make: Any = torch.Stream
+        return make(stream_id=found.stream_id, device_index=found.device_index, device_type=found.device_type)
+
+    return call
 
 
 def _by_number(emulation: Emulation, set_device: Callable[[int], None]) -> Callable[..., None]:

@@ -298,6 +298,10 @@ class Emulation:
         stack: list[Any] = self._ranges.stack
         return stack
 
+    def check_error(self, res: int) -> None:
+        if res != 0:
+            raise RuntimeError(f"device error {res}")
+
     def cudart(self) -> Any:
         return SimpleNamespace(
             cudaProfilerStart=lambda: 0,

@@ -99,14 +99,30 @@ def _install_generator(ledger: Ledger, devices: Devices) -> None:
 
 
 def _install_streams(ledger: Ledger, devices: Devices) -> None:
-    for name in ("Stream", "Event"):
+    get = torch.Stream.device.__get__
+
+    class Stream(torch.Stream):
+        """A stream whose device is shown as cuda, with CUDA's name for its handle."""
+
+        @property
+        def device(self) -> torch.device:  # type: ignore[override]
+            real = get(self)
+            return real if devices.called_from_inside(1) else devices.shown(real)
+
+        @property
+        def cuda_stream(self) -> int:
+            return self.stream_id
+
+    Stream.__module__ = "torch"
+    makers = {"Stream": Stream if devices.show_as_cuda else torch.Stream, "Event": torch.Event}
+    for name, maker in makers.items():
         original = getattr(torch, name)
 
-        def make(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
+        def make(*args: Any, _maker: Any = maker, **kwargs: Any) -> Any:
             args = tuple(devices.real(argument) for argument in args)
             if "device" in kwargs:
                 kwargs["device"] = devices.real(kwargs["device"])
-            return _original(*args, **kwargs)
+            return _maker(*args, **kwargs)
 
         stand = stand_in(name, "torch", make, original, original.__doc__)
         ledger.replace(torch, name, stand, f"torch.{name}(device='cuda')")
@@ -132,7 +148,8 @@ def _install_storages(ledger: Ledger, devices: Devices) -> None:
 
 
 def _install_lazy_parameters(ledger: Ledger) -> None:
-    mixin: Any = torch.nn.parameter.UninitializedTensorMixin
+    parameters: Any = torch.nn.parameter
+    mixin = parameters.UninitializedTensorMixin
     named = (getattr(torch.Tensor, method.__name__, None) for method in mixin._allowed_methods)
     wrapped = [method for method in named if method is not None]
     why = "nn.LazyLinear(3).cuda(): an uninitialized parameter may be moved"

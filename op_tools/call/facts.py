@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from ..compat import decomposition_table
+from ..compat import decomposition_table, plugin_device
 from . import optimizers
 from .operators.draws import really_draws as really_draws
 from .operators.freedoms import align_gradient_signs as align_gradient_signs
@@ -49,7 +49,7 @@ _NO_FACTS: Final = Facts()
 def is_device_text(text: str) -> bool:
     """Whether a text is `cuda`, `npu:0` and the like (`is_device_text("cuda:1")`)."""
     kind, _, index = text.partition(":")
-    return kind in _DEVICE_TYPES and (not index or index.isdecimal())
+    return (kind in _DEVICE_TYPES or kind == plugin_device()) and (not index or index.isdecimal())
 
 
 def is_bound_to_dtype(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -68,7 +68,7 @@ def may_mutate(name: str, kwargs: Mapping[str, Any]) -> bool:
 
 def on_cpu(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function to call on the CPU: a transfer to another device is a copy."""
-    if name.startswith("torch.Tensor.") and last_name(name) in _TRANSFERS:
+    if name.startswith("torch.Tensor.") and (last_name(name) in _TRANSFERS or last_name(name) == plugin_device()):
         return lambda tensor, *args, **kwargs: tensor.clone()
     if is_optimizer(name):
         return functools.partial(_with_narrow_numbers, function)

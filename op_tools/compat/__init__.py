@@ -56,6 +56,8 @@ dispatch_mode_at: Final = torch._C._get_dispatch_stack_at
 set_grad_enabled: Final = torch._C._set_grad_enabled  # torch.set_grad_enabled makes an object
 device_constructors: Final = _device_constructors
 TensorBase: Final = torch._C.TensorBase  # the class in C++, whose getters nobody can replace
+plugin_device: Final = torch._C._get_privateuse1_backend_name
+"""Device type that a package added to this PyTorch, `privateuseone` where none did."""
 
 
 def in_fake_mode() -> bool:

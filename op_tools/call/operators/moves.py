@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from ditorch_common.environment import PLUGIN_DEVICES
+
 from .registry import CPU, FUNCTIONS, KERNELS, NODES, FunctionFacts, KernelFacts, Kind
 
 KERNELS.register("""
@@ -53,7 +55,7 @@ FUNCTIONS.register(
 FUNCTIONS.register("to", FunctionFacts(converts="both"))
 _TO_DEVICE: Final = FunctionFacts(converts="device")
 FUNCTIONS.register("cpu cuda mps xpu", _TO_DEVICE)
-FUNCTIONS.register("gcu hpu mlu musa npu soft", _TO_DEVICE, maybe="defined by the device's plugin")
+FUNCTIONS.register(" ".join(PLUGIN_DEVICES), _TO_DEVICE, maybe="defined by the device's plugin")
 
 _ASKS: Final = FunctionFacts(bookkeeping=True)
 FUNCTIONS.register("""

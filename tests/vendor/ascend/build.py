@@ -1,6 +1,6 @@
 """Builds the libraries that torch_npu asks for: ours over host memory, weak stubs for what else it leaves undefined.
 
-    python -m tests.vendor.ascend.build FOLDER
+python -m tests.vendor.ascend.build FOLDER
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SHELLS = "hccl acl_op_compiler ge_runner graph acl_tdt_channel fmk_parser ascend_protobuf atb".split()
+SHELLS = ("hccl", "acl_op_compiler", "ge_runner", "graph", "acl_tdt_channel", "fmk_parser", "ascend_protobuf", "atb")
+SHELLS += ("mspti", "msprofiler")
 """Libraries that torch_npu names and that need hold nothing: every symbol is in libascendcl."""
 
 

@@ -15,6 +15,8 @@ DEVICE = "npu"
 # The real device, whatever ditorch shows to code like this.
 real = torch._C.TensorBase.device.__get__
 _GENERATOR = torch._C.Generator
+_saved: dict[str, Any] = {}
+_FORCED = ("kaiser_window",)  # composites over a kernel that the device lacks
 # Run by torch_npu itself.
 _OWN = {
     aten.empty.memory_format,
@@ -38,13 +40,18 @@ def enter() -> torch.library.Library:
     Example: ``kernels = enter()`` at the start of a process
     """
     library = torch.library.Library("aten", "IMPL")
+    _saved["copy"] = torch.library.get_kernel(aten.copy_.default, "PrivateUse1")
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in torch._C._dispatch_get_all_op_names():
         if not name.startswith("aten::"):
             continue
         packet, _, overload = name.removeprefix("aten::").partition(".")
         func = getattr(getattr(aten, packet, None), overload or "default", None)
-        if func is None or func in _OWN or _is_view(func) or not _needs_kernel(name):
+        if func is None or func in _OWN or _is_view(func) or not (packet in _FORCED or _needs_kernel(name)):
             continue
+        if has(name, "CompositeImplicitAutograd") and has(name, "AutogradPrivateUse1"):
+            # The package has an autograd formula over its own kernels: PyTorch's composite does the same.
+            library.impl(name.removeprefix("aten::"), func.decompose, "AutogradPrivateUse1", allow_override=True)
         call = _copy if func in (aten.copy_.default, aten._to_copy.default, aten._copy_from.default) else _compute
         library.impl(name.removeprefix("aten::"), _kernel(call, func), "PrivateUse1", allow_override=True)
     return library
@@ -54,7 +61,8 @@ def _needs_kernel(name: str) -> bool:
     """Whether the device has a kernel of its own for an operator, or would need one."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     composite = has(name, "CompositeImplicitAutograd") or has(name, "CompositeExplicitAutograd")
-    return has(name, "PrivateUse1") or (has(name, "CPU") and not composite)
+    own = has(name, "PrivateUse1") or has(name, "AutogradPrivateUse1")
+    return own or (has(name, "CPU") and not composite)
 
 
 def _kernel(call: Any, func: Any) -> Any:
@@ -94,12 +102,24 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
         result = aten._to_copy.default(source, **kwargs)
         return device_like(result, target) if target.type == DEVICE else result
     to, source = (args[0], args[1]) if func is aten.copy_.default else (args[1], args[0])
-    whole = to.is_contiguous() and source.is_contiguous() and to.shape == source.shape and to.dtype == source.dtype
+    whole = (
+        func is aten.copy_.default
+        and to.is_contiguous()
+        and source.is_contiguous()
+        and to.shape == source.shape
+        and to.dtype == source.dtype
+    )
     if whole and real(to) != real(source) and not (to.is_neg() or source.is_neg() or source.is_conj()):
-        return func(*args, **kwargs)  # one block from place to place: the package's own copy
+        return _own_copy(*args, **kwargs)  # one block from place to place
     values = [host(t) if real(t).type == DEVICE else t for t in (to, source)]
     values[0].copy_(values[1])
     return to
+
+
+def _own_copy(*args: Any, **kwargs: Any) -> Any:
+    """The package's own copy, as it was before `enter`."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+    return _saved["copy"].call_boxed(keys, *args, **kwargs)
 
 
 def _compute(func: Any, args: Any, kwargs: Any) -> Any:

@@ -9,9 +9,11 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <vector>
 
 #include "acl/acl.h"
 #include "acl/acl_op_compiler.h"
+#include "acl/acl_prof.h"
 #include "third_party/hccl/inc/hccl/hccl.h"
 
 namespace {
@@ -282,17 +284,71 @@ aclError aclrtHostRegister(void *pointer, uint64_t, aclrtHostRegisterType, void 
 }
 aclError aclrtHostUnregister(void *) { return ACL_SUCCESS; }
 
-// There are no kernels: the suite computes on the CPU before torch_npu would ask for one.
-aclError aclopCompileAndExecute(const char *, int, const aclTensorDesc *const[], const aclDataBuffer *const[], int,
-                                const aclTensorDesc *const[], aclDataBuffer *const[], const aclopAttr *,
+// --- operators that torch_npu's C++ collectives run by themselves on new buffers ---------------------
+
+struct aclTensorDesc { aclDataType type; std::vector<int64_t> sizes; };
+struct aclDataBuffer { void *data; size_t size; };
+aclTensorDesc *aclCreateTensorDesc(aclDataType type, int dimensions, const int64_t *sizes, aclFormat) {
+    return new aclTensorDesc{type, std::vector<int64_t>(sizes, sizes + dimensions)};
+}
+void aclDestroyTensorDesc(const aclTensorDesc *desc) { delete desc; }
+aclDataBuffer *aclCreateDataBuffer(void *data, size_t size) { return new aclDataBuffer{data, size}; }
+aclError aclDestroyDataBuffer(const aclDataBuffer *buffer) {
+    delete buffer;
+    return ACL_SUCCESS;
+}
+
+static aclError execute(const char *name, int inputs, const aclTensorDesc *const *descs, const aclDataBuffer *const *in,
+                        const aclDataBuffer *const *out) {
+    char *to = static_cast<char *>(out[0]->data);
+    if (strcmp(name, "Fill") == 0 && inputs == 2 && in[1]->size) {
+        for (size_t at = 0; at + in[1]->size <= out[0]->size; at += in[1]->size) memcpy(to + at, in[1]->data, in[1]->size);
+        return ACL_SUCCESS;
+    }
+    if (strcmp(name, "PadV3") == 0 && inputs == 3) {  // tensor, paddings, value
+        const auto &sizes = descs[0]->sizes;
+        size_t width = in[2]->size, rank = sizes.size();
+        if (in[1]->size != rank * 2 * sizeof(int32_t)) return ACL_ERROR_OP_NOT_FOUND;
+        const auto *pads = static_cast<const int32_t *>(in[1]->data);
+        for (size_t at = 0; at + width <= out[0]->size; at += width) memcpy(to + at, in[2]->data, width);
+        const char *from = static_cast<const char *>(in[0]->data);
+        for (size_t index = 0; index * width < in[0]->size; ++index) {
+            size_t rest = index, place = 0, stride = 1;
+            for (size_t dimension = rank; dimension-- > 0;) {
+                place += (rest % sizes[dimension] + pads[2 * dimension]) * stride;
+                rest /= sizes[dimension];
+                stride *= sizes[dimension] + pads[2 * dimension] + pads[2 * dimension + 1];
+            }
+            memcpy(to + place * width, from + index * width, width);
+        }
+        return ACL_SUCCESS;
+    }
+    return ACL_ERROR_OP_NOT_FOUND;
+}
+aclError aclopCompileAndExecute(const char *name, int inputs, const aclTensorDesc *const descs[],
+                                const aclDataBuffer *const in[], int, const aclTensorDesc *const[], aclDataBuffer *const out[], const aclopAttr *,
                                 aclopEngineType, aclopCompileType, const char *, aclrtStream) {
-    return ACL_ERROR_OP_NOT_FOUND;
+    return execute(name, inputs, descs, in, out);
 }
-aclError aclopCompileAndExecuteV2(const char *, int, aclTensorDesc *[], aclDataBuffer *[], int, aclTensorDesc *[],
-                                  aclDataBuffer *[], aclopAttr *, aclopEngineType, aclopCompileType, const char *,
-                                  aclrtStream) {
-    return ACL_ERROR_OP_NOT_FOUND;
+aclError aclopCompileAndExecuteV2(const char *name, int inputs, aclTensorDesc *descs[], aclDataBuffer *in[], int,
+                                  aclTensorDesc *[], aclDataBuffer *out[], aclopAttr *, aclopEngineType,
+                                  aclopCompileType, const char *, aclrtStream) {
+    return execute(name, inputs, descs, in, out);
 }
+
+// --- the profiler of the chip has nothing to say ---------------------------------------------------------
+
+aclError aclprofInit(const char *, size_t) { return ACL_SUCCESS; }
+aclError aclprofStart(const aclprofConfig *) { return ACL_SUCCESS; }
+aclError aclprofStop(const aclprofConfig *) { return ACL_SUCCESS; }
+aclError aclprofFinalize() { return ACL_SUCCESS; }
+aclError aclprofWarmup(const aclprofConfig *) { return ACL_SUCCESS; }
+aclError aclprofSetConfig(aclprofConfigType, const char *, size_t) { return ACL_SUCCESS; }
+aclprofConfig *aclprofCreateConfig(uint32_t *, uint32_t, aclprofAicoreMetrics, const aclprofAicoreEvents *, uint64_t) {
+    static int config;
+    return reinterpret_cast<aclprofConfig *>(&config);
+}
+aclError aclprofDestroyConfig(const aclprofConfig *) { return ACL_SUCCESS; }
 
 // --- streams and events ------------------------------------------------------------------------------
 
