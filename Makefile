@@ -10,7 +10,7 @@ JOBS   ?= 2
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format bench conformance clean
+.PHONY: help demo test test-all test-matrix test-chaos lint format bench conformance clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -39,6 +39,12 @@ test: $(VENV)/.ready-dev  ## the tests, on this machine's default device
 
 test-all: $(VENV)/.ready-dev  ## the tests and the long sweeps over PyTorch's operator database
 	@$(ONE_THREAD) $(PY) -m pytest -q -n $(JOBS) tests
+
+test-matrix:  ## a quick suite for each version of PyTorch and Python (ARGS="--torch 2.10.0 --python 3.12" and the like)
+	@$(PYTHON) -m tests.matrix $(ARGS)
+
+test-chaos: $(VENV)/.ready-dev  ## kills, full disks, hostile files: minutes, bounded (ARGS="--minutes 5 --seed 1")
+	@$(ONE_THREAD) $(PY) -m tests.chaos $(ARGS)
 
 lint: $(VENV)/.ready-dev  ## ruff, mypy and the import contract
 	@$(VENV)/bin/ruff check .
