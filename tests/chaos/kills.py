@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import op_tools
+from op_tools import lifecycle
 from op_tools.files import captures
 from op_tools.files.archive import ArchiveError
 
@@ -66,10 +67,7 @@ def ended(tool: str, number: int, folder: Path, choose: random.Random, disk: int
             traceback.print_exc()
         finally:
             sys.stdout.flush()
-            if number != signal.SIGKILL:
-                import atexit
-
-                atexit._run_exitfuncs()
+            lifecycle._exit()  # what a process of its own does at its end
             os._exit(code)
     killed = 0.0
     if number:
