@@ -10,7 +10,7 @@ JOBS   ?= 2
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-ascend lint format bench conformance clean
+.PHONY: help demo test test-all test-ascend test-matrix test-chaos lint format bench conformance clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
@@ -50,6 +50,12 @@ test-ascend:  ## the device layer on the real torch_npu wheel, without a chip (a
 		|| echo "==> no wheel of torch_npu for this machine: the tests will be skipped"
 	@TEST_ASCEND=$(ASCEND)/host_acl DITORCH_DEVICE=cpu TORCH_DEVICE_BACKEND_AUTOLOAD=0 $(ONE_THREAD) \
 		$(ASCEND)/bin/python -m pytest -q -rs -p no:warnings tests/vendor/ascend
+
+test-matrix:  ## a quick suite for each version of PyTorch and Python (ARGS="--torch 2.10.0 --python 3.12" and the like)
+	@$(PYTHON) -m tests.matrix $(ARGS)
+
+test-chaos: $(VENV)/.ready-dev  ## kills, full disks, hostile files: minutes, bounded (ARGS="--minutes 5 --seed 1")
+	@$(ONE_THREAD) $(PY) -m tests.chaos $(ARGS)
 
 lint: $(VENV)/.ready-dev  ## ruff, mypy and the import contract
 	@$(VENV)/bin/ruff check .

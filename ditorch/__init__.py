@@ -6,6 +6,7 @@ import os
 import sys
 from functools import partial
 
+import ditorch_common.versions  # noqa: F401  (first: it refuses a PyTorch that is too old)
 from ditorch import backend as _backend_module
 from ditorch.backend import Backend
 from ditorch.console import say

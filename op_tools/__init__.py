@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import ditorch_common.versions  # noqa: F401  (first: it refuses a PyTorch that is too old)
+
 from .call.description import Finding, TensorMeta
 from .judge.references import reference
 from .settings import SettingsError

@@ -17,7 +17,7 @@ import torch
 from . import settings
 from .call.description import Finding
 from .view import settings_table
-from .view.console import FindingGroups, note, table
+from .view.console import FindingGroups, note, one_line, table
 from .view.store import read_only
 
 if TYPE_CHECKING:
@@ -291,16 +291,18 @@ def _show_file(file: Path) -> int:
             print(file)
             print(table(["table", "rows"], rows), flush=True)
             connection.row_factory = sqlite3.Row
+            connection.text_factory = lambda text: text.decode(errors="replace")
             groups, shown = FindingGroups(shown=100), 0
             fields = [field.name for field in dataclasses.fields(Finding)]
             for found in connection.execute("SELECT * FROM findings LIMIT ?", (_MAX_FINDINGS,)):
                 row, shown = dict(found), shown + 1  # files of earlier versions have fewer columns
                 groups.add(Finding(**{name: row[name] for name in fields if row.get(name) is not None}))
-    except sqlite3.Error as error:
-        print(f"{file}: is not an op_tools records file ({error})", file=sys.stderr)
+            lines = groups.lines(details=True)
+    except (sqlite3.Error, TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
+        print(one_line(f"{file}: is not an op_tools records file, or damaged ({error})"), file=sys.stderr)
         return 2
-    for line in groups.lines(details=True):
-        print(line)
+    for line in lines:
+        print(one_line(line))
     if shown == _MAX_FINDINGS:
         print(f"of the first {_MAX_FINDINGS:,} findings; the rest is in the table")
     return 0

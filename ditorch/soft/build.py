@@ -30,6 +30,7 @@ from ditorch_common.toolchain import cache_root, find_compiler, loaded_runtime
 from ..console import say
 
 MODULE = "_ditorch_soft"
+OLDEST_TORCH = (2, 10)  # before it, composite operators of modules do not reach a PrivateUse1 device
 SOURCES = Path(__file__).parent / "csrc"
 
 # Sources that include the same headers are compiled together: parsing those headers is most of the work.
@@ -52,6 +53,11 @@ def library() -> Path:
     >>> library()  # doctest: +SKIP
     PosixPath('.../soft-torch2.13.0+cpu-cpython-311-3f2a...-g++-12.2.0/_ditorch_soft.so')
     """
+    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+        raise BuildError(
+            f"the software accelerator needs torch {'.'.join(map(str, OLDEST_TORCH))} or newer, this is "
+            f"{torch.__version__}. DITORCH_DEVICE=cpu works with this one."
+        )
     compiler = find_compiler()
     name = f"soft-torch{torch.__version__}-{_python_tag()}-{_fingerprint()}"
     if compiler is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -227,8 +228,35 @@ def _native_operators() -> set[str]:
 _initialized = True  # checkpointing saves the state of the generators only then
 
 
+_was_used = _in_bad_fork = False
+
+
 def _is_in_bad_fork() -> bool:
-    return False  # there is no driver state that a fork could break
+    return _in_bad_fork
+
+
+def _before_fork() -> None:
+    global _was_used
+    stats = [native().memory_stats(index) for index in range(device_count())]
+    _was_used = any(found["total_blocks"] or found["peak_blocks"] for found in stats)
+
+
+def _after_fork() -> None:
+    """A child has none of its parent's threads, OpenMP's and autograd's: work on the device would wait for ever."""
+    global _in_bad_fork
+    if _was_used:
+        _in_bad_fork = True
+        native().set_fault_hook(_refuse, _refuse, set(torch._C._dispatch_get_all_op_names()))
+
+
+def _refuse(*_: Any) -> None:
+    raise RuntimeError(
+        "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use the 'spawn' "
+        "start method (the device is soft, the software accelerator, and was in use when this process was forked)"
+    )
+
+
+os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
 
 
 def synchronize(device: Device = None) -> None:

@@ -282,3 +282,29 @@ def test_gradients_across_devices():
     (y.to("soft:1") * 3).sum().cpu().backward()
     assert x.grad.tolist() == [6, 6, 6]
     assert x.grad.device.type == "cpu"
+
+
+def test_work_on_the_device_in_a_forked_child_is_the_error_that_cuda_gives(python):
+    done = python(
+        """
+        import os
+        torch.set_num_threads(2)
+        x = torch.ones(1000, 1000, device="soft", requires_grad=True)
+        loss = (x @ x).sum()  # threads of OpenMP
+        def child(work):
+            pid = os.fork()
+            if pid == 0:
+                torch.manual_seed(0)  # as a DataLoader's worker does
+                torch.ones(3).add(1)
+                try:
+                    work()
+                except RuntimeError as error:
+                    os._exit(7 if "Cannot re-initialize CUDA in forked subprocess" in str(error) else 1)
+                os._exit(0)
+            print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        child(loss.backward)
+        child(lambda: torch.ones(1000, 1000, device="soft", requires_grad=True).sum().backward())
+        loss.backward()
+        """
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["7", "7"]), done.stderr
