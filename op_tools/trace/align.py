@@ -3,7 +3,7 @@
 Modules are matched from the root down, by name where both sides have the same ones, and as sequences where they do not;
 classes, settings and the fingerprints of parameters say which layer is which. The operators of two matched modules, of
 one step and phase, are two short sequences. Most are equal; the others are aligned by dynamic programming over names,
-shapes and fingerprints. So the whole is near-linear in the number of operators. Where a line of Python is, is not asked.
+shapes and fingerprints. So the whole is near-linear in the number of operators. Lines of Python are not asked about.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def align(first: Graph, second: Graph) -> Alignment:
     one, two = Features(first), Features(second)
     modules = match_modules(first, second)
     groups_one, groups_two = _groups(first), _groups(second)
-    steps_one, steps_two = ({step: i for i, step in enumerate(sorted({k[0] for k in g}))} for g in (groups_one, groups_two))
+    steps_one, steps_two = (
+        {step: i for i, step in enumerate(sorted({k[0] for k in g}))} for g in (groups_one, groups_two)
+    )
     there = {(steps_two[step], phase, module): members for (step, phase, module), members in groups_two.items()}
     pairs: list[tuple[int, int]] = []
     replaced: list[tuple[list[int], list[int]]] = []
@@ -96,7 +98,9 @@ def align(first: Graph, second: Graph) -> Alignment:
             pairs += found
     pairs.sort()
     taken_one, taken_two = {a for a, _ in pairs}, {b for _, b in pairs}
-    kept = [([a for a in l if a not in taken_one], [b for b in r if b not in taken_two]) for l, r in replaced]
+    kept = [
+        ([a for a in left if a not in taken_one], [b for b in right if b not in taken_two]) for left, right in replaced
+    ]
     only = (
         [a for a in range(first.count) if a not in taken_one],
         [b for b in range(second.count) if b not in taken_two],
@@ -201,7 +205,7 @@ def _shared(first: dict[str, Any], second: dict[str, Any]) -> float:
         votes += 1
         apart = np.linalg.norm(row[:PROJECTIONS] - other[:PROJECTIONS])
         size = np.linalg.norm(row[:PROJECTIONS]) + np.linalg.norm(other[:PROJECTIONS])
-        alike += bool(apart <= 0.05 * size)
+        alike += float(apart <= 0.05 * size)
     return 3.0 * alike / votes if votes else 0.0
 
 
@@ -287,20 +291,18 @@ def _shape(text: str) -> list[int]:
     return [int(word) for word in text[1:-1].split(",") if word.strip()]
 
 
-def split_aligned(
-    one: Sequence[Any], two: Sequence[Any], score: Callable[[int, int], float]
-) -> list[tuple[int, int]]:
+def split_aligned(one: Sequence[Any], two: Sequence[Any], score: Callable[[int, int], float]) -> list[tuple[int, int]]:
     """Align sequences of any length: equal ends, then what is unique on both sides, then dynamic programming."""
     found: list[tuple[int, int]] = []
     work = [(0, len(one), 0, len(two))]
     while work:
         a, b, c, d = work.pop()
         if (b - a) * (d - c) <= _MAX_CELLS:
-            found += [(a + i, c + j) for i, j in aligned(b - a, d - c, lambda i, j, a=a, c=c: score(a + i, c + j))]
+            found += [(a + i, c + j) for i, j in aligned(b - a, d - c, _shifted(score, a, c))]
             continue
         anchors = _unique(one, two, (a, b, c, d))
         if not anchors:
-            found += [(a + i, c + j) for i, j in aligned(b - a, d - c, lambda i, j, a=a, c=c: score(a + i, c + j), _BAND)]
+            found += [(a + i, c + j) for i, j in aligned(b - a, d - c, _shifted(score, a, c), _BAND)]
             continue
         at = (a, c)
         for i, j in [*anchors, (b, d)]:
@@ -309,6 +311,10 @@ def split_aligned(
                 found.append((i, j))
             at = (i + 1, j + 1)
     return sorted(found)
+
+
+def _shifted(score: Callable[[int, int], float], a: int, c: int) -> Callable[[int, int], float]:
+    return lambda i, j: score(a + i, c + j)
 
 
 def _unique(one: Sequence[Any], two: Sequence[Any], part: tuple[int, int, int, int]) -> list[tuple[int, int]]:

@@ -112,10 +112,10 @@ class Diff:
             yield ""
             yield "Operators that take the place of others"
             for (left_words, right_words, place), count in replaced.most_common(most):
-                yield f"  {left_words} ↔ {right_words}  ({count} ×, {place})"
+                yield f"  {left_words} ↔ {right_words}  ({count} times, {place})"
         for word, graph, only, in_gaps in (
-            ("A", one, self.alignment.only[0], {a for l, _ in self.alignment.replaced for a in l}),
-            ("B", two, self.alignment.only[1], {b for _, r in self.alignment.replaced for b in r}),
+            ("A", one, self.alignment.only[0], {a for left, _ in self.alignment.replaced for a in left}),
+            ("B", two, self.alignment.only[1], {b for _, right in self.alignment.replaced for b in right}),
         ):
             places: Counter[tuple[str, str]] = Counter()
             for operator in only:
@@ -162,7 +162,9 @@ def compare(first: Path, second: Path, partial: bool = False) -> Diff:
     least = min(graphs[0].count, graphs[1].count)
     inside = [n for n, a in enumerate(found.alignment.pairs[:, 0].tolist()) if graphs[0].operators["module"][a] >= 0]
     if len(found.alignment.pairs) < _MIN_COMMON * least or (graphs[0].modules and graphs[1].modules and not inside):
-        raise TraceError(f"{first} and {second} have nothing in common: {len(found.alignment.pairs)} of {least:,} operators")
+        raise TraceError(
+            f"{first} and {second} have nothing in common: {len(found.alignment.pairs)} of {least:,} operators"
+        )
     return found
 
 

@@ -99,7 +99,7 @@ class Graph:
     @functools.cached_property
     def titles(self) -> list[str]:
         """What the log calls operators: module, kind and number (`model.blocks.0.att.key-linear-20`)."""
-        known = {number: text for number, text in enumerate(self.trace.texts)}
+        known = self.trace.texts
         modules = {n: m["name"] for n, m in self.modules.items()}
         phases, own = self.operators["phase"].tolist(), self.operators["title"].tolist()
         found = []
@@ -126,7 +126,9 @@ class Graph:
         """Shape, dtype, stride, device, requires_grad, placements, mesh and bytes of a tensor."""
         number = int(self.tensors["look"][tensor])
         texts = self.trace.texts
-        words = {k: texts[int(self.looks[k][number])] for k in ("shape", "dtype", "stride", "device", "placements", "mesh")}
+        words = {
+            k: texts[int(self.looks[k][number])] for k in ("shape", "dtype", "stride", "device", "placements", "mesh")
+        }
         grad, size = bool(self.looks["requires_grad"][number]), int(self.looks["bytes"][number])
         return {**words, "requires_grad": grad, "bytes": size}
 
@@ -148,7 +150,9 @@ class Graph:
         table = self.trace["memory"]
         held: Counter[str] = Counter()
         tensors = self.tensors
-        first = np.unique(tensors["name"][np.isin(tensors["kind"], (columns.PARAMETER, columns.BUFFER))], return_index=True)[1]
+        first = np.unique(
+            tensors["name"][np.isin(tensors["kind"], (columns.PARAMETER, columns.BUFFER))], return_index=True
+        )[1]
         named = np.flatnonzero(np.isin(tensors["kind"], (columns.PARAMETER, columns.BUFFER)))[first]
         size = self.looks["bytes"][tensors["look"][named]]
         for kind in (columns.PARAMETER, columns.BUFFER):
@@ -168,13 +172,20 @@ class Graph:
             backward = self.operators["phase"] == columns.BACKWARD
             begins = int(backward.argmax()) if backward.any() else self.count
             freed = {b: o for b, n, o in zip(*(table[c].tolist() for c in ("block", "bytes", "operator"))) if n < 0}
-            for block, nbytes, kind, module in zip(*(table[c][upto].tolist() for c in ("block", "bytes", "kind", "module"))):
+            for block, nbytes, kind, module in zip(
+                *(table[c][upto].tolist() for c in ("block", "bytes", "kind", "module"))
+            ):
                 if nbytes > 0 and alive[block] > 0:
                     if kind == columns.ACTIVATION and freed.get(block, self.count) < begins:
                         kind = columns.TEMPORARY
                     held[columns.KINDS[kind]] += nbytes
                     by_module[module] += nbytes
-        return {"peak": static + peak, "operator": at, "kinds": {k: n for k, n in held.items() if n}, "modules": by_module}
+        return {
+            "peak": static + peak,
+            "operator": at,
+            "kinds": {k: n for k, n in held.items() if n},
+            "modules": by_module,
+        }
 
 
 def short_name(name: str) -> str:

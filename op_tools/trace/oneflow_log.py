@@ -87,7 +87,10 @@ class _Graph:
     def counts(self) -> dict[str, int]:
         kinds = [kind for kind, *_ in self.members]
         found = {"modules": len(self.modules), "operators": len(self.operators), "memory lines": len(self.plan)}
-        return {**found, **{f"{kind.lower()}s": kinds.count(kind) for kind in ("INPUT", "PARAMETER", "BUFFER", "OUTPUT")}}
+        return {
+            **found,
+            **{f"{kind.lower()}s": kinds.count(kind) for kind in ("INPUT", "PARAMETER", "BUFFER", "OUTPUT")},
+        }
 
     def _read_tree(self, lines: Iterator[tuple[int, str]], log: Path) -> None:
         inside = [-1]
@@ -135,10 +138,8 @@ class _Graph:
         for i, (op, phase, kind) in enumerate(order):
             location = self.locations.get(op.name, "")
             arguments = f"initializer={self.initialisers[op.name]}" if op.name in self.initialisers else ""
-            number = writer.add(
-                "operators",
-                (0, phase, text(f"oneflow.{kind}"), op.module, text(location), 0, text(arguments), 0, 0, 0, -1, float(i), text(op.name)),
-            )  # fmt: skip
+            words = (0, phase, text(f"oneflow.{kind}"), op.module, text(location), 0, text(arguments))
+            number = writer.add("operators", (*words, 0, 0, 0, -1, float(i), text(op.name)))
             for side, tensors in ((INPUT, op.inputs), (OUTPUT, op.outputs)):
                 for place, row in enumerate(tensors):
                     maker = row[0].rpartition("/")[0]
@@ -153,9 +154,7 @@ class _Graph:
         for rank, what_needs, size, blocks in self.plan:
             writer.add("plan", (rank, text(what_needs), int(size * 2**20), blocks))
 
-    def _tensor(
-        self, writer: TraceWriter, row: tuple[str, str, str, str], device: str, ranks: str, *rest: int
-    ) -> int:
+    def _tensor(self, writer: TraceWriter, row: tuple[str, str, str, str], device: str, ranks: str, *rest: int) -> int:
         producer, place, module, kind = rest
         key = (row, kind)
         found = self._tensors.get(key)
@@ -168,7 +167,16 @@ class _Graph:
                 nbytes *= n
             placed = sbp.removesuffix(",")
             many = f"{len(eval_ranks(ranks))} ranks={ranks}"
-            look = (text(str(shape)), text(dtype), 0, text(device), int(kind == columns.PARAMETER), text(placed), text(many), nbytes)
+            look = (
+                text(str(shape)),
+                text(dtype),
+                0,
+                text(device),
+                int(kind == columns.PARAMETER),
+                text(placed),
+                text(many),
+                nbytes,
+            )
             number = writer.add("looks", look)
             known = f"{name}"
             found = self._tensors[key] = writer.add("tensors", (kind, text(known), number, producer, place, -1, module))
@@ -176,7 +184,9 @@ class _Graph:
 
     def _ordered(self) -> list[tuple[_Op, int, str]]:
         """Operators in the order in which they run, with phase and kind: variables, numbered ones, the optimizer."""
-        backward = next((int(m[2]) for op in self.operators if (m := re.match(r"^(ones_like)-(\d+)$", op.name))), 1 << 30)
+        backward = next(
+            (int(m[2]) for op in self.operators if (m := re.match(r"^(ones_like)-(\d+)$", op.name))), 1 << 30
+        )
         rows = []
         for place, op in enumerate(self.operators):
             rest = op.name.removeprefix(self.modules[op.module][2]) if op.module >= 0 else f"-{op.name}"
@@ -188,7 +198,9 @@ class _Graph:
                 kind, order = "boxing", (0, 1)
             elif match:
                 number = int(match[2])
-                cast = "cast" if re.search(r"-cast_\w+$", op.name) else "identity" if "pinned_identity" in op.name else ""
+                cast = (
+                    "cast" if re.search(r"-cast_\w+$", op.name) else "identity" if "pinned_identity" in op.name else ""
+                )
                 phase = columns.BACKWARD if number >= backward else columns.FORWARD
                 kind, order = cast or match[1], (1, number * 2 + bool(match[3]))
             elif re.search(r"-cast_\w+$", op.name):
@@ -226,8 +238,11 @@ def _facts(text: str) -> dict[str, str]:
     words = [w.strip() for w in re.split(r",\s*(?![^(]*\))", sbp[1] if sbp else "") if w.strip()]
     placements = [_SBP.get(w) or re.sub(r"oneflow\.sbp\.split\((?:dim|axis)=(\d+)\)", r"S(\1)", w) for w in words]
     return {
-        **{"device": placed[1] if placed else "", "ranks": placed[2] if placed else "[]"},
-        **{"sbp": ", ".join(placements), "size": size[1] if size else "", "dtype": dtype[1] if dtype else ""},
+        "device": placed[1] if placed else "",
+        "ranks": placed[2] if placed else "[]",
+        "sbp": ", ".join(placements),
+        "size": size[1] if size else "",
+        "dtype": dtype[1] if dtype else "",
     }
 
 

@@ -231,9 +231,11 @@ class Recorder:
         """The numbers of arguments."""
         return [self.tensor(tensor) for tensor in tensors]
 
-    def outputs(self, operator: int, module: int, tensors: Sequence[Tensor], written: Sequence[Tensor], phase: int) -> None:
+    def outputs(
+        self, operator: int, module: int, tensors: Sequence[Tensor], written: Sequence[Tensor], phase: int
+    ) -> None:
         """Note what an operator returned and what it wrote to."""
-        numbers = []
+        numbers: list[int] = []
         for tensor in written:
             storage = storage_of(tensor)
             self._writers[storage] = operator
@@ -267,7 +269,7 @@ class Recorder:
         """Give the gradients of parameters their names."""
         for name, module, reference in self._parameters:
             parameter = reference()
-            grad = None if parameter is None else parameter.grad
+            grad: Tensor | None = None if parameter is None else parameter.grad
             if grad is not None:
                 self._names[id(grad)] = (weakref.ref(grad), f"{name}.grad", columns.GRADIENT, module)
                 known = self._known.get(id(grad))
@@ -307,7 +309,7 @@ class Recorder:
             self.land()
             facts: dict[str, Any] = {}
             with contextlib.suppress(Exception):
-                facts["peak_bytes"] = int(module_of(accelerator_type()).max_memory_allocated())  # type: ignore[union-attr]
+                facts["peak_bytes"] = int(module_of(accelerator_type()).max_memory_allocated())
             self._references.clear()
             self.writer.close(**facts)
 

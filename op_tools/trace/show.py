@@ -123,7 +123,9 @@ class _View:
         grad = ", requires_grad=True" if look["requires_grad"] else ""
         shape = look["shape"][1:-1]
         size = f"({shape},)" if shape and "," not in shape else f"({shape})"
-        return f"tensor(..., placement={self.placement(tensor)}, {self.sbp(look)}size={size}, dtype={look['dtype']}{grad})"
+        return (
+            f"tensor(..., placement={self.placement(tensor)}, {self.sbp(look)}size={size}, dtype={look['dtype']}{grad})"
+        )
 
     def sbp(self, look: dict[str, Any]) -> str:
         return f"sbp=({look['placements']}), " if look["placements"] else ""
@@ -179,11 +181,16 @@ def as_json(graph: Graph) -> Iterator[str]:
         return {"tensor": number, "name": graph.tensor_title(number), **graph.look(number), **printed}
 
     for operator in range(graph.count):
-        words = {k: texts[int(found[k][operator])] for k in ("name", "location", "stack", "arguments", "region", "group")}
+        words = {
+            k: texts[int(found[k][operator])] for k in ("name", "location", "stack", "arguments", "region", "group")
+        }
         yield json.dumps(
             {
-                **{"operator": operator, "step": int(found["step"][operator])},
-                **{"phase": PHASES[int(found["phase"][operator])], "module": int(found["module"][operator]), **words},
+                "operator": operator,
+                "step": int(found["step"][operator]),
+                "phase": PHASES[int(found["phase"][operator])],
+                "module": int(found["module"][operator]),
+                **words,
                 "inputs": [tensor(t) for t in graph.inputs(operator).tolist()],
                 "outputs": [tensor(t) for t in graph.outputs(operator).tolist()],
             }
@@ -204,8 +211,14 @@ def as_perfetto(graph: Graph) -> Iterator[str]:
         micro = (end - previous) * 1e6
         yield separator + json.dumps(
             {
-                **{"name": graph.names[operator], "cat": PHASES[phases[operator]], "ph": "X", "pid": pid},
-                **{"tid": phases[operator], "ts": previous * 1e6, "dur": micro, "args": {"title": graph.titles[operator]}},
+                "name": graph.names[operator],
+                "cat": PHASES[phases[operator]],
+                "ph": "X",
+                "pid": pid,
+                "tid": phases[operator],
+                "ts": previous * 1e6,
+                "dur": micro,
+                "args": {"title": graph.titles[operator]},
             }
         )
         separator, previous = ",", end
@@ -244,8 +257,12 @@ def as_model_explorer(graph: Graph) -> Iterator[str]:
         module = modules.get(int(graph.operators["module"][operator]), "")
         yield ("," if operator else "") + json.dumps(
             {
-                **{"id": str(operator), "label": graph.names[operator].rpartition(".")[2], "namespace": module},
-                **{"attrs": attrs, "incomingEdges": edges, "outputsMetadata": made},
+                "id": str(operator),
+                "label": graph.names[operator].rpartition(".")[2],
+                "namespace": module,
+                "attrs": attrs,
+                "incomingEdges": edges,
+                "outputsMetadata": made,
             }
         )
     yield "]}]}"

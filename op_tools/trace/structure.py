@@ -54,7 +54,9 @@ def replicated(graph: Graph) -> dict[str, int]:
     for operator in range(graph.count):
         inputs, outputs = graph.inputs(operator), graph.outputs(operator)
         made = producers[inputs]
-        from_batch[operator] = bool(split[look[inputs]].any() or split[look[outputs]].any() or from_batch[made[made >= 0]].any())
+        from_batch[operator] = bool(
+            split[look[inputs]].any() or split[look[outputs]].any() or from_batch[made[made >= 0]].any()
+        )
         if from_batch[operator] and len(outputs) and phases[operator] in (columns.FORWARD, columns.BACKWARD):
             kinds = look[outputs]
             first = [int(w) for w in texts[int(looks["shape"][kinds[0]])][1:-1].split(",") if w.strip()]
@@ -86,7 +88,13 @@ def differences(alignment: Alignment) -> Iterator[str]:
                 yield f"{word}s only in {side}: {len(only)} ({_some(only)})"
         idle_one, idle_two = unused(one, kind), unused(two, kind)
         for name in sorted(idle_one & set(mine)):
-            also = "not in B" if names[name] not in theirs else "nor in B" if names[name] in idle_two else "it is used in B"
+            also = (
+                "not in B"
+                if names[name] not in theirs
+                else "nor in B"
+                if names[name] in idle_two
+                else "it is used in B"
+            )
             yield f"{word} {name} is listed in A and never used ({also})"
         for name in sorted(idle_two - {names[n] for n in idle_one}):
             also = "it is used in A" if name in names.values() else "not in A"
@@ -105,8 +113,8 @@ def differences(alignment: Alignment) -> Iterator[str]:
         said = initialisers(graph)
         empty = [name for name, how in said.items() if how == "empty"]
         if empty:
-            rest = "B's parameters hold values from its first step on" if len(two.trace["prints"]["tensor"]) else ""
-            yield f"{side}: {len(empty)} of {len(said)} parameters have no initialisation in the graph{f'; {rest}' if rest else ''}"
+            known = "; those of the other run hold values from its first step on" if other.trace.count("prints") else ""
+            yield f"{side}: {len(empty)} of {len(said)} parameters have no initialisation in the graph{known}"
     yield from _looks(alignment)
     yield from _memory(one, two)
 
@@ -114,7 +122,9 @@ def differences(alignment: Alignment) -> Iterator[str]:
 def _renamed(alignment: Alignment, names: dict[str, list[int]]) -> dict[str, str]:
     """The names of members in the second trace, by the modules that correspond."""
     paths = {
-        alignment.first.paths.get(a, ""): alignment.second.paths.get(b, "") for a, b in alignment.modules.items() if a >= 0
+        alignment.first.paths.get(a, ""): alignment.second.paths.get(b, "")
+        for a, b in alignment.modules.items()
+        if a >= 0
     }
     found = {}
     for name in names:
@@ -142,7 +152,8 @@ def _looks(alignment: Alignment) -> Iterator[str]:
     for word, counter in changes.items():
         for (left, right), count in counter.most_common(4):
             places = _some([m or "(outside)" for m, _ in where[word, (left, right)].most_common(4)], 3)
-            yield f"{word.removesuffix('s')}: {left or 'local'} in A, {right or 'local'} in B, of {count} operators ({places})"
+            what = f"{word.removesuffix('s')}: {left or 'local'} in A, {right or 'local'} in B"
+            yield f"{what}, of {count} operators ({places})"
 
 
 def _first_looks(graph: Graph) -> list[int]:
