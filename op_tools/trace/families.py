@@ -9,8 +9,8 @@ from typing import Final
 from .graph import short_name
 
 _FAMILIES: Final = {
-    "matmul": "linear matmul mm bmm addmm baddbmm addbmm einsum batch_matmul broadcast_matmul broadcast_matmul_grad_b mv "
-    "dot",
+    "matmul": "linear matmul mm bmm addmm baddbmm addbmm einsum batch_matmul broadcast_matmul broadcast_matmul_grad_b "
+    "mv dot",
     "attention": "scaled_dot_product_attention multi_head_attention_forward _scaled_dot_product_attention_math",
     "add": "add add_n sub rsub radd iadd isub scalar_add broadcast_add broadcast_sub",
     "mul": "mul rmul imul div truediv rtruediv itruediv scalar_mul broadcast_mul broadcast_div multiply divide",

@@ -1,8 +1,8 @@
 """Puts the traces of ranks together, by logical tensor.
 
 The first rank's graph stands for all. A tensor that is spread by placements gets the sum of the fingerprints of its
-parts; one that every rank holds in whole keeps its own. Of a tensor without placements the sum of the fingerprints "as a
-part of a batch" is kept beside its own: whichever fits the shape in another run counts.
+parts; one that every rank holds in whole keeps its own. Of a tensor without placements the sum of the fingerprints "as
+a part of a batch" is kept beside its own: whichever fits the shape in another run counts.
 """
 
 from __future__ import annotations
