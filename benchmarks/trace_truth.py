@@ -275,7 +275,7 @@ FAULTS = [
     *["addmm: noise=1e-2, nth=5", "gelu: element=0.5, nth=3", "mm: nan, nth=7", "gelu: overflow=0.1"],
     *[
         "gelu: noise=1e-3, nth=2",
-        "addmm: swap",
+        "mm: element=0.5, nth=4",
         "native_layer_norm: nan, nth=4",
     ],
     *["addmm: accumulate=bfloat16", "mm: accumulate=bfloat16, phase=backward"],
@@ -287,7 +287,7 @@ def measure_faults(only: str = "") -> None:
 
     print("| dtype | planted | named | another blamed | silent | did not strike |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for low in (False, True):
+    for low in (True, False):
         with scratch() as folder:
             good, _ = train(folder / "good", "GPT", build("GPT"), low=low, steps=1)
             told: Counter[str] = Counter()
