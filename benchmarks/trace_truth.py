@@ -114,18 +114,22 @@ def keys(graph: Graph, renamed: dict[str, str] | None = None) -> dict[Any, int]:
     found = {}
     table, texts = graph.operators, graph.trace.texts
     for operator, name in enumerate(graph.names):
-        path = graph.paths.get(int(table["module"][operator]), "")
-        for old, new in (renamed or {}).items():
-            if path == old or path.startswith(old + "."):
-                path = new + path[len(old) :]
-                break
+        path = _moved(graph.paths.get(int(table["module"][operator]), ""), renamed)
         line = texts[int(table["location"][operator])]
         key = (int(table["step"][operator]) - int(table["step"][0]), int(table["phase"][operator]), path, line, name)
         if int(table["phase"][operator]) == columns.OPTIMIZER:  # all of it is one line of Python
-            key = (*key, *(graph.look(t)["shape"] for t in graph.outputs(operator).tolist()[:1]))
+            shape = [graph.look(t)["shape"] for t in graph.outputs(operator).tolist()[:1]]
+            key = (*key, *shape, *(_moved(graph.tensor_title(t), renamed) for t in graph.inputs(operator).tolist()[:1]))
         seen[key] += 1
         found[(*key, seen[key])] = operator
     return found
+
+
+def _moved(path: str, renamed: dict[str, str] | None) -> str:
+    for old, new in (renamed or {}).items():
+        if path == old or path.startswith(old + "."):
+            return new + path[len(old) :]
+    return path if path.startswith("model") else ""
 
 
 def judged(one: dict[Any, int], two: dict[Any, int], pairs: Any) -> tuple[int, int, int]:

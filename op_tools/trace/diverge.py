@@ -31,21 +31,7 @@ _PRODUCTS: Final = frozenset(
 _LINEAR: Final = frozenset(
     {"add", "view", "cast", "relu", "max", "mask", "pad", "cat", "stack", "embedding", "dropout"}
 )
-_SEVERAL: Final = frozenset(
-    {
-        "attention",
-        "layer_norm",
-        "group_norm",
-        "batch_norm",
-        "rms_norm",
-        "loss",
-        "softmax",
-        "gelu",
-        "silu",
-        "update",
-        "wkv",
-    }
-)
+_SEVERAL: Final = frozenset({"attention", "update", "wkv"})  # may store what is between their steps
 _STEEP: Final = frozenset({"div", "_foreach_div", "_foreach_addcdiv", "addcdiv", "rsqrt", "reciprocal", "log", "update",
                            "_foreach_sqrt", "sqrt", "norm", "truediv", "rtruediv"})  # fmt: skip
 _RANDOM: Final = frozenset({"rand", "randn", "randint", "dropout", "multinomial", "bernoulli", "normal", "uniform"})
@@ -98,7 +84,7 @@ def numbers_of(alignment: Alignment) -> Numbers:
     allowed, relative_out, parted = np.zeros(count), np.zeros(count), np.zeros(count, bool)
     compared = np.zeros(count, bool)
     reason: dict[int, str] = {}
-    several = np.isin(families, list(_SEVERAL)) | backward
+    several = np.isin(families, list(_SEVERAL))
     contracts = np.isin(families, list(_PRODUCTS)) | backward
     own = np.where(several, _COMPOSITE, 1.0)
     for pair, apart, size, unit, left, right in zip(*outs):
