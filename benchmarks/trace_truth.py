@@ -3,10 +3,10 @@
     python -m benchmarks.trace_truth align faults healthy prints scale
 
 `align`: two runs of a GPT, a ResNet and an RWKV that differ in one way. The truth is which line of the model made an
-operator, in which layer, for the how-manieth time; the aligner does not look at lines. Beside it: difflib over the names
-of operators, and the strict comparison of PyTorch's DebugMode, which gives up where the numbers of operators differ.
-`faults`: faults planted on the software accelerator, the good run against the faulty one. `healthy`: two devices and two
-layouts without a fault. `prints`: what a print sees and a hash does not. `scale`: a million operators.
+operator, in which layer, and how often before; the aligner does not look at lines. Beside it: difflib over the names of
+operators, and the strict comparison of PyTorch's DebugMode, which gives up where the numbers of operators differ.
+`faults`: faults planted on the software accelerator, the good run against the faulty one. `healthy`: two devices and
+two layouts without a fault. `prints`: what a print sees and a hash does not. `scale`: a million operators.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -31,168 +30,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
+from benchmarks.trace_models import MODELS, VOCAB, batch, build
 from op_tools.tools.trace import OpTrace
 from op_tools.trace import format as columns
-from op_tools.trace.align import Alignment, align
+from op_tools.trace.align import Alignment
 from op_tools.trace.diff import Diff, load
 from op_tools.trace.format import TraceWriter
 from op_tools.trace.graph import Graph
-
-EMBD, HEADS, TOKENS, VOCAB = 32, 4, 16, 50
-
-
-# --- models -----------------------------------------------------------------------------------------------------------
-
-
-class Attention(nn.Module):
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        self.qkv, self.proj, self.fused = nn.Linear(EMBD, 3 * EMBD), nn.Linear(EMBD, EMBD), fused
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, c = x.shape
-        q, k, v = self.qkv(x).split(EMBD, dim=2)
-        q = q.view(b, t, HEADS, -1).transpose(1, 2)
-        k = k.view(b, t, HEADS, -1).transpose(1, 2)
-        v = v.view(b, t, HEADS, -1).transpose(1, 2)
-        if self.fused:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:
-            score = q @ k.transpose(-2, -1)
-            score = score * (EMBD // HEADS) ** -0.5
-            mask = torch.ones(t, t, dtype=torch.bool, device=x.device).tril()
-            score = score.masked_fill(~mask, float("-inf"))
-            y = score.softmax(-1) @ v
-        y = y.transpose(1, 2).reshape(b, t, c)
-        out: Tensor = self.proj(y)
-        return out
-
-
-class GPTBlock(nn.Module):
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        self.ln1, self.attn, self.ln2 = nn.LayerNorm(EMBD), Attention(fused), nn.LayerNorm(EMBD)
-        self.up, self.down = nn.Linear(EMBD, 4 * EMBD), nn.Linear(4 * EMBD, EMBD)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.ln1(x))
-        h = F.gelu(self.up(self.ln2(x)))
-        return x + self.down(h)
-
-
-class GPT(nn.Module):
-    def __init__(self, layers: int = 3, written: bool = False, remat: bool = False) -> None:
-        super().__init__()
-        self.remat = remat
-        self.emb, self.pos = nn.Embedding(VOCAB, EMBD), nn.Embedding(TOKENS, EMBD)
-        self.blocks = nn.ModuleList([GPTBlock(not written) for _ in range(layers)])
-        self.ln, self.head = nn.LayerNorm(EMBD), nn.Linear(EMBD, VOCAB, bias=False)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.emb(ids) + self.pos(torch.arange(ids.shape[1], device=ids.device))
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.remat else block(x)
-        out: Tensor = self.head(self.ln(x))
-        return out
-
-
-class ResBlock(nn.Module):
-    def __init__(self, written: bool) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.conv2, self.bn2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.written = written
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.relu(self.bn1(self.conv1(x)))
-        y = self.bn2(self.conv2(y))
-        if self.written:
-            y = x + y
-            return y * (y > 0)
-        return F.relu(x + y)
-
-
-class ResNet(nn.Module):
-    def __init__(self, layers: int = 3, written: bool = False, remat: bool = False) -> None:
-        super().__init__()
-        self.remat = remat
-        self.stem, self.bn = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.blocks = nn.ModuleList([ResBlock(written) for _ in range(layers)])
-        self.head = nn.Linear(8, VOCAB)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn(self.stem(x)))
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.remat else block(x)
-        out: Tensor = self.head(x.mean((2, 3)))
-        return out
-
-
-class TimeMix(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Parameter(torch.rand(EMBD))
-        self.decay, self.first = nn.Parameter(-torch.rand(EMBD)), nn.Parameter(torch.rand(EMBD))
-        self.key, self.value, self.receptance, self.output = (nn.Linear(EMBD, EMBD, bias=False) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        shifted = F.pad(x, (0, 0, 1, -1))
-        x = x * self.mix + shifted * (1 - self.mix)
-        k, v, r = self.key(x), self.value(x), torch.sigmoid(self.receptance(x))
-        w = torch.exp(self.decay)
-        number, total, out = torch.zeros_like(k[:, 0]), torch.zeros_like(k[:, 0]), []
-        for t in range(0, x.shape[1], 4):
-            e = torch.exp(k[:, t])
-            out.append((number + e * v[:, t]) / (total + e + 1e-3))
-            number, total = number * torch.exp(-w) + e * v[:, t], total * torch.exp(-w) + e
-        y = torch.stack(out, 1).repeat_interleave(4, 1)
-        result: Tensor = self.output(r * y)
-        return result
-
-
-class RWKVBlock(nn.Module):
-    def __init__(self, written: bool) -> None:
-        super().__init__()
-        self.ln1, self.ln2, self.att = nn.LayerNorm(EMBD), nn.LayerNorm(EMBD), TimeMix()
-        self.key, self.value = nn.Linear(EMBD, 2 * EMBD, bias=False), nn.Linear(2 * EMBD, EMBD, bias=False)
-        self.written = written
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.att(self.ln1(x))
-        if self.written:
-            centred = x - x.mean(-1, keepdim=True)
-            spread = centred.square().mean(-1, keepdim=True)
-            h = centred * (spread + 1e-5).rsqrt() * self.ln2.weight + self.ln2.bias
-        else:
-            h = self.ln2(x)
-        h = torch.relu(self.key(h)).square()
-        return x + self.value(h)
-
-
-class RWKV(GPT):
-    def __init__(self, layers: int = 3, written: bool = False, remat: bool = False) -> None:
-        super().__init__(0, False, remat)
-        self.blocks = nn.ModuleList([RWKVBlock(written) for _ in range(layers)])
-
-
-MODELS: dict[str, Any] = {"GPT": GPT, "ResNet": ResNet, "RWKV": RWKV}
-
-
-def batch(kind: str, device: str, size: int = 4) -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(7)
-    if kind == "ResNet":
-        x = torch.randn(size, 3, 8, 8, generator=draw)
-        return x.to(device), torch.randint(VOCAB, (size,), generator=draw).to(device)
-    ids = torch.randint(VOCAB, (size, TOKENS), generator=draw)
-    return ids.to(device), torch.randint(VOCAB, (size * TOKENS,), generator=draw).to(device)
-
-
-def build(kind: str, seed: int = 0, **options: Any) -> nn.Module:
-    torch.manual_seed(seed)
-    model: nn.Module = MODELS[kind](**options)
-    return model
 
 
 class Tracing(OpTrace):
@@ -219,9 +64,18 @@ class Tracing(OpTrace):
             self._look()
 
 
+def one_step(run: Any, x: Tensor, y: Tensor, optimizer: Any, device: str, low: bool) -> None:
+    with torch.autocast(device, torch.bfloat16, enabled=low):
+        out = run(x).float()
+    loss = F.cross_entropy(out.view(-1, VOCAB), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def train(
-    folder: Path, kind: str, model: nn.Module, *, device: str = "cuda", low: bool = False, steps: int = 2, layout: int = 0,
-    compiled: str = "", fused: bool | None = None, planted: Any = None, size: int = 4,
+    folder: Path, kind: str, model: nn.Module, *, device: str = "cuda", low: bool = False, steps: int = 2,
+    layout: int = 0, compiled: str = "", fused: bool | None = None, planted: Any = None, size: int = 4,
 ) -> tuple[Graph, Tracing]:  # fmt: skip
     """Train a model for some steps under OpTrace."""
     model = model.to(device)
@@ -239,12 +93,7 @@ def train(
     kind_of = "cuda" if device != "cpu" else "cpu"
     with tool:
         for _ in range(steps):
-            with torch.autocast(kind_of, torch.bfloat16, enabled=low):
-                out = run(x).float()
-            loss = F.cross_entropy(out.view(-1, VOCAB), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            one_step(run, x, y, optimizer, kind_of, low)
     return Graph(load(folder)), tool
 
 
@@ -260,21 +109,27 @@ def other_layout(model: nn.Module) -> None:
 
 
 def keys(graph: Graph, renamed: dict[str, str] | None = None) -> dict[Any, int]:
-    """Operators by what only the truth knows: step, phase, layer, line of Python, name, and for the how-manieth time."""
+    """Operators by what only the truth knows: step, phase, layer, line of Python, name, and count."""
     seen: Counter[Any] = Counter()
     found = {}
     table, texts = graph.operators, graph.trace.texts
     for operator, name in enumerate(graph.names):
-        path = graph.paths.get(int(table["module"][operator]), "")
-        for old, new in (renamed or {}).items():
-            if path == old or path.startswith(old + "."):
-                path = new + path[len(old) :]
-                break
+        path = _moved(graph.paths.get(int(table["module"][operator]), ""), renamed)
         line = texts[int(table["location"][operator])]
         key = (int(table["step"][operator]) - int(table["step"][0]), int(table["phase"][operator]), path, line, name)
+        if int(table["phase"][operator]) == columns.OPTIMIZER:  # all of it is one line of Python
+            shape = [graph.look(t)["shape"] for t in graph.outputs(operator).tolist()[:1]]
+            key = (*key, *shape, *(_moved(graph.tensor_title(t), renamed) for t in graph.inputs(operator).tolist()[:1]))
         seen[key] += 1
         found[(*key, seen[key])] = operator
     return found
+
+
+def _moved(path: str, renamed: dict[str, str] | None) -> str:
+    for old, new in (renamed or {}).items():
+        if path == old or path.startswith(old + "."):
+            return new + path[len(old) :]
+    return path if path.startswith("model") else ""
 
 
 def judged(one: dict[Any, int], two: dict[Any, int], pairs: Any) -> tuple[int, int, int]:
@@ -338,16 +193,14 @@ def worker(strategy: str, kind: str, folder: str) -> None:
     if strategy != "TP":
         rank = dist.get_rank()
         x, y = x.chunk(2)[rank], y.chunk(2)[rank]
-    optimizer = torch.optim.AdamW(run.parameters(), 1e-3, foreach=True)
+    plain = [p for p in run.parameters() if type(p) is nn.Parameter]  # foreach takes no mixture with DTensors
+    spread = [p for p in run.parameters() if type(p) is not nn.Parameter]
+    groups = [{"params": group} for group in (plain, spread) if group]
+    optimizer = torch.optim.AdamW(groups, 1e-3, foreach=True)
     os.environ["OP_TOOLS_INCLUDE_CPU"] = "1"
     with OpTrace(to=folder):
         for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16, enabled=False):
-                out = run(x).float()
-            loss = F.cross_entropy(out.view(-1, VOCAB), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            one_step(run, x, y, optimizer, "cpu", False)
     dist.destroy_process_group()
 
 
@@ -363,7 +216,7 @@ def pairings(kind: str, folder: Path) -> Iterator[tuple[str, Graph, Graph, dict[
     yield "fused against written out", base, run("written", build(kind, written=True)), None
     yield "foreach against fused optimizer", base, run("fused", fused=True), None
     yield "eager against torch.compile", base, run("compiled", compiled="aot_eager"), None
-    longer, shorter = build(kind, layers=4), build(kind)
+    longer, shorter = build(kind, 5, layers=4), build(kind)
     state = shorter.state_dict()
     moved = {"model.blocks.2": "model.blocks.3", "model.blocks.1": "model.blocks.2"}  # the new layer is blocks.1
     for name, value in state.items():
@@ -372,14 +225,19 @@ def pairings(kind: str, folder: Path) -> Iterator[tuple[str, Graph, Graph, dict[
                 name = name.replace(old.removeprefix("model."), new.removeprefix("model."), 1)
                 break
         longer.state_dict()[name].copy_(value)
-    yield "a layer more", base, run("longer", longer), {"model.blocks.1": "model.blocks.2", "model.blocks.2": "model.blocks.3"}
+    yield (
+        "a layer more",
+        base,
+        run("longer", longer),
+        {"model.blocks.1": "model.blocks.2", "model.blocks.2": "model.blocks.3"},
+    )
     for strategy in ("DDP", "FSDP2", "TP"):
         if strategy != "TP" or kind != "ResNet":
             yield f"1 rank against {strategy}", host, ranks(strategy, kind, folder / strategy), None
 
 
 def measure_alignment(only: str = "") -> None:
-    print("| pairing | model | operators | correspond | matched | wrongly | difflib | wrongly | DebugMode | first divergence |")
+    print("| pairing | model | operators | correspond | matched | wrong | difflib | wrong | DebugMode | divergence |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for kind in MODELS:
         if only and kind != only:
@@ -404,16 +262,26 @@ def _row(name: str, kind: str, one: Graph, two: Graph, renamed: dict[str, str] |
 # --- faults -----------------------------------------------------------------------------------------------------------
 
 FAULTS = [
-    *[f"{op}: noise=1e-2" for op in ("addmm", "mm", "gelu", "native_layer_norm", "add.Tensor", "embedding", "_log_softmax")],
+    *[
+        f"{op}: noise=1e-2"
+        for op in ("addmm", "mm", "gelu", "native_layer_norm", "add.Tensor", "embedding", "_log_softmax")
+    ],
     *[f"{op}: element=0.5" for op in ("addmm", "gelu", "native_layer_norm", "add.Tensor", "embedding")],
     *[f"{op}: nan" for op in ("addmm", "gelu", "native_layer_norm", "add.Tensor", "mm")],
     *[f"{op}: inf" for op in ("addmm", "gelu", "add.Tensor")],
-    *[f"{op}: noise=1e-2, phase=backward" for op in ("mm", "gelu_backward", "native_layer_norm_backward", "sum.dim_IntList")],
+    *[
+        f"{op}: noise=1e-2, phase=backward"
+        for op in ("mm", "gelu_backward", "native_layer_norm_backward", "sum.dim_IntList")
+    ],
     *[f"{op}: element=0.5, phase=backward" for op in ("mm", "gelu_backward", "native_layer_norm_backward")],
     *[f"{op}: nan, phase=backward" for op in ("mm", "gelu_backward", "native_layer_norm_backward")],
     *[f"{op}: inf, phase=backward" for op in ("mm", "gelu_backward")],
     *["addmm: noise=1e-2, nth=5", "gelu: element=0.5, nth=3", "mm: nan, nth=7", "gelu: overflow=0.1"],
-    *["_foreach_addcdiv_.ScalarList: noise=1e-2", "_foreach_lerp_.Scalar: noise=1e-2", "_foreach_mul_.Scalar: noise=1e-2"],
+    *[
+        "gelu: noise=1e-3, nth=2",
+        "mm: element=0.5, nth=4",
+        "native_layer_norm: nan, nth=4",
+    ],
     *["addmm: accumulate=bfloat16", "mm: accumulate=bfloat16, phase=backward"],
 ]
 
@@ -423,21 +291,24 @@ def measure_faults(only: str = "") -> None:
 
     print("| dtype | planted | named | another blamed | silent | did not strike |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for low in (False, True):
+    for low in (True, False):
         with scratch() as folder:
-            good, _ = train(folder / "good", "GPT", build("GPT"), low=low)
+            good, _ = train(folder / "good", "GPT", build("GPT"), low=low, steps=1)
             told: Counter[str] = Counter()
             for text in FAULTS:
                 if only and only not in text:
                     continue
                 with faults.plant(text) as planted:
-                    bad, tool = train(folder / "bad", "GPT", build("GPT"), low=low, planted=planted)
+                    bad, tool = train(folder / "bad", "GPT", build("GPT"), low=low, planted=planted, steps=1)
                 outcome = _blamed(Diff(good, bad), tool.culprit) if planted.hits else "did not strike"
                 told[outcome.partition(":")[0]] += 1
                 if outcome != "named":
                     print(f"  {'bf16' if low else 'fp32'} {text}: {outcome}", file=sys.stderr)
             columns_told = (told[k] for k in ("named", "another", "silent", "did not strike"))
-            print(f"| {'bf16' if low else 'fp32'} | {sum(told.values())} | {' | '.join(map(str, columns_told))} |", flush=True)
+            print(
+                f"| {'bf16' if low else 'fp32'} | {sum(told.values())} | {' | '.join(map(str, columns_told))} |",
+                flush=True,
+            )
 
 
 def _blamed(diff: Diff, culprit: int) -> str:
@@ -456,16 +327,19 @@ def measure_healthy(pairs: int = 40) -> None:
     for n in range(pairs):
         kind, low, seed = list(MODELS)[n % 3], bool(n // 3 % 2), n
         with scratch() as folder:
-            one, _ = train(folder / "a", kind, build(kind, seed), low=low)
+            one, _ = train(folder / "a", kind, build(kind, seed), low=low, steps=1)
             if n % 2:
-                two, _ = train(folder / "b", kind, build(kind, seed), low=low, layout=1)
+                two, _ = train(folder / "b", kind, build(kind, seed), low=low, layout=1, steps=1)
             else:
-                two, _ = train(folder / "b", kind, build(kind, seed), low=low, device="cpu")
+                two, _ = train(folder / "b", kind, build(kind, seed), low=low, device="cpu", steps=1)
             diff = Diff(one, two)
         if diff.divergence is not None:
             told += 1
             a = int(diff.alignment.pairs[diff.divergence.pair][0])
-            print(f"  {kind} {'layout' if n % 2 else 'device'} low={low}: {one.titles[a]} {diff.divergence}", file=sys.stderr)
+            print(
+                f"  {kind} {'layout' if n % 2 else 'device'} low={low}: {one.titles[a]} {diff.divergence}",
+                file=sys.stderr,
+            )
     print(f"healthy pairs without a divergence: {pairs - told} of {pairs}")
 
 
@@ -493,7 +367,9 @@ def measure_prints() -> None:
         from op_tools.trace.prints import distance
 
         apart = float(distance(fingerprint(x).numpy(), fingerprint(y).numpy()) / x.norm())
-        print(f"| {name} | {'differs' if l1 else 'equal'} | {'differs' if xor[0] != xor[1] else 'equal'} | {apart:.2g} |")
+        print(
+            f"| {name} | {'differs' if l1 else 'equal'} | {'differs' if xor[0] != xor[1] else 'equal'} | {apart:.2g} |"
+        )
 
 
 def _exchanged(x: Tensor) -> Tensor:
@@ -565,11 +441,13 @@ def measure_scale(operators: int = 1_000_000) -> None:
             "import time, resource; began = time.time()\n"
             "from pathlib import Path; from op_tools.trace.diff import compare\n"
             f"d = compare(Path({str(folder / 'a')!r}), Path({str(folder / 'b')!r})); list(d.lines())\n"
-            "print(len(d.alignment.pairs), time.time() - began, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)"
+            "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20\n"
+            "print(len(d.alignment.pairs), time.time() - began, peak)"
         )
         out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
         size = (folder / "a" / "rank0.optrace").stat().st_size / 2**20
-        print(f"{operators:,} operators ({size:.0f} MiB): {int(out[0]):,} pairs in {float(out[1]):.1f} s, {float(out[2]):.2f} GiB")
+        found = f"{int(out[0]):,} pairs in {float(out[1]):.1f} s, {float(out[2]):.2f} GiB"
+        print(f"{operators:,} operators ({size:.0f} MiB): {found}")
 
 
 def main(arguments: list[str]) -> None:
@@ -590,7 +468,7 @@ def main(arguments: list[str]) -> None:
             "scale": lambda rest=rest: measure_scale(int(rest or 1_000_000)),
         }
         parts[name]()
-        print(f"({name}: {time.time() - began:.0f} s, {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB)", file=sys.stderr)
+        print(f"({name}: {time.time() - began:.0f} s)", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from .tools.features import FeatureHandle, apply_feature
 from .tools.observe import OpObserve
 from .tools.overflow_check import OpOverflowCheck
 from .tools.time_measure import OpTimeMeasure
+from .tools.trace import OpTrace
 
 if not TYPE_CHECKING:  # a misspelt name stays an error for type checkers
 
@@ -37,6 +38,7 @@ __all__ = [
     "OpObserve",
     "OpOverflowCheck",
     "OpTimeMeasure",
+    "OpTrace",
     "apply_feature",
     "reference",
     "FeatureHandle",

@@ -27,6 +27,7 @@ _TOOLS: Final = {  # by the prefix of their variables
     "OP_AUTOCOMPARE": "OpAutoCompare",
     "OP_FALLBACK": "OpFallback",
     "OP_DTYPE_CAST": "OpDtypeCast",
+    "OP_TRACE": "OpTrace",
 }
 _DTYPES: Final = sorted({str(d).removeprefix("torch.").upper() for d in vars(torch).values() if type(d) is torch.dtype})
 _CASTS: Final = "OP_DTYPE_CAST_DICT"

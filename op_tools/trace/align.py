@@ -3,7 +3,7 @@
 Modules are matched from the root down, by name where both sides have the same ones, and as sequences where they do not;
 classes, settings and the fingerprints of parameters say which layer is which. The operators of two matched modules, of
 one step and phase, are two short sequences. Most are equal; the others are aligned by dynamic programming over names,
-shapes and fingerprints. So the whole is near-linear in the number of operators. Where a line of Python is, is not asked.
+shapes and fingerprints. So the whole is near-linear in the number of operators. Lines of Python are not asked about.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from . import format as columns
 from .families import MOVES, family
-from .format import OUTPUT, PROJECTIONS
+from .format import INPUT, OUTPUT, PROJECTIONS
 from .graph import Graph
 
 _MAX_CELLS: Final = 250_000  # of a table of dynamic programming
@@ -60,6 +60,23 @@ class Features:
         printed = np.where(first >= 0, where[first] if len(where) else -1, -1)
         self.printed = printed.tolist()
         self.shape_texts = graph.trace.texts
+        self.members = self._first_members(graph)
+
+    @staticmethod
+    def _first_members(graph: Graph) -> dict[int, tuple[int, str]]:
+        """Of operators whose first input is a parameter, a buffer or a gradient: its module, and its own name."""
+        starts, tensors = graph.side(INPUT)
+        has = np.flatnonzero(starts[1:] > starts[:-1])
+        first = tensors[starts[:-1][has]]
+        named = graph.tensors["name"][first] > 0
+        texts = graph.trace.texts
+        found = {}
+        for operator, tensor in zip(has[named].tolist(), first[named].tolist()):
+            own = texts[int(graph.tensors["name"][tensor])].removesuffix("/out")
+            module = int(graph.tensors["module"][tensor])
+            prefix = graph.modules[module]["name"] + "." if module in graph.modules else ""
+            found[operator] = (module, own.removeprefix(prefix))
+        return found
 
 
 def align(first: Graph, second: Graph) -> Alignment:
@@ -73,7 +90,7 @@ def align(first: Graph, second: Graph) -> Alignment:
     there = {(steps_two[step], phase, module): members for (step, phase, module), members in groups_two.items()}
     pairs: list[tuple[int, int]] = []
     replaced: list[tuple[list[int], list[int]]] = []
-    matcher = _Matcher(one, two)
+    matcher = _Matcher(one, two, modules)
     used: set[tuple[int, int, int]] = set()
     loose_one: dict[tuple[int, int], list[int]] = defaultdict(list)
     loose_two: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -98,7 +115,9 @@ def align(first: Graph, second: Graph) -> Alignment:
             pairs += found
     pairs.sort()
     taken_one, taken_two = {a for a, _ in pairs}, {b for _, b in pairs}
-    kept = [([a for a in l if a not in taken_one], [b for b in r if b not in taken_two]) for l, r in replaced]
+    kept = [
+        ([a for a in left if a not in taken_one], [b for b in right if b not in taken_two]) for left, right in replaced
+    ]
     only = (
         [a for a in range(first.count) if a not in taken_one],
         [b for b in range(second.count) if b not in taken_two],
@@ -203,7 +222,7 @@ def _shared(first: dict[str, Any], second: dict[str, Any]) -> float:
         votes += 1
         apart = np.linalg.norm(row[:PROJECTIONS] - other[:PROJECTIONS])
         size = np.linalg.norm(row[:PROJECTIONS]) + np.linalg.norm(other[:PROJECTIONS])
-        alike += bool(apart <= 0.05 * size)
+        alike += float(apart <= 0.05 * size)
     return 3.0 * alike / votes if votes else 0.0
 
 
@@ -211,8 +230,8 @@ def _shared(first: dict[str, Any], second: dict[str, Any]) -> float:
 
 
 class _Matcher:
-    def __init__(self, one: Features, two: Features) -> None:
-        self.one, self.two = one, two
+    def __init__(self, one: Features, two: Features, modules: dict[int, int]) -> None:
+        self.one, self.two, self._modules = one, two, modules
         texts = {text: number for number, text in enumerate(two.shape_texts)}
         self._shape = {number: texts.get(text, -3) for number, text in enumerate(one.shape_texts)}  # in words of `two`
         self._shape[-1] = -1
@@ -269,6 +288,14 @@ class _Matcher:
             return _NEVER
         else:
             points -= 1.3
+        mine, theirs = one.members.get(a), two.members.get(b)
+        if mine is not None and theirs is not None:
+            if self._modules.get(mine[0]) == theirs[0] and mine[1] == theirs[1]:
+                points += 1.5
+            elif one.phases[a] == columns.OPTIMIZER:
+                return _NEVER
+            else:
+                points -= 1.0
         p, q = one.printed[a], two.printed[b]
         if p >= 0 and q >= 0 and same_shape:
             x, y = one.rows[p], two.rows[q]
@@ -296,13 +323,11 @@ def split_aligned(one: Sequence[Any], two: Sequence[Any], score: Callable[[int, 
     while work:
         a, b, c, d = work.pop()
         if (b - a) * (d - c) <= _MAX_CELLS:
-            found += [(a + i, c + j) for i, j in aligned(b - a, d - c, lambda i, j, a=a, c=c: score(a + i, c + j))]
+            found += [(a + i, c + j) for i, j in aligned(b - a, d - c, _shifted(score, a, c))]
             continue
         anchors = _unique(one, two, (a, b, c, d))
         if not anchors:
-            found += [
-                (a + i, c + j) for i, j in aligned(b - a, d - c, lambda i, j, a=a, c=c: score(a + i, c + j), _BAND)
-            ]
+            found += [(a + i, c + j) for i, j in aligned(b - a, d - c, _shifted(score, a, c), _BAND)]
             continue
         at = (a, c)
         for i, j in [*anchors, (b, d)]:
@@ -311,6 +336,10 @@ def split_aligned(one: Sequence[Any], two: Sequence[Any], score: Callable[[int, 
                 found.append((i, j))
             at = (i + 1, j + 1)
     return sorted(found)
+
+
+def _shifted(score: Callable[[int, int], float], a: int, c: int) -> Callable[[int, int], float]:
+    return lambda i, j: score(a + i, c + j)
 
 
 def _unique(one: Sequence[Any], two: Sequence[Any], part: tuple[int, int, int, int]) -> list[tuple[int, int]]:

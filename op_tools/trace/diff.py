@@ -112,10 +112,10 @@ class Diff:
             yield ""
             yield "Operators that take the place of others"
             for (left_words, right_words, place), count in replaced.most_common(most):
-                yield f"  {left_words} ↔ {right_words}  ({count} ×, {place})"
+                yield f"  {left_words} ↔ {right_words}  ({count} times, {place})"
         for word, graph, only, in_gaps in (
-            ("A", one, self.alignment.only[0], {a for l, _ in self.alignment.replaced for a in l}),
-            ("B", two, self.alignment.only[1], {b for _, r in self.alignment.replaced for b in r}),
+            ("A", one, self.alignment.only[0], {a for left, _ in self.alignment.replaced for a in left}),
+            ("B", two, self.alignment.only[1], {b for _, right in self.alignment.replaced for b in right}),
         ):
             places: Counter[tuple[str, str]] = Counter()
             for operator in only:

@@ -2,8 +2,8 @@
 
 The distance of two tensors is estimated from their fingerprints. What rounding may do to an output has two parts. The
 operator's own: a unit of the dtype for each element that is stored, and of float32 for what is added up, whose size the
-norms of the inputs bound. And what the inputs' own difference becomes: at most the norm of the other operand times it in
-a product, itself in a sum, a share of the output as large as that of the input elsewhere. Nothing else is a tolerance.
+norms of the inputs bound. And what the inputs' own difference becomes: a share of the output that is some times as
+large as theirs, and for functions that are steep near 0 as much larger as their arguments come close to it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from . import format as columns
 from .align import Alignment
 from .families import family
 from .format import INPUT, OUTPUT, PROJECTIONS
-from .graph import Graph
+from .graph import Graph, short_name
 from .prints import distance, smallest_step
 
 _UNITS: Final = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11}
@@ -31,27 +31,15 @@ _PRODUCTS: Final = frozenset(
 _LINEAR: Final = frozenset(
     {"add", "view", "cast", "relu", "max", "mask", "pad", "cat", "stack", "embedding", "dropout"}
 )
-_SEVERAL: Final = frozenset(
-    {
-        "attention",
-        "layer_norm",
-        "group_norm",
-        "batch_norm",
-        "rms_norm",
-        "loss",
-        "softmax",
-        "gelu",
-        "silu",
-        "update",
-        "wkv",
-    }
-)
+_SEVERAL: Final = frozenset({"attention", "update", "wkv"})  # may store what is between their steps
+_STEEP: Final = frozenset({"div", "_foreach_div", "_foreach_addcdiv", "addcdiv", "rsqrt", "reciprocal", "log", "update",
+                           "_foreach_sqrt", "sqrt", "norm", "truediv", "rtruediv"})  # fmt: skip
 _RANDOM: Final = frozenset({"rand", "randn", "randint", "dropout", "multinomial", "bernoulli", "normal", "uniform"})
 
 
 @dataclasses.dataclass
 class Numbers:
-    """For each pair of operators: how far its inputs and outputs are apart, and how far rounding may have moved these."""
+    """For each pair of operators: how far inputs and outputs are apart, and what rounding explains."""
 
     compared: Any  # whether both sides have fingerprints of an output
     inputs: Any  # the largest distance of an input, relative to its norm
@@ -89,17 +77,17 @@ def numbers_of(alignment: Alignment) -> Numbers:
     count = len(pairs)
     ins = _edges(one, two, pairs, INPUT)
     outs = _edges(one, two, pairs, OUTPUT)
-    families = np.array([family(first.names[a]) for a in pairs[:, 0].tolist()], dtype=object)
+    families = np.array([_kind(first.names[a]) for a in pairs[:, 0].tolist()], dtype=object)
     backward = first.operators["phase"][pairs[:, 0]] == columns.BACKWARD if count else np.zeros(0, bool)
     relative_in, propagated, product = _inputs(ins, families, count)
     _add_forward_inputs(alignment, relative_in, propagated, product)
     allowed, relative_out, parted = np.zeros(count), np.zeros(count), np.zeros(count, bool)
     compared = np.zeros(count, bool)
     reason: dict[int, str] = {}
-    several = np.isin(families, list(_SEVERAL)) | backward
+    several = np.isin(families, list(_SEVERAL))
     contracts = np.isin(families, list(_PRODUCTS)) | backward
     own = np.where(several, _COMPOSITE, 1.0)
-    for k, (pair, apart, size, unit, left, right) in enumerate(zip(*outs)):
+    for pair, apart, size, unit, left, right in zip(*outs):
         compared[pair] = True
         if left[_NAN] != right[_NAN] or left[_INF] != right[_INF]:
             parted[pair] = True
@@ -121,6 +109,11 @@ def numbers_of(alignment: Alignment) -> Numbers:
             relative_out[pair], allowed[pair] = ratio, bound / size if size else 0.0
     random = np.isin(families, list(_RANDOM))
     return Numbers(compared, relative_in, relative_out, allowed, parted & ~random, reason)
+
+
+def _kind(name: str) -> str:
+    last = short_name(name)
+    return last if last in _STEEP else family(name)
 
 
 def _strange(row: Any) -> str:
@@ -154,7 +147,13 @@ def _edges(one: _Side, two: _Side, pairs: Any, side: int) -> tuple[Any, ...]:
         part = ~same & (p >= 0) & (r >= 0)
         if part.any():
             rows_one = one.rows[np.where(good | part, p, 0)]
-            rows_two = np.where(part[:, None], rows[np.where(part, r, 0)], rows_two)
+            sums = rows[np.where(part, r, 0)].copy()
+            # the gradient of a mean over this part is larger than that of a mean over the whole batch
+            less = sums.copy()
+            less[:, :_NAN] /= two.graph.trace.world
+            nearer = distance(rows_one, less) < distance(rows_one, sums)
+            sums = np.where(nearer[:, None], less, sums)
+            rows_two = np.where(part[:, None], sums, rows_two)
             good = good | part
     owner, rows_one, rows_two = owner[good], rows_one[good], rows_two[good]
     unit = np.maximum(one.unit[looks_one[good]], two.unit[looks_two[good]])
@@ -175,6 +174,14 @@ def _inputs(ins: tuple[Any, ...], families: Any, count: int) -> tuple[Any, Any, 
     np.multiply.at(product, owner, np.where(size > 0, np.minimum(size, 1e60), 1.0))
     gain = np.where(np.isin(families, list(_LINEAR)), 4.0, 32.0)
     propagated = gain * relative
+    steep = np.isin(families, list(_STEEP))
+    if steep.any():  # near 0 they make much of little: how much, the smallest of the arguments would say
+        last = np.full(count, -1, np.int64)
+        last[owner] = np.arange(len(owner))
+        rows = ins[4][np.maximum(last, 0)]
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            wide = np.where(rows[:, _LOW] > 0, rows[:, _HIGH] / rows[:, _LOW], 1e30)
+        propagated = np.where(steep & (relative > 0), gain * np.maximum(wide, 1.0) * relative, propagated)
     return relative, propagated, np.minimum(product, 1e120)
 
 

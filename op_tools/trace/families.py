@@ -9,14 +9,15 @@ from typing import Final
 from .graph import short_name
 
 _FAMILIES: Final = {
-    "matmul": "linear matmul mm bmm addmm baddbmm addbmm einsum batch_matmul broadcast_matmul broadcast_matmul_grad_b mv dot",
+    "matmul": "linear matmul mm bmm addmm baddbmm addbmm einsum batch_matmul broadcast_matmul broadcast_matmul_grad_b "
+    "mv dot",
     "attention": "scaled_dot_product_attention multi_head_attention_forward _scaled_dot_product_attention_math",
     "add": "add add_n sub rsub radd iadd isub scalar_add broadcast_add broadcast_sub",
     "mul": "mul rmul imul div truediv rtruediv itruediv scalar_mul broadcast_mul broadcast_div multiply divide",
     "cast": "to cast float half bfloat16 double type type_as _to_copy",
     "view": "view reshape flatten unflatten contiguous squeeze unsqueeze expand expand_as view_as transpose permute t "
-    "swapaxes movedim chunk split getitem narrow select clone detach broadcast_like identity hierarchical_parallel_cast "
-    "boxing repeat",
+    "swapaxes movedim chunk split getitem narrow select clone detach broadcast_like identity boxing repeat "
+    "hierarchical_parallel_cast",
     "embedding": "embedding gather",
     "loss": "cross_entropy nll nll_loss cross_entropy_loss",
     "sigmoid": "sigmoid sigmoid_v2",

@@ -29,23 +29,49 @@ _MAX_LINE: Final = 1 << 20
 TABLES: Final[dict[str, dict[str, str]]] = {
     "modules": {"id": "i4", "parent": "i4", "name": "text", "class": "text", "settings": "text"},
     "looks": {
-        **{"shape": "text", "dtype": "text", "stride": "text", "device": "text", "requires_grad": "u1"},
-        **{"placements": "text", "mesh": "text", "bytes": "i8"},
+        "shape": "text",
+        "dtype": "text",
+        "stride": "text",
+        "device": "text",
+        "requires_grad": "u1",
+        "placements": "text",
+        "mesh": "text",
+        "bytes": "i8",
     },
     "tensors": {
-        **{"kind": "u1", "name": "text", "look": "i4", "producer": "i4", "output": "i2", "base": "i4"},
+        "kind": "u1",
+        "name": "text",
+        "look": "i4",
+        "producer": "i4",
+        "output": "i2",
+        "base": "i4",
         "module": "i4",
     },
     "operators": {
-        **{"step": "i4", "phase": "u1", "name": "text", "module": "i4", "location": "text", "stack": "text"},
-        **{"arguments": "text", "region": "text", "stream": "i8", "group": "text", "forward": "i4", "time": "f8"},
+        "step": "i4",
+        "phase": "u1",
+        "name": "text",
+        "module": "i4",
+        "location": "text",
+        "stack": "text",
+        "arguments": "text",
+        "region": "text",
+        "stream": "i8",
+        "group": "text",
+        "forward": "i4",
+        "time": "f8",
         "title": "text",  # of an imported one; others are named by module and number
     },
     "edges": {"operator": "i4", "side": "u1", "place": "i2", "tensor": "i4"},
     "prints": {
         "tensor": "i4",
         **{f"p{k}": "f8" for k in range(PROJECTIONS)},
-        **{"sum": "f8", "norm": "f8", "low": "f8", "high": "f8", "nan": "i8", "inf": "i8"},
+        "sum": "f8",
+        "norm": "f8",
+        "low": "f8",
+        "high": "f8",
+        "nan": "i8",
+        "inf": "i8",
         "part": "i2",  # 0: of the tensor itself; 1: of this rank's part of a tensor that all ranks hold
     },
     "memory": {"operator": "i4", "block": "i4", "bytes": "i8", "kind": "u1", "module": "i4"},
@@ -77,8 +103,9 @@ class TraceWriter:
         self._texts: dict[str, int] = {"": 0}
         self._new_texts: list[str] = [""]
         self._rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in TABLES}
-        self._texts_at = {name: [i for i, kind in enumerate(columns.values()) if kind == "text"]
-                          for name, columns in TABLES.items()}  # fmt: skip
+        self._texts_at = {
+            name: [i for i, kind in enumerate(columns.values()) if kind == "text"] for name, columns in TABLES.items()
+        }
         self.counts = dict.fromkeys(TABLES, 0)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO | None = path.open("wb")

@@ -99,7 +99,7 @@ class Graph:
     @functools.cached_property
     def titles(self) -> list[str]:
         """What the log calls operators: module, kind and number (`model.blocks.0.att.key-linear-20`)."""
-        known = {number: text for number, text in enumerate(self.trace.texts)}
+        known = self.trace.texts
         modules = {n: m["name"] for n, m in self.modules.items()}
         phases, own = self.operators["phase"].tolist(), self.operators["title"].tolist()
         found = []

@@ -1,8 +1,8 @@
 """Puts the traces of ranks together, by logical tensor.
 
-The first rank's graph stands for all. A tensor that is spread by placements gets the sum of the fingerprints of its parts;
-one that every rank holds in whole keeps its own. Of a tensor without placements the sum of the fingerprints "as a part of
-a batch" is kept beside its own: whichever fits the shape in another run counts.
+The first rank's graph stands for all. A tensor that is spread by placements gets the sum of the fingerprints of its
+parts; one that every rank holds in whole keeps its own. Of a tensor without placements the sum of the fingerprints "as
+a part of a batch" is kept beside its own: whichever fits the shape in another run counts.
 """
 
 from __future__ import annotations
@@ -41,9 +41,13 @@ def merged(traces: Sequence[Trace]) -> Trace:
     spread = weight > 0
     own = np.where(where >= 0, where, 0)
     base = rows[own] if len(rows) else total
+    whole = seen == len(traces)
     sums = total.copy()
     sums[spread, :9] /= weight[spread, None]
-    found = np.where(spread[:, None] & (seen == len(traces))[:, None], sums, base)
+    found = np.where((spread & whole)[:, None], sums, base)
+    # without placements: where ranks differ, their mean is what one rank gets from the whole batch (losses, gradients)
+    own_part = ~spread & whole & (np.abs(total[:, :9] - len(traces) * base[:, :9]).max(1) > 0)
+    found[own_part, :9] = total[own_part, :9] / len(traces)
     have = where >= 0
     both = (seen_parts == len(traces)) & ~spread
     numbers = np.concatenate([np.flatnonzero(have), np.flatnonzero(both)])

@@ -138,10 +138,8 @@ class _Graph:
         for i, (op, phase, kind) in enumerate(order):
             location = self.locations.get(op.name, "")
             arguments = f"initializer={self.initialisers[op.name]}" if op.name in self.initialisers else ""
-            number = writer.add(
-                "operators",
-                (0, phase, text(f"oneflow.{kind}"), op.module, text(location), 0, text(arguments), 0, 0, 0, -1, float(i), text(op.name)),
-            )  # fmt: skip
+            words = (0, phase, text(f"oneflow.{kind}"), op.module, text(location), 0, text(arguments))
+            number = writer.add("operators", (*words, 0, 0, 0, -1, float(i), text(op.name)))
             for side, tensors in ((INPUT, op.inputs), (OUTPUT, op.outputs)):
                 for place, row in enumerate(tensors):
                     maker = row[0].rpartition("/")[0]
@@ -240,8 +238,11 @@ def _facts(text: str) -> dict[str, str]:
     words = [w.strip() for w in re.split(r",\s*(?![^(]*\))", sbp[1] if sbp else "") if w.strip()]
     placements = [_SBP.get(w) or re.sub(r"oneflow\.sbp\.split\((?:dim|axis)=(\d+)\)", r"S(\1)", w) for w in words]
     return {
-        **{"device": placed[1] if placed else "", "ranks": placed[2] if placed else "[]"},
-        **{"sbp": ", ".join(placements), "size": size[1] if size else "", "dtype": dtype[1] if dtype else ""},
+        "device": placed[1] if placed else "",
+        "ranks": placed[2] if placed else "[]",
+        "sbp": ", ".join(placements),
+        "size": size[1] if size else "",
+        "dtype": dtype[1] if dtype else "",
     }
 
 

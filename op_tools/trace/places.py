@@ -113,23 +113,24 @@ class ModuleNames:
     def __init__(self, register: Any) -> None:
         self._register = register  # called with number, parent, path, module
         self._numbers: dict[int, tuple[weakref.ref[torch.nn.Module], int]] = {}
-        self._roots: set[int] = set()
         self._models = 0
         self._next = 0
 
     def number(self, module: torch.nn.Module, root: torch.nn.Module) -> int:
         """The number of a module inside a model."""
         known = self._numbers.get(id(module))
-        if known is not None and known[0]() is module and (id(root) in self._roots or root is module):
+        above = self._numbers.get(id(root))
+        inside = above is not None and above[0]() is root  # recomputation calls a part of a model by itself
+        if known is not None and known[0]() is module and inside:
             return known[1]
-        self._add_model(root)
+        if not inside:
+            self._add_model(root)
         known = self._numbers.get(id(module))
         if known is None or known[0]() is not module:  # made on the fly
             return self._new(module, self._numbers[id(root)][1], f"({type(module).__name__})")
         return known[1]
 
     def _add_model(self, root: torch.nn.Module) -> None:
-        self._roots.add(id(root))
         has_parts = next(root.children(), None) is not None or next(root.parameters(), None) is not None
         if has_parts:
             self._models += 1

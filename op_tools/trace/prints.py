@@ -1,7 +1,7 @@
 """Fingerprints of tensors: eight random projections, computed where the tensor is, the same number on every device.
 
 The weight of an element depends on its place in the tensor alone, counted in logical order, so the layout does not
-matter and an exchange of elements shows. The difference of two prints is the print of the difference: its size estimates
+matter and an exchange of elements shows. The difference of two prints is the print of the difference: its size is about
 the distance of the tensors, so rounding can be told from an error. The prints of the parts of a tensor, each taken at
 its place in the whole, add up to that of the whole.
 

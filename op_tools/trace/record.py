@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ import torch
 from ..call.description import Described, Group, Tensor, TensorMeta, short
 from ..call.devices import accelerator_type, module_of
 from . import format as columns
-from .format import BACKWARD, FORWARD, INPUT, OPTIMIZER, OUTPUT, RECOMPUTED, TraceWriter
+from .format import BACKWARD, FORWARD, OPTIMIZER, OUTPUT, TraceWriter
 from .places import ModuleNames, Place, Sharding, sharding_of, stack_of_call
 from .prints import Batch, fingerprint
 
@@ -50,6 +51,7 @@ class Recorder:
         self._blocks: dict[int, tuple[int, int, int, int]] = {}  # storages: number, bytes, kind, module
         self._references: dict[int, Any] = {}
         self._block_count = 0
+        self._frees: deque[tuple[int, ...]] = deque()
         self._names: dict[int, tuple[Any, str, int, int]] = {}  # of tensors with a role: itself, name, kind, module
         self._gradients: dict[Any, int] = {}  # memory of gradients that operators sent in this pass: the operator
         self._parameters: list[tuple[str, int, weakref.ref[Tensor]]] = []
@@ -218,6 +220,7 @@ class Recorder:
             *(_stream(), text(group), forward, time.perf_counter() - self._began, 0),
         )
         self.operators += 1
+        self._write_frees()
         return self.writer.add("operators", row)
 
     def edges(self, operator: int, side: int, tensors: Sequence[int]) -> None:
@@ -235,7 +238,7 @@ class Recorder:
         self, operator: int, module: int, tensors: Sequence[Tensor], written: Sequence[Tensor], phase: int
     ) -> None:
         """Note what an operator returned and what it wrote to."""
-        numbers = []
+        numbers: list[int] = []
         for tensor in written:
             storage = storage_of(tensor)
             self._writers[storage] = operator
@@ -269,7 +272,7 @@ class Recorder:
         """Give the gradients of parameters their names."""
         for name, module, reference in self._parameters:
             parameter = reference()
-            grad = None if parameter is None else parameter.grad
+            grad: Tensor | None = None if parameter is None else parameter.grad
             if grad is not None:
                 self._names[id(grad)] = (weakref.ref(grad), f"{name}.grad", columns.GRADIENT, module)
                 known = self._known.get(id(grad))
@@ -296,20 +299,26 @@ class Recorder:
         self._references[storage] = weakref.ref(memory, lambda _: self._freed(storage, number))
 
     def _freed(self, storage: int, number: int) -> None:
+        """Any thread may free memory, in the middle of anything: what is written, is written with the next operator."""
         found = self._blocks.get(storage)
         if found is not None and found[0] == number:
             del self._blocks[storage]
             self._references.pop(storage, None)
             self._writers.pop(storage, None)
-            self.writer.add("memory", (self.operators, number, -found[1], found[2], found[3]))
+            self._frees.append((self.operators, number, -found[1], found[2], found[3]))
+
+    def _write_frees(self) -> None:
+        while self._frees:
+            self.writer.add("memory", self._frees.popleft())
 
     def close(self) -> None:
         """Fetch what waits and complete the file."""
         with self.lock:
             self.land()
+            self._write_frees()
             facts: dict[str, Any] = {}
             with contextlib.suppress(Exception):
-                facts["peak_bytes"] = int(module_of(accelerator_type()).max_memory_allocated())  # type: ignore[union-attr]
+                facts["peak_bytes"] = int(module_of(accelerator_type()).max_memory_allocated())
             self._references.clear()
             self.writer.close(**facts)
 
@@ -392,6 +401,3 @@ def arguments_of(described: Described) -> str:
     while words and words[-1] == "_":
         words.pop()
     return ", ".join(words)[:_MAX_TEXT]
-
-
-__all__ = ["FORWARD", "INPUT", "RECOMPUTED", "Recorder", "arguments_of", "storage_of", "writer_world"]

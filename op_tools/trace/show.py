@@ -186,8 +186,11 @@ def as_json(graph: Graph) -> Iterator[str]:
         }
         yield json.dumps(
             {
-                **{"operator": operator, "step": int(found["step"][operator])},
-                **{"phase": PHASES[int(found["phase"][operator])], "module": int(found["module"][operator]), **words},
+                "operator": operator,
+                "step": int(found["step"][operator]),
+                "phase": PHASES[int(found["phase"][operator])],
+                "module": int(found["module"][operator]),
+                **words,
                 "inputs": [tensor(t) for t in graph.inputs(operator).tolist()],
                 "outputs": [tensor(t) for t in graph.outputs(operator).tolist()],
             }
@@ -208,13 +211,14 @@ def as_perfetto(graph: Graph) -> Iterator[str]:
         micro = (end - previous) * 1e6
         yield separator + json.dumps(
             {
-                **{"name": graph.names[operator], "cat": PHASES[phases[operator]], "ph": "X", "pid": pid},
-                **{
-                    "tid": phases[operator],
-                    "ts": previous * 1e6,
-                    "dur": micro,
-                    "args": {"title": graph.titles[operator]},
-                },
+                "name": graph.names[operator],
+                "cat": PHASES[phases[operator]],
+                "ph": "X",
+                "pid": pid,
+                "tid": phases[operator],
+                "ts": previous * 1e6,
+                "dur": micro,
+                "args": {"title": graph.titles[operator]},
             }
         )
         separator, previous = ",", end
@@ -253,8 +257,12 @@ def as_model_explorer(graph: Graph) -> Iterator[str]:
         module = modules.get(int(graph.operators["module"][operator]), "")
         yield ("," if operator else "") + json.dumps(
             {
-                **{"id": str(operator), "label": graph.names[operator].rpartition(".")[2], "namespace": module},
-                **{"attrs": attrs, "incomingEdges": edges, "outputsMetadata": made},
+                "id": str(operator),
+                "label": graph.names[operator].rpartition(".")[2],
+                "namespace": module,
+                "attrs": attrs,
+                "incomingEdges": edges,
+                "outputsMetadata": made,
             }
         )
     yield "]}]}"

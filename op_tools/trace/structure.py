@@ -45,6 +45,8 @@ def replicated(graph: Graph) -> dict[str, int]:
     whole = np.array([texts[n] == "B" for n in looks["placements"].tolist()], bool)
     split = np.array([texts[n].startswith("S(") for n in looks["placements"].tolist()], bool)
     many = np.array([len(eval_ranks(texts[n].partition("ranks=")[2])) > 1 for n in looks["mesh"].tolist()], bool)
+    if not whole.any() or not many.any():
+        return {}
     look = graph.tensors["look"]
     from_batch = np.zeros(graph.count, bool)
     producers = graph.tensors["producer"]
@@ -113,8 +115,8 @@ def differences(alignment: Alignment) -> Iterator[str]:
         said = initialisers(graph)
         empty = [name for name, how in said.items() if how == "empty"]
         if empty:
-            rest = "B's parameters hold values from its first step on" if len(two.trace["prints"]["tensor"]) else ""
-            yield f"{side}: {len(empty)} of {len(said)} parameters have no initialisation in the graph{f'; {rest}' if rest else ''}"
+            known = "; those of the other run hold values from its first step on" if other.trace.count("prints") else ""
+            yield f"{side}: {len(empty)} of {len(said)} parameters have no initialisation in the graph{known}"
     yield from _looks(alignment)
     yield from _memory(one, two)
 
@@ -135,32 +137,31 @@ def _renamed(alignment: Alignment, names: dict[str, list[int]]) -> dict[str, str
 
 def _looks(alignment: Alignment) -> Iterator[str]:
     one, two = alignment.first, alignment.second
-    changes: dict[str, Counter[tuple[str, str]]] = {word: Counter() for word in ("dtype", "device", "placements")}
-    where: dict[tuple[str, tuple[str, str]], Counter[str]] = defaultdict(Counter)
-    columns_one, columns_two = (_first_looks(graph) for graph in (one, two))
-    modules = one.operators["module"].tolist()
-    for a, b in alignment.pairs.tolist():
-        x, y = columns_one[a], columns_two[b]
-        if x < 0 or y < 0:
-            continue
-        for word, counter in changes.items():
-            left = one.trace.texts[int(one.looks[word][x])]
-            right = two.trace.texts[int(two.looks[word][y])]
-            if left != right:
-                counter[left, right] += 1
-                where[word, (left, right)][one.paths.get(modules[a], "")] += 1
-    for word, counter in changes.items():
-        for (left, right), count in counter.most_common(4):
-            places = _some([m or "(outside)" for m, _ in where[word, (left, right)].most_common(4)], 3)
-            yield f"{word.removesuffix('s')}: {left or 'local'} in A, {right or 'local'} in B, of {count} operators ({places})"
+    left, right = (_first_looks(graph)[alignment.pairs[:, n]] for n, graph in enumerate((one, two)))
+    good = (left >= 0) & (right >= 0)
+    modules = one.operators["module"][alignment.pairs[:, 0]][good]
+    kinds, which = np.unique(np.stack([left[good], right[good]], 1), axis=0, return_inverse=True)
+    which = which.reshape(-1)
+    for word in ("dtype", "device", "placements"):
+        texts = [(one.trace.texts[int(one.looks[word][x])], two.trace.texts[int(two.looks[word][y])]) for x, y in kinds]
+        changes: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for n, pair in enumerate(texts):
+            if pair[0] != pair[1]:
+                changes[pair].append(n)
+        counted = {pair: np.isin(which, numbers) for pair, numbers in changes.items()}
+        for pair in sorted(counted, key=lambda pair: -int(counted[pair].sum()))[:4]:
+            here = Counter(modules[counted[pair]].tolist())
+            places = _some([one.paths.get(m, "") or "(outside)" for m, _ in here.most_common(4)], 3)
+            what = f"{word.removesuffix('s')}: {pair[0] or 'local'} in A, {pair[1] or 'local'} in B"
+            yield f"{what}, of {int(counted[pair].sum()):,} operators ({places})"
 
 
-def _first_looks(graph: Graph) -> list[int]:
+def _first_looks(graph: Graph) -> Any:
     starts, tensors = graph.side(OUTPUT)
     found = np.full(graph.count, -1, np.int64)
     has = starts[1:] > starts[:-1]
     found[has] = graph.tensors["look"][tensors[starts[:-1][has]]]
-    return found.tolist()  # type: ignore[no-any-return]
+    return found
 
 
 def _memory(one: Graph, two: Graph) -> Iterator[str]:

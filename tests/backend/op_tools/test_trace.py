@@ -1,0 +1,134 @@
+"""OpTrace on a device: edges, phases, names, and what `op_tools diff` says of two runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ditorch
+import op_tools
+from op_tools.cli import main
+from op_tools.trace import format as columns
+from op_tools.trace.diff import Diff, load
+from op_tools.trace.graph import Graph
+
+
+def _model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 8))
+
+
+def _traced(folder: Path, device: str, layout: bool = False, low: bool = False, **options: Any) -> Graph:
+    model = _model().to(device)
+    if layout:
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.data = parameter.data.t().contiguous().t()
+    x = torch.randn(24, 16, generator=torch.Generator().manual_seed(1)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=True)
+    with op_tools.OpTrace(to=folder, **options), torch.autocast(device, torch.bfloat16, enabled=low):
+        model(x).square().mean().backward()
+        optimizer.step()
+    return Graph(load(folder))
+
+
+def test_edges_phases_and_names(tmp_path: Path, device: str) -> None:
+    graph = _traced(tmp_path / "run", device)
+    phases = [columns.PHASES[p] for p in graph.operators["phase"].tolist()]
+    linear = [i for i, name in enumerate(graph.names) if name.endswith("linear")]
+    forward = [i for i in linear if phases[i] == "forward"]
+    assert [graph.titles[i].partition("-")[0] for i in forward] == ["model.0", "model.3"]
+    gelu = next(i for i, name in enumerate(graph.names) if name.endswith("gelu"))
+    assert graph.inputs(gelu).tolist() == graph.outputs(forward[0]).tolist()
+    weights = [graph.tensor_title(t) for t in graph.inputs(forward[0]).tolist()]
+    assert weights[1:] == ["model.0.weight/out", "model.0.bias/out"]
+    step = next(i for i in range(graph.count) if phases[i] == "optimizer")
+    used = {graph.tensor_title(t) for t in graph.inputs(step).tolist()}
+    assert "model.3.weight.grad/out" in used
+    written = graph.outputs(step).tolist()
+    assert {int(graph.tensors["producer"][t]) for t in written} == {step}
+    made = [t for t in graph.inputs(step).tolist() if graph.tensor_title(t) == "model.3.weight.grad/out"]
+    assert phases[int(graph.tensors["producer"][made[0]])] == "backward"
+
+
+def test_edges_go_through_views_and_writes(tmp_path: Path, device: str) -> None:
+    x = torch.ones(4, 4, device=device)
+    with op_tools.OpTrace(to=tmp_path):
+        x[0].mul_(3)
+        x.add(1)
+    graph = Graph(load(tmp_path))
+    (add,) = (i for i, name in enumerate(graph.names) if name.endswith(".add"))
+    producer = int(graph.tensors["producer"][int(graph.inputs(add)[0])])
+    assert graph.names[producer].endswith("mul_")
+
+
+def test_two_layouts_part_nowhere_and_values_stay(tmp_path: Path, device: str) -> None:
+    one = _traced(tmp_path / "a", device)
+    for low in (False, True):
+        first = _traced(tmp_path / f"c{low}", device, low=low)
+        second = _traced(tmp_path / f"b{low}", device, layout=True, low=low)
+        diff = Diff(first, second)
+        assert diff.valued
+        assert diff.divergence is None
+        assert len(diff.alignment.pairs) == one.count
+
+
+@pytest.mark.skipif(ditorch.backend.name != "soft", reason="faults are planted on soft")
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [
+        ("gelu: noise=1e-2", "gelu"),
+        ("addmm: element=0.5", "linear"),
+        ("native_layer_norm_backward: nan, phase=backward", "layer_norm"),
+        ("mm: element=0.5, phase=backward", "linear"),
+    ],
+)
+@pytest.mark.parametrize("low", [False, True])
+def test_the_faulty_operator_is_named(tmp_path: Path, device: str, fault: str, name: str, low: bool) -> None:
+    from ditorch.soft import faults
+
+    good = _traced(tmp_path / "good", device, low=low)
+    with faults.plant(fault) as planted:
+        bad = _traced(tmp_path / "bad", device, low=low)
+    assert planted.hits
+    found = Diff(good, bad).divergence
+    assert found is not None
+    diff = Diff(good, bad)
+    operator = int(diff.alignment.pairs[found.pair][0])
+    assert good.names[operator].endswith(name)
+    assert (good.operators["phase"][operator] == columns.BACKWARD) == ("phase=backward" in fault)
+
+
+def test_the_commands_show_and_compare(tmp_path: Path, device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _traced(tmp_path / "a", device, stacks=3)
+    assert main(["trace", "show", str(tmp_path / "a"), "-v", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert "(MODULE:model.3:Linear(in_features=32, out_features=8, bias=True)): (" in shown
+    assert "(PARAMETER:model.3.weight:tensor(..., placement=" in shown
+    assert "(OPERATOR: model.1-gelu-" in shown
+    assert "Python Stack[-2]" in shown
+    for form in ("--json", "--perfetto", "--model-explorer"):
+        assert main(["trace", "show", str(tmp_path / "a"), form]) == 0
+        assert capsys.readouterr().out.strip()
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
+    assert "No divergence" in capsys.readouterr().out
+
+
+def test_the_run_stays_bit_identical(tmp_path: Path, device: str) -> None:
+    def weights(traced: bool) -> list[torch.Tensor]:
+        model = _model().to(device)
+        x = torch.randn(24, 16, generator=torch.Generator().manual_seed(1)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        tool = op_tools.OpTrace(to=tmp_path / "run") if traced else op_tools.OpObserve(max_calls=0)
+        with tool:
+            for _ in range(2):
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.detach().cpu() for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(weights(True), weights(False)))

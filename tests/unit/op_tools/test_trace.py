@@ -1,0 +1,173 @@
+"""Traces on disk, fingerprints, the log of OneFlow, and alignment, without a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from op_tools.cli import main
+from op_tools.trace import format as columns
+from op_tools.trace.align import align, aligned
+from op_tools.trace.format import SUFFIX, TraceError, TraceWriter, files_of, read
+from op_tools.trace.graph import Graph
+from op_tools.trace.merge import merged
+from op_tools.trace.oneflow_log import import_log
+from op_tools.trace.prints import distance, fingerprint, smallest_step
+from op_tools.trace.show import lines
+
+LOG = """\
+nothing of interest
+(GRAPH:GraphBase_0:GraphBase): (
+  (CONFIG:config:GraphConfig(training=True, ))
+  (MODULE:model:GPT()): (
+    (INPUT:_model_input.1.0_idx:tensor(..., placement=oneflow.placement(type="cpu", ranks=[0, 1]),
+           sbp=(oneflow.sbp.split(dim=0),), is_lazy='True', size=(8, 4),
+           dtype=oneflow.int64))
+    (BUFFER:model.mask:tensor(..., placement=oneflow.placement(type="cuda", ranks=[0, 1]),
+           sbp=(oneflow.sbp.broadcast,), size=(4, 4), dtype=oneflow.float32)): ()
+    (MODULE:model.head:Linear(in_features=4, out_features=2, bias=False)): (
+      (PARAMETER:model.head.weight:tensor(..., placement=oneflow.placement(type="cuda", ranks=[0, 1]),
+             sbp=(oneflow.sbp.broadcast,), size=(2, 4), dtype=oneflow.float32,
+             grad_fn=<accumulate_grad>)): ()
+      (OPERATOR: model.head.weight() -> (out:sbp=(B), size=(2, 4), dtype=(oneflow.float32)), \
+placement=(oneflow.placement(type="cuda", ranks=[0, 1])))
+      (OPERATOR: model.head-matmul-3(in/out:(sbp=(S(0)), size=(8, 4), dtype=(oneflow.float32)), \
+model.head.weight/out:(sbp=(B), size=(2, 4), dtype=(oneflow.float32))) -> \
+(model.head-matmul-3/out_0:(sbp=(B), size=(8, 2), dtype=(oneflow.float32))), \
+placement=(oneflow.placement(type="cuda", ranks=[0, 1])))
+    )
+  )
+)
+after it
+"""
+
+
+def _written(path: Path, names: list[str], seed: int = 0, scale: float = 1.0) -> Path:
+    """A chain of operators in one module."""
+    draw = np.random.default_rng(seed)
+    with TraceWriter(path / f"rank0{SUFFIX}", {"rank": 0, "world": 1}) as writer:
+        text = writer.text
+        writer.add("modules", (0, -1, text("model"), text("Model"), 0))
+        look = writer.add("looks", (text("[4]"), text("float32"), text("[1]"), text("cpu"), 1, 0, 0, 16))
+        for number, name in enumerate(names):
+            writer.add("operators", (0, columns.FORWARD, text(name), 0, 0, 0, 0, 0, 0, 0, -1, 0.0, 0))
+            writer.add("tensors", (0, 0, look, number, 0, -1, 0))
+            row = draw.standard_normal(9) * (scale if number >= 2 else 1.0)
+            writer.add("prints", (number, *row.tolist(), 3.0, -1.0, 1.0, 0, 0, 0))
+            writer.add("edges", (number, columns.OUTPUT, 0, number))
+            if number:
+                writer.add("edges", (number, columns.INPUT, 0, number - 1))
+    return path
+
+
+def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
+    graph = Graph(read(files_of(_written(tmp_path, ["torch.add", "torch.mul", "torch.exp"]))[0]))
+    assert graph.names == ["torch.add", "torch.mul", "torch.exp"]
+    assert [graph.inputs(2).tolist(), graph.outputs(2).tolist()] == [[1], [2]]
+    assert graph.titles[1] == "model-mul-1"
+    assert any("(OPERATOR: model-exp-2(model-mul-1/out_0" in line for line in lines(graph, 2))
+
+
+@pytest.mark.parametrize("kept", [0.5, 0.9, 0.999])
+def test_a_truncated_trace_is_one_clear_line(tmp_path: Path, kept: float) -> None:
+    (file,) = files_of(_written(tmp_path, ["torch.add"] * 200))
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(len(whole) * kept)])
+    with pytest.raises(TraceError, match=r"its end is missing|damaged"):
+        read(file)
+
+
+def test_another_version_a_foreign_file_and_runs_with_nothing_in_common(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newer, foreign = tmp_path / f"a{SUFFIX}", tmp_path / f"b{SUFFIX}"
+    newer.write_bytes(b"op_tools trace 99\n")
+    foreign.write_bytes(b"\x80\x04pickle")
+    with pytest.raises(TraceError, match="version 99; this op_tools reads version 1"):
+        read(newer)
+    with pytest.raises(TraceError, match="is not an op_tools trace"):
+        read(foreign)
+    _written(tmp_path / "one", ["torch.add"] * 9)
+    _written(tmp_path / "two", ["torch.conv2d", "torch.sort"] * 5)
+    assert main(["diff", str(tmp_path / "one"), str(tmp_path / "two")]) == 2
+    assert "have nothing in common" in capsys.readouterr().err
+    assert main(["trace", "show", str(tmp_path / "nowhere")]) == 2
+    assert "no such file or folder" in capsys.readouterr().err
+
+
+def test_prints_are_the_same_in_every_layout_and_see_the_order() -> None:
+    x = torch.randn(40, 30, 7)
+    same = x.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    assert torch.equal(fingerprint(x), fingerprint(same))
+    assert torch.equal(fingerprint(x)[:8], fingerprint(x.double().view(-1))[:8])
+    for other in (x.flip(0), x.transpose(0, 1).reshape(40, 30, 7), x.view(-1).roll(256).view_as(x)):
+        apart = float(distance(fingerprint(x).numpy(), fingerprint(other).numpy()))
+        assert 0.4 < apart / float((x - other).norm()) < 2.0
+
+
+def test_prints_of_shards_add_up_and_close_values_are_close() -> None:
+    x = torch.randn(12, 20)
+    parts = [fingerprint(p, (12, 20), (0, 5 * n)) for n, p in enumerate(x.split(5, 1))]
+    assert torch.allclose(sum(parts)[:9], fingerprint(x)[:9], rtol=1e-9, atol=1e-9)  # type: ignore[index]
+    rounded = x.bfloat16().float()
+    apart = float(distance(fingerprint(x).numpy(), fingerprint(rounded).numpy()))
+    assert 0.3 < apart / float((x - rounded).norm()) < 2.5
+    assert smallest_step(fingerprint(x).numpy(), fingerprint(rounded).numpy()) == 0.0
+
+
+def test_nan_and_inf_are_counted_and_do_not_spread() -> None:
+    x = torch.ones(1000)
+    x[3], x[4] = float("nan"), float("inf")
+    found = fingerprint(x).tolist()
+    assert found[12:] == [1.0, 1.0]
+    assert all(np.isfinite(found))
+
+
+def test_sequences_align_around_what_only_one_has() -> None:
+    one, two = "abcdef", "abXcdYYef"
+    found = aligned(6, 9, lambda i, j: 1.0 if one[i] == two[j] else -1e9)
+    assert [two[j] for _, j in found] == list(one)
+
+
+def test_alignment_finds_the_inserted_operator(tmp_path: Path) -> None:
+    names = ["torch.add", "torch.mul", "torch.exp", "torch.mul"]
+    first = Graph(read(files_of(_written(tmp_path / "a", names))[0]))
+    second = Graph(read(files_of(_written(tmp_path / "b", [*names[:2], "torch.sort", *names[2:]], seed=5))[0]))
+    assert align(first, second).pairs.tolist() == [[0, 0], [1, 1], [2, 3], [3, 4]]
+
+
+def test_the_graph_in_a_log_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_text(LOG)
+    path, counts = import_log(log, tmp_path / "run")
+    assert [counts[what] for what in ("operators", "parameters", "buffers")] == [2, 1, 1]
+    graph = Graph(read(path))
+    assert graph.titles == ["model.head.weight", "model.head-matmul-3"]
+    assert graph.look(int(graph.outputs(1)[0]))["placements"] == "B"
+    log.write_text(LOG[: LOG.index("after it") - 8])
+    with pytest.raises(TraceError, match="its graph is cut off"):
+        import_log(log, tmp_path / "run")
+    log.write_text("iteration 1, loss 3")
+    with pytest.raises(TraceError, match="no graph in it"):
+        import_log(log, tmp_path / "run")
+
+
+def test_ranks_are_put_together_by_their_placements(tmp_path: Path) -> None:
+    whole = torch.randn(4, 6)
+    traces = []
+    for rank, part in enumerate(whole.chunk(2)):
+        path = tmp_path / f"rank{rank}{SUFFIX}"
+        with TraceWriter(path, {"rank": rank, "world": 2}) as writer:
+            text = writer.text
+            look = (text("[4, 6]"), text("float32"), 0, text("cpu"), 0, text("S(0)"), text("2 ranks=[0, 1]"), 96)
+            writer.add("looks", look)
+            writer.add("operators", (0, 0, text("torch.add"), -1, 0, 0, 0, 0, 0, 0, -1, 0.0, 0))
+            writer.add("tensors", (0, 0, 0, 0, 0, -1, -1))
+            writer.add("edges", (0, columns.OUTPUT, 0, 0))
+            writer.add("prints", (0, *fingerprint(part, (4, 6), (2 * rank, 0)).tolist(), 0))
+        traces.append(read(path))
+    rows, _ = Graph(merged(traces)).prints()
+    assert np.allclose(rows[0][:9], fingerprint(whole).numpy()[:9], rtol=1e-9, atol=1e-9)
