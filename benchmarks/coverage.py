@@ -59,7 +59,11 @@ def _text(job: Job, name: str, full: bool) -> tuple[nn.Module, Loss, type[nn.Mod
     if importlib.util.find_spec("transformers") is None:
         own: nn.Module = {"gpt2": GPT, "bert": Encoder, "llama": Llama}[name]()
         words = job.ints(50, batch, length)
-        block: Any = nn.TransformerEncoderLayer if name == "bert" else type(next(iter(getattr(own, "blocks"))))
+        block: Any = (
+            nn.TransformerEncoderLayer
+            if name == "bert"
+            else type(next(m for m in own.modules() if isinstance(m, nn.ModuleList))[0])
+        )
         return own, lambda net: F.cross_entropy(net(words)[:, :-1].flatten(0, 1), words[:, 1:].flatten()), block
     import transformers as hf
 
@@ -154,7 +158,7 @@ def main() -> int:
     names = options.names or models
     for way in options.ways.split(","):
         if way != "alone" and not inner and ranks > 1:
-            command = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master-port=0"]
+            command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
             again = [*names, "--ways", way, "--low", options.low, *["--full"] * options.full]
             failed |= bool(subprocess.call([sys.executable, *command, "-m", "benchmarks.coverage", *again]))
             continue

@@ -24,7 +24,7 @@ from ..compare.choose import MODES, Chooser, kind_of, parse_budget
 from ..compare.judges.collectives import Collectives
 from ..compare.judging import Judging
 from ..compare.ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, gradient_kind
-from ..compare.memory import Guarded
+from ..compare.memory import Guarded, NodeGuard
 from ..compare.repeat import Repeater, Unjudged
 from ..compare.snapshots import Snapshots
 from ..compare.teller import Blame
@@ -227,7 +227,10 @@ class OpAutoCompare(Tool):
         compared.numbers = (call.inputs.number, call.outputs.number)
         compared.record_site = self.site(call)
         compared.event = self._teller.lineage.made_from(call.inputs.data_ptrs, call.outputs.data_ptrs)
-        job = Job(compared, FORWARD, event=compared.event, live=call, local=Guarded in compared.notes)
+        guarded = Guarded in compared.notes
+        if guarded and compared.region.grad_enabled:
+            compared.notes[NodeGuard] = call.notes["nodes"] = NodeGuard(self._snapshots.neighbours, call)
+        job = Job(compared, FORWARD, event=compared.event, live=call, local=guarded)
         if self._judging.settle_live(job):
             if self._chooses:
                 self._chooser.settle(compared.kind)
@@ -257,6 +260,7 @@ class OpAutoCompare(Tool):
         grads = (grad_outputs, grad_inputs)
         kind = gradient_kind(*grads, call.unasked)
         job = Job(compared, BACKWARD, event=event, live=call, grads=grads, grad_kind=kind, unasked=call.unasked)
+        job.local = NodeGuard in compared.notes
         if not self._judging.settle_live(job) and self._judging.has_arguments(compared):
             given = [g for g in (*grad_outputs, *grad_inputs) if g is not None]
             number = _number_of(kind, given, self._gradient_kinds)
