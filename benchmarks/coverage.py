@@ -59,11 +59,7 @@ def _text(job: Job, name: str, full: bool) -> tuple[nn.Module, Loss, type[nn.Mod
     if importlib.util.find_spec("transformers") is None:
         own: nn.Module = {"gpt2": GPT, "bert": Encoder, "llama": Llama}[name]()
         words = job.ints(50, batch, length)
-        block: Any = (
-            nn.TransformerEncoderLayer
-            if name == "bert"
-            else type(next(m for m in own.modules() if isinstance(m, nn.ModuleList))[0])
-        )
+        block = type(next(m for m in own.modules() if isinstance(m, nn.ModuleList))[0])
         return own, lambda net: F.cross_entropy(net(words)[:, :-1].flatten(0, 1), words[:, 1:].flatten()), block
     import transformers as hf
 
@@ -118,7 +114,8 @@ def row(comparison: Any) -> tuple[list[str], float, list[str]]:
     """Cells of the table, the share of calls that were compared, and what was not."""
     coverage = comparison._teller.coverage
     work = coverage._work()
-    done, missed = [Counter(), Counter()], [Counter(), Counter()]  # calls and work
+    done: list[Counter[str]] = [Counter(), Counter()]  # calls and work
+    missed: list[Counter[str]] = [Counter(), Counter()]
     for (calls, seconds), counts in (
         (done, {(key, ""): count for key, count in coverage.compared.items()}.items()),
         (missed, coverage.missed.items()),
