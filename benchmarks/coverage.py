@@ -58,8 +58,9 @@ def _text(job: Job, name: str, full: bool) -> tuple[nn.Module, Loss, type[nn.Mod
     batch, length = (4, 512) if full else (2, 24)
     if importlib.util.find_spec("transformers") is None:
         own: nn.Module = {"gpt2": GPT, "bert": Encoder, "llama": Llama}[name]()
-        words = job.ints(50, batch, length)
-        block = type(next(m for m in own.modules() if isinstance(m, nn.ModuleList))[0])
+        words = job.ints(50, 2, 24)
+        lists = [m for m in own.modules() if isinstance(m, nn.ModuleList)]
+        block = type(lists[0][0]) if lists else nn.Linear
         return own, lambda net: F.cross_entropy(net(words)[:, :-1].flatten(0, 1), words[:, 1:].flatten()), block
     import transformers as hf
 
