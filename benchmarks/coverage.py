@@ -58,8 +58,9 @@ def _text(job: Job, name: str, full: bool) -> tuple[nn.Module, Loss, type[nn.Mod
     batch, length = (4, 512) if full else (2, 24)
     if importlib.util.find_spec("transformers") is None:
         own: nn.Module = {"gpt2": GPT, "bert": Encoder, "llama": Llama}[name]()
-        words = job.ints(50, batch, length)
-        block: Any = nn.TransformerEncoderLayer if name == "bert" else type(next(iter(getattr(own, "blocks"))))
+        words = job.ints(50, 2, 24)
+        lists = [m for m in own.modules() if isinstance(m, nn.ModuleList)]
+        block = type(lists[0][0]) if lists else nn.Linear
         return own, lambda net: F.cross_entropy(net(words)[:, :-1].flatten(0, 1), words[:, 1:].flatten()), block
     import transformers as hf
 
@@ -114,7 +115,8 @@ def row(comparison: Any) -> tuple[list[str], float, list[str]]:
     """Cells of the table, the share of calls that were compared, and what was not."""
     coverage = comparison._teller.coverage
     work = coverage._work()
-    done, missed = [Counter(), Counter()], [Counter(), Counter()]  # calls and work
+    done: list[Counter[str]] = [Counter(), Counter()]  # calls and work
+    missed: list[Counter[str]] = [Counter(), Counter()]
     for (calls, seconds), counts in (
         (done, {(key, ""): count for key, count in coverage.compared.items()}.items()),
         (missed, coverage.missed.items()),
@@ -154,7 +156,7 @@ def main() -> int:
     names = options.names or models
     for way in options.ways.split(","):
         if way != "alone" and not inner and ranks > 1:
-            command = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--master-port=0"]
+            command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
             again = [*names, "--ways", way, "--low", options.low, *["--full"] * options.full]
             failed |= bool(subprocess.call([sys.executable, *command, "-m", "benchmarks.coverage", *again]))
             continue

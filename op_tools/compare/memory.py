@@ -23,6 +23,7 @@ from ..call.devices import quiet, synchronize
 from ..call.site import live_state
 from ..copies.operands import Fetcher, Layout, Operands, Ref, is_plain, map_leaves, mark_after
 from ..judge.verdict import WRONG, Judgement, Row
+from ..watch.hooks import Hooks
 
 _MAX_PLANS: Final = 2_000
 _MAX_MASK: Final = 1 << 20  # bytes of a mask that is kept for later calls
@@ -202,6 +203,8 @@ _EVERY: Final = 64  # calls of a kind that was guarded already
 _MAX_KINDS: Final = 20_000
 _MAX_WHOLE: Final = 1 << 24  # bytes around a view that are copied now and then
 _AT_ONCE: Final = 32  # tensors
+_MAX_NODES: Final = 4  # of a backward
+_OF_FORWARD: Final = "a tensor of its forward"
 _WINDOW: Final = 1 << 12  # bytes of each
 _REFRESH: Final = 64  # guarded calls after which the list of live tensors is made anew
 _MAX_RECENT: Final = 64
@@ -295,11 +298,30 @@ class Neighbours:
             self.seen.add(kind)
         self._tight = max(0, self._tight - 1)
         alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        found = self._choose(call, alone)
+        return self._copied(call.device, self._choose(call, alone), alone)
+
+    def begin_node(self, call: Any, tensors: Sequence[Tensor]) -> Guarded | None:
+        """Copies of the tensors of a call, and of some others, before a node of its backward runs."""
+        if not self._usable or not self._lock.acquire(blocking=False):
+            return None
+        try:
+            with quiet():
+                alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+                device = call.device
+                own = {_address(t): (_OF_FORWARD, t) for t in tensors if t.device == device and t.numel()}
+                others = {_address(t): (name, t) for name, t in self._choose(call, alone)}
+                return self._copied(device, list({**others, **own}.values()), alone)
+        except RuntimeError:  # no memory, most likely
+            self._usable = False
+            return None
+        finally:
+            self._lock.release()
+
+    def _copied(self, device: torch.device, found: list[tuple[str, Tensor]], alone: bool) -> Guarded:
         windows = [self._window(tensor) for _, tensor in found]
         names, tensors = [name for name, _ in found], [tensor for _, tensor in found]
         if alone:
-            synchronize(call.device.type)  # other streams may still be writing to them
+            synchronize(device.type)  # other streams may still be writing to them
         addresses = [_address(tensor) for tensor in tensors]
         return Guarded(names, addresses, tensors, windows, _versions(tensors), alone, torch.cat(windows))
 
@@ -357,7 +379,8 @@ class Neighbours:
         count = int((before != after).sum())
         known = {_address(tensor): name for name, tensor in live_state()}
         name = known.get(guarded.addresses[which], guarded.names[which])
-        reason = f"it writes to {name}, which it was not given: {count} bytes changed during the call"
+        what = "must leave alone" if guarded.names[which] == _OF_FORWARD else "was not given"
+        reason = f"it writes to {name}, which it {what}: {count} bytes changed during the call"
         if not guarded.alone:
             self.suspect(op, reason)
             return None
@@ -374,6 +397,34 @@ class Neighbours:
         open_questions = [(op, *seen) for op, seen in self._suspects.items() if not self._found[op]]
         why = "a collective or another stream may have done it"
         return [f"suspected, {op}: {reason} ({count} times; {why})" for op, count, reason in open_questions]
+
+
+class NodeGuard(Hooks):
+    """Guards memory while the backward nodes of one call run: the tensors of its forward, and others."""
+
+    name = "Memory"
+    wants_backward = wants_backward_start = True
+    wants_gradients = False
+
+    def __init__(self, neighbours: Neighbours, call: Any) -> None:
+        self._neighbours = neighbours
+        self._tensors = [weakref.ref(t) for t in (*call.tensors, *call.results) if is_plain(t)]
+        self.guarded: list[Guarded] = []
+
+    def before_node(self, call: Any, node: int) -> Guarded | None:
+        if len(self.guarded) >= _MAX_NODES:
+            return None
+        return self._neighbours.begin_node(call, [t for t in [ref() for ref in self._tensors] if t is not None])
+
+    def after_node(self, call: Any, started: Guarded) -> None:
+        # a hook of the user may have written to them, which their versions show
+        if started.versions == _versions(started.tensors) and started.end(()):
+            self.guarded.append(started)
+
+    def judge(self, op: str, fetcher: Fetcher) -> Judgement | None:
+        """A wrong judgement where a node changed one of them, else None; on a worker thread."""
+        found = [self._neighbours.judge(op, guarded, fetcher) for guarded in self.guarded]
+        return next((judgement for judgement in found if judgement is not None), None)
 
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:

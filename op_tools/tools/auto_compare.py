@@ -26,7 +26,7 @@ from ..compare.choose import MODES, Chooser, kind_of, parse_budget
 from ..compare.judges.collectives import Collectives
 from ..compare.judging import Judging
 from ..compare.ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, gradient_kind
-from ..compare.memory import Guarded
+from ..compare.memory import Guarded, NodeGuard
 from ..compare.repeat import Repeater, Unjudged
 from ..compare.snapshots import Snapshots
 from ..compare.teller import Blame
@@ -259,6 +259,8 @@ class OpAutoCompare(Tool):
         compared.numbers = (call.inputs.number, call.outputs.number)
         compared.record_site = self.site(call)
         compared.event = self._teller.lineage.made_from(call.inputs.data_ptrs, call.outputs.data_ptrs)
+        if guarded and compared.region.grad_enabled:
+            compared.notes[NodeGuard] = call.notes["nodes"] = NodeGuard(self._snapshots.neighbours, call)
         job = Job(compared, FORWARD, event=compared.event, live=call, local=guarded)
         if self._judging.settle_live(job):
             if self._chooses:
@@ -293,6 +295,7 @@ class OpAutoCompare(Tool):
         found = [g.data_ptr() for g in grad_inputs if g is not None and g.layout is torch.strided]
         event = self._teller.lineage.made_from(sent, found, also=(compared.event,))
         job = Job(compared, BACKWARD, event=event, live=call, grads=grads, grad_kind=kind, unasked=call.unasked)
+        job.local = NodeGuard in compared.notes
         if not self._judging.settle_live(job) and self._judging.has_arguments(compared):
             number = self._gradient_kinds.get(kind)
             if number is None:

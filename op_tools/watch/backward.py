@@ -113,7 +113,8 @@ def attach(call: Call, edges: Edges, outputs: list[Tensor], listeners: tuple[Hoo
             sources.setdefault(node, []).append((tensor.output_nr, index))
     if not sources:
         return
-    state = _Backward(call, listeners, len(outputs), edges.tensors)
+    more: Hooks | None = call.notes.get("nodes")  # of this call alone
+    state = _Backward(call, listeners if more is None else (more, *listeners), len(outputs), edges.tensors)
     stand_ins = _bases_of_results(outputs, edges) if state.gradients else {}
     state.stand_ins = bool(stand_ins)
     nodes = _hooks_of_call(state, sources, edges, stand_ins)

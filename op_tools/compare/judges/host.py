@@ -28,7 +28,7 @@ from ...judge.references import NO_GRADIENT, NOT_JUDGED, shape_problem
 from ...judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
 from .. import cores, pieces
 from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup, asked, gradient_kind
-from ..memory import Guarded, Outside, wild
+from ..memory import Guarded, NodeGuard, Outside, wild
 from ..snapshots import Snapshots
 
 _MAX_KINDS: Final = 20_000
@@ -79,6 +79,8 @@ class Host(Judge):
         assert self.snapshots is not None
         neighbours = self.snapshots.neighbours
         elsewhere = None if guarded is None else neighbours.judge(call.op, guarded, job.fetcher)
+        if job.phase == BACKWARD and NodeGuard in call.notes:
+            elsewhere = call.notes.pop(NodeGuard).judge(call.op, job.fetcher)
         _fetch(job)
         job.alone = guarded is not None and guarded.alone
         # of the forward and the backward, either may be judged first

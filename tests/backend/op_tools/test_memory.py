@@ -165,6 +165,30 @@ def test_calls_are_guarded_closely_after_a_finding(device: str, plant: Plant) ->
     assert after - before == 3
 
 
+@pytest.mark.parametrize("where", ["a parameter", "what it reads", "behind a view"])
+def test_writes_of_backward_kernels(where: str, device: str, plant: Plant) -> None:
+    layer = torch.nn.Linear(4, 4).to(device)
+    base = torch.linspace(0, 1, 16, device=device).view(4, 4)
+    given = base[:2].detach().requires_grad_()
+    places = {"a parameter": (layer.bias, 0), "what it reads": (given, 8), "behind a view": (base, 48)}
+
+    def work() -> None:
+        layer(given.cos()).sin().sum().backward()
+
+    assert wrong(work) == []
+    written, offset = places[where]
+    operator = "sin" if where != "a parameter" else "cos"  # kernels of the gradients of the other one
+
+    def harm(result: Tensor) -> None:
+        if torch._C._current_autograd_node() is not None:
+            ctypes.memset(written.data_ptr() + offset, 1, 4)
+
+    plant(operator, harm)
+    found = wrong(work)
+    assert [op for op, _ in found] == ["cos" if operator == "sin" else "sin"]
+    assert "4 bytes changed" in found[0][1]
+
+
 def test_views_that_get_other_memory_are_no_alarm(device: str, plant: Plant) -> None:
     def work() -> None:
         x, y = torch.zeros(9, device=device)[2:4], torch.ones(9, device=device)[2:4]
