@@ -45,14 +45,15 @@ def _make(*shape: int, grad: bool = False, dtype: torch.dtype = torch.float32) -
 def calls() -> dict[str, tuple[str, Call]]:
     """By name: the kernel that is broken, and a call of it."""
     x, w, images, kernel = _make(4100, 64), _make(256, 64), _make(8, 16, 96, 96), _make(16, 16, 3, 3)
-    wide, q, table = _make(1100, 1024), _make(2, 8, 1030, 64), _make(40_000, 32)
+    wide, table = _make(1100, 1024), _make(40_000, 32)
+    q, k, v = (_make(2, 4, 720, 64) for _ in range(3))
     half, low = _make(4100, 64, dtype=torch.bfloat16), _make(256, 64, dtype=torch.bfloat16)
     index, summed = torch.randint(40_000, (64, 600)).cuda(), _make(64, 130, 150)
     return {
         "linear": ("mm", lambda: F.linear(x, w)),
         "linear, bfloat16": ("mm", lambda: F.linear(half, low)),
         "conv2d": ("convolution", lambda: F.conv2d(images, kernel, padding=1)),
-        "attention": ("scaled_dot_product", lambda: F.scaled_dot_product_attention(q, q, q)),
+        "attention": ("scaled_dot_product", lambda: F.scaled_dot_product_attention(q, k, v)),
         "layer_norm": ("native_layer_norm", lambda: F.layer_norm(wide, (1024,))),
         "softmax": ("_softmax", lambda: F.softmax(wide, -1)),
         "gelu": ("gelu", lambda: F.gelu(wide)),

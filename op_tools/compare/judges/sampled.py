@@ -119,11 +119,12 @@ class Sampled(Judge):
 
     def _take(self, taken: _Taken, kind: Kind, live: Any) -> None:
         """Copy arguments that a call is about to write to, or slices of them."""
-        affordable = sum([t.nbytes for t in live.tensors]) <= _MAX_COPIED
-        if affordable and not kind.axes.lists and not kind.random:
+        chosen = kind.chosen(kind.forward(), kind.tensors)
+        whole = not kind.axes.lists and not kind.random and sum([t.nbytes for t in live.tensors]) <= _MAX_COPIED
+        if whole and self._ranks(chosen):
             taken.copies = copies(live.tensors)
         else:
-            taken.index = kind.chosen(kind.forward(), kind.tensors).index(live.device)
+            taken.index = chosen.index(live.device)
             taken.before = slices(kind, cut_arguments(kind, live.tensors, taken.index), taken.index)
 
     def _find(self, call: ComparedCall) -> Kind | Total | None:
@@ -186,13 +187,17 @@ class Sampled(Judge):
         with self._lock:
             return self._numbers.setdefault(key, _FIRST_NUMBER + len(self._numbers))
 
+    def _ranks(self, chosen: Chosen) -> bool:
+        """Whether all elements of the next call take part on the device."""
+        chosen.ranked += 1
+        return chosen.ranked <= _ALWAYS_RANKED or not self._rng.randrange(_RANKED_OF)
+
     def _suspects(
         self, kind: Kind, chosen: Chosen, job: Job, call: suspects.Call, index: Index, fixed: Iterable[str | None] = ()
     ) -> Index:
         """These places, with those that stand out on the device."""
         some = chosen.some.difference(fixed)
-        chosen.ranked += 1
-        if not some or (chosen.ranked > _ALWAYS_RANKED and self._rng.randrange(_RANKED_OF)):
+        if not some:
             return index
         call = call._replace(each=chosen.more or 1)
         try:
@@ -258,7 +263,9 @@ class Sampled(Judge):
             earlier = taken.copies or live.tensors
             chosen = kind.chosen(cut, kind.tensors)
             whole = suspects.Call(call.function, kind.value(earlier), earlier, call.region.rounded_to, live.results)
-            index = self._suspects(kind, chosen, job, whole, chosen.index(live.device))
+            index = chosen.index(live.device)
+            if taken.copies or self._ranks(chosen):
+                index = self._suspects(kind, chosen, job, whole, index)
             before = slices(kind, cut_arguments(kind, earlier, index), index)
             if taken.copies:
                 taken.index, taken.before, taken.copies = index, before, ()
@@ -380,7 +387,8 @@ class Sampled(Judge):
         if ready is None and (lost or chosen.elements > _MAX_WHOLE):
             return None
         projected = taken.projected.get(some[0])
-        if (ready is None or projected is not None) and not kind.axes.fixed_gradient:
+        ranks = (ready is None or projected is not None) and not kind.axes.fixed_gradient
+        if ranks and self._ranks(chosen):
             gradients = {n: g for n in some if (g := found[n]) is not None}
             region, value = job.call.region, kind.value(tensors)
             whole = suspects.Call(job.call.function, value, tensors, region.rounded_to, (), sent, gradients, projected)
