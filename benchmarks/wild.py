@@ -41,7 +41,7 @@ REASONS = {
     "a download": r"URLError|ConnectionError|Temporary failure in name|HTTPError|Name or service not known|"
     r"MaxRetryError|ProxyError|Couldn't connect|LocalEntryNotFoundError|OfflineModeIsEnabled|couldn't connect to",
     "CUDA source": r"of CUDA source|nvcc|CUDA_HOME|selective_scan_cuda|causal_conv1d_cuda",
-    "its own bug": r"binary mode of fromstring is removed|TypeError: unhashable type",
+    "its own bug": r"binary mode of fromstring is removed|TypeError: unhashable type|KeyError: 'final_obs",
 }
 SEED = """
 import importlib.util, os, random
@@ -75,7 +75,8 @@ class Command:
 
     @property
     def name(self) -> str:
-        return f"{self.project.split('/')[1]}: {' '.join(self.run)}"
+        where = self.project.split("/")[1] + ("" if self.cwd == "." else f"/{self.cwd}")
+        return f"{where}: {' '.join(self.run)}"
 
     @property
     def script(self) -> str:
