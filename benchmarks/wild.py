@@ -36,11 +36,12 @@ LOSS = r"loss[^0-9\n]{0,20}?(-?\d+\.\d+(?:e[-+]?\d+)?)"
 TEXT = "the quick brown fox jumps over the lazy dog and then sleeps in the warm sun; " * 40
 # Reasons that lie outside of the device layer, by what the last lines of the output say.
 REASONS = {
+    "Triton": r"No module named 'triton|[Tt]riton (?:is|was) not|needs? Triton",
     "no package": r"ModuleNotFoundError: No module named|PackageNotFoundError|ImportError: .*(?:requires|install)",
     "a download": r"URLError|ConnectionError|Temporary failure in name|HTTPError|Name or service not known|"
     r"MaxRetryError|ProxyError|Couldn't connect|LocalEntryNotFoundError|OfflineModeIsEnabled|couldn't connect to",
     "CUDA source": r"of CUDA source|nvcc|CUDA_HOME|selective_scan_cuda|causal_conv1d_cuda",
-    "Triton": r"[Tt]riton",
+    "its own bug": r"binary mode of fromstring is removed|TypeError: unhashable type|KeyError: 'final_obs",
 }
 SEED = """
 import importlib.util, os, random
@@ -74,7 +75,8 @@ class Command:
 
     @property
     def name(self) -> str:
-        return f"{self.project.split('/')[1]}: {' '.join(self.run)}"
+        where = self.project.split("/")[1] + ("" if self.cwd == "." else f"/{self.cwd}")
+        return f"{where}: {' '.join(self.run)}"
 
     @property
     def script(self) -> str:
@@ -284,7 +286,7 @@ def why(output: str) -> tuple[str, str]:
     tail = "\n".join(rows[-60:])
     last = errors[-1] if errors else rows[-1] if rows else ""
     for reason, pattern in REASONS.items():
-        if re.search(pattern, last) or (reason != "Triton" and re.search(pattern, tail)):
+        if re.search(pattern, tail):
             return reason, last[:200]
     return "device layer?", last[:200]
 

@@ -27,9 +27,7 @@ def install(ledger: Ledger, devices: Devices) -> None:
             if frame is None:
                 original(message)
                 return
-            # Filters and "once per line" go by the user's module, too.
-            sys.modules[__name__.rpartition(".")[0] + ".tensors"].__dict__.pop("__warningregistry__", None)
-            warnings.warn_explicit(
+            warnings.warn_explicit(  # so that filters and "once per line" go by the user's module, too
                 message.message,
                 message.category,
                 frame.f_code.co_filename,
@@ -53,6 +51,8 @@ def _caller() -> Any:
     while frame is not None and (not _ours(frame.f_code.co_filename) or _is_warning(frame)):
         frame = frame.f_back
     while frame is not None and _ours(frame.f_code.co_filename):
+        if frame.f_globals.get("__name__", "").startswith("ditorch."):
+            frame.f_globals.pop("__warningregistry__", None)  # where Python notes that it was told for our line
         frame = frame.f_back
     return frame
 

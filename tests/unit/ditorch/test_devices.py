@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -81,3 +82,24 @@ def test_collective_names_alone_and_in_pairs() -> None:
 @given(st.text(alphabet="abcdefgh_", min_size=1).filter(lambda name: name != "nccl"))
 def test_other_collectives_are_left_alone(name: str) -> None:
     assert Names("npu", "hccl").real(name) == name
+
+
+def test_a_vendor_that_cannot_share_refuses_when_a_tensor_is_put() -> None:
+    from multiprocessing import Queue
+    from types import SimpleNamespace
+    from typing import Any
+
+    from ditorch.errors import UnsupportedError
+    from ditorch.patching import Ledger
+    from ditorch.redirect import sharing
+
+    ledger, queue = Ledger(), Queue()
+    devices: Any = SimpleNamespace(type="meta", backend=Backend("acme", "Acme", "meta"))
+    sharing._refuse_at_put(ledger, devices)
+    try:
+        with pytest.raises(UnsupportedError, match=r"Queue.put of a device tensor .* Acme .* send tensor.cpu\(\)"):
+            queue.put({"x": [torch.empty(2, device="meta")]})
+        queue.put(torch.ones(2))
+    finally:
+        ledger.undo_all()
+        queue.cancel_join_thread()
