@@ -85,6 +85,8 @@ def match(ours: inspect.Signature, theirs: inspect.Signature) -> dict[str, str |
         if other.kind is other.POSITIONAL_ONLY or _means_the_same(parameter, other):
             found[parameter.name] = other.name
             taken.add(other.name)
+    if inspect.Parameter.VAR_POSITIONAL in kinds and None in found.values() and not takes_all:
+        return None  # it takes anything by position: handed on as it is
     if takes_all:
         found = {name: target or name for name, target in found.items()}
     if _agree(plain, vendor, found, takes_all):

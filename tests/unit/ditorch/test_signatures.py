@@ -31,6 +31,7 @@ def cuda_event(enable_timing: bool = False, blocking: bool = False, external: bo
 def test_signatures_that_agree_cost_nothing() -> None:
     assert adapt(DEVICES, "f", cuda_name, lambda device=None, extra=1: device) is None
     assert adapt(DEVICES, "f", cuda_name, lambda *args, **kwargs: args) is None
+    assert adapt(DEVICES, "f", cuda_name, lambda *args: args) is None
 
 
 def test_a_parameter_of_another_name_is_renamed() -> None:

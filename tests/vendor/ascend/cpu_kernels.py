@@ -35,11 +35,13 @@ _OWN = {
 
 
 def enter() -> torch.library.Library:
-    """Register a CPU kernel for every ATen operator of the device; keep what is returned.
+    """Register a CPU kernel for every ATen operator of the device, once in a process.
 
     Example: ``kernels = enter()`` at the start of a process
     """
-    library = torch.library.Library("aten", "IMPL")
+    if "library" in _saved:
+        return _saved["library"]
+    library = _saved["library"] = torch.library.Library("aten", "IMPL")
     _saved["copy"] = torch.library.get_kernel(aten.copy_.default, "PrivateUse1")
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in torch._C._dispatch_get_all_op_names():
