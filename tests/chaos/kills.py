@@ -71,7 +71,10 @@ def ended(tool: str, number: int, folder: Path, choose: random.Random, disk: int
             os._exit(code)
     killed = 0.0
     if number:
-        time.sleep(choose.uniform(0.05, 2.5))
+        notes, deadline = folder.with_suffix(".steps"), time.monotonic() + 120
+        while time.monotonic() < deadline and not (notes.exists() and notes.stat().st_size):
+            time.sleep(0.02)  # its first step
+        time.sleep(choose.uniform(0.0, 2.5))
         killed = time.monotonic()
         os.kill(child, number)
     os.waitpid(child, 0)

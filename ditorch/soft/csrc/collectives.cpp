@@ -150,13 +150,14 @@ class SoftBackend final : public c10d::Backend {
   const std::string getBackendName() const override {
     return "softccl";
   }
-  // Younger releases of PyTorch have it in the base class, which it then overrides.
-  void setTimeout(std::chrono::milliseconds timeout) {
-    [&](auto& inner) {
-      if constexpr (requires { inner.setTimeout(timeout); }) {
-        inner.setTimeout(timeout);
-      }
-    }(*inner_);
+  void setTimeout(std::chrono::milliseconds timeout)
+#if SOFT_TORCH_AT_LEAST(2, 8)
+      override
+#endif
+  {
+#if SOFT_TORCH_AT_LEAST(2, 8)
+    inner_->setTimeout(timeout);
+#endif
   }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options = {}) override {

@@ -162,6 +162,21 @@ def test_a_process_that_is_killed_while_it_works(device: str, one_process: Any) 
     assert rows == ["right"] * 2 * calls, "they are compared here"
 
 
+def test_a_process_that_was_stopped_does_not_keep_the_run_from_ending(
+    device: str, one_process: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (helper,) = one_process.judge(Workers).pool._processes
+    os.kill(helper.process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(compare_pool, "_STALLED_SECONDS", 1.0)
+    x = torch.randn(64, 64, device=device)
+    for _ in range(10):
+        x = torch.tanh(x)
+    one_process.wait()
+    assert helper.ended
+    rows = [row["verdict"] for row in one_process.records() if "tanh" in row["name"]]
+    assert rows == ["right"] * 20, "they are compared here"
+
+
 def test_a_process_that_exits_while_it_is_sent_a_call(device: str, one_process: Any) -> None:
     pool = one_process.judge(Workers).pool
     (helper,) = pool._processes
