@@ -278,7 +278,7 @@ FAULTS = [
     *[f"{op}: inf, phase=backward" for op in ("mm", "gelu_backward")],
     *["addmm: noise=1e-2, nth=5", "gelu: element=0.5, nth=3", "mm: nan, nth=7", "gelu: overflow=0.1"],
     *[
-        "gelu: noise=1e-3, nth=2",
+        "gelu: noise=1e-2, nth=2",
         "mm: element=0.5, nth=4",
         "native_layer_norm: nan, nth=4",
     ],
