@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import weakref
@@ -272,8 +273,8 @@ class Recorder:
         """Give the gradients of parameters their names."""
         for name, module, reference in self._parameters:
             parameter = reference()
-            grad: Tensor | None = None if parameter is None else parameter.grad
-            if grad is not None:
+            if parameter is not None and parameter.grad is not None:
+                grad: Tensor = parameter.grad
                 self._names[id(grad)] = (weakref.ref(grad), f"{name}.grad", columns.GRADIENT, module)
                 known = self._known.get(id(grad))
                 if known is None or known() is not grad or known.version != _version(grad):
@@ -330,7 +331,7 @@ def writer_world() -> tuple[int, int]:
     """This rank and how many there are (`writer_world() == (0, 1)`)."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1
+    return int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)  # of torchrun, before it is joined
 
 
 def storage_of(tensor: Tensor) -> int:
