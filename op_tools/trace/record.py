@@ -15,6 +15,7 @@ import torch
 
 from ..call.description import Described, Group, Tensor, TensorMeta, short
 from ..call.devices import accelerator_type, module_of
+from ..compat import storage_id
 from . import format as columns
 from .format import BACKWARD, FORWARD, OPTIMIZER, OUTPUT, TraceWriter
 from .places import ModuleNames, Place, Sharding, sharding_of, stack_of_call
@@ -80,8 +81,8 @@ class Recorder:
             settings = " ".join(module.extra_repr().split())[:_MAX_TEXT]
         self.writer.add("modules", (number, parent, text(path), text(type(module).__name__), text(settings)))
         groups: tuple[tuple[int, Iterable[tuple[str, Any]]], ...] = (
-            (columns.PARAMETER, module._parameters.items()),
-            (columns.BUFFER, module._buffers.items()),
+            (columns.PARAMETER, module.named_parameters(recurse=False)),
+            (columns.BUFFER, module.named_buffers(recurse=False)),
         )
         for kind, members in groups:
             for name, tensor in members:
@@ -337,7 +338,7 @@ def writer_world() -> tuple[int, int]:
 def storage_of(tensor: Tensor) -> int:
     """A number for the memory of a tensor, 0 where it has none (`storage_of(x) == storage_of(x[1:])`)."""
     try:
-        return torch._C._storage_id(tensor)  # type: ignore[attr-defined,no-any-return]
+        return int(storage_id(tensor))
     except Exception:
         return _NO_STORAGE
 
