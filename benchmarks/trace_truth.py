@@ -121,7 +121,8 @@ def keys(graph: Graph, renamed: dict[str, str] | None = None) -> dict[Any, int]:
             shape = [graph.look(t)["shape"] for t in graph.outputs(operator).tolist()[:1]]
             key = (*key, *shape, *(_moved(graph.tensor_title(t), renamed) for t in graph.inputs(operator).tolist()[:1]))
         seen[key] += 1
-        found[(*key, seen[key])] = operator
+        full = (*key, seen[key])
+        found[full] = operator
     return found
 
 
