@@ -62,6 +62,7 @@ class Recorder:
         self.modules = ModuleNames(self._register)
         self.world = writer_world()
         self.operators = 0
+        self.last_module = -1  # of the last backward: autograd adds up what that sends
         known = self._known
 
         def forget(reference: _Known) -> None:
@@ -255,6 +256,7 @@ class Recorder:
 
     def gradients(self, operator: int, module: int, tensors: Sequence[Tensor | None]) -> None:
         """Note the gradients that the backward of a call sent to its inputs."""
+        self.last_module = module
         numbers = []
         for place, tensor in enumerate(tensors):
             if tensor is None:
