@@ -108,7 +108,7 @@ class OpTrace(Tool):
         elif place.optimizer:
             phase = columns.OPTIMIZER
         with recorder.lock:
-            module = recorder.module_of(place)
+            module = recorder.last_module if traits.by_engine else recorder.module_of(place)
             inputs, written = None, list[Tensor]()
             noted = call.notes.pop(self, None)
             if noted is not None:

@@ -200,8 +200,8 @@ def _match_children(one: _Tree, two: _Tree, a: int, b: int, found: dict[int, int
             m, n = mine[i], theirs[j]
             if one.class_of[m] != two.class_of[n]:
                 return 0.5 if one.word[m] == two.word[n] else _NEVER
-            same_name = 0.3 * (one.word[m] == two.word[n])
-            return 1.0 + (one.settings[m] == two.settings[n]) + same_name + _shared(values_one[m], values_two[n])
+            looks = 1.0 + float(one.settings[m] == two.settings[n]) + 0.3 * float(one.word[m] == two.word[n])
+            return looks + _shared(values_one[m], values_two[n])
 
         chosen = [(mine[i], theirs[j]) for i, j in aligned(len(mine), len(theirs), score)]
     for m, n in chosen:
@@ -223,7 +223,7 @@ def _shared(first: dict[str, Any], second: dict[str, Any]) -> float:
         apart = np.linalg.norm(row[:PROJECTIONS] - other[:PROJECTIONS])
         size = np.linalg.norm(row[:PROJECTIONS]) + np.linalg.norm(other[:PROJECTIONS])
         alike += float(apart <= 0.05 * size)
-    return 3.0 * alike / votes if votes else 0.0
+    return float(3.0 * alike / votes) if votes else 0.0
 
 
 # -- sequences --------------------------------------------------------------------------------------------

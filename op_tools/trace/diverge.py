@@ -23,6 +23,7 @@ from .prints import distance, smallest_step
 _UNITS: Final = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11}
 _SINGLE: Final = 2.0**-24
 _ESTIMATE: Final = 2.0  # by how much eight projections may misjudge a distance
+_ONE_ELEMENT: Final = 2.5  # units between two right roundings of one number: 2, and what float32 sums add
 _COMPOSITE: Final = 4.0  # roundings inside functions of several steps
 _NORM, _LOW, _HIGH, _NAN, _INF = range(PROJECTIONS + 1, PROJECTIONS + 6)
 _PRODUCTS: Final = frozenset(
@@ -101,7 +102,7 @@ def numbers_of(alignment: Alignment) -> Numbers:
         elif apart and not relative_in[pair]:
             step = smallest_step(left, right)
             largest = max(abs(left[_LOW]), abs(left[_HIGH]), abs(right[_LOW]), abs(right[_HIGH]))
-            single = max(2.0 * _ESTIMATE * own[pair] * unit * largest, 16.0 * _SINGLE * largest)
+            single = max(_ONE_ELEMENT * own[pair] * unit * largest, 16.0 * _SINGLE * largest)
             if step > single:
                 parted[pair] = True
                 reason[pair] = f"few elements differ, by {step:.3g} or more; the largest is {largest:.3g}"

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from ..call.description import held_by
 from ..call.site import is_user_code, text_of
 from ..compat import MODULE_CALL
 
@@ -88,9 +89,9 @@ def sharding_of(tensor: torch.Tensor) -> Sharding | None:
     """How a DTensor is spread; None for other tensors (`sharding_of(torch.ones(2)) is None`)."""
     placements = getattr(tensor, "placements", None)
     mesh: Any = getattr(tensor, "device_mesh", None)
-    local = getattr(tensor, "_local_tensor", None)
-    if placements is None or mesh is None or not isinstance(local, torch.Tensor):
+    if placements is None or mesh is None:
         return None
+    (local,) = held_by(tensor)
     coordinate: Sequence[int] = mesh.get_coordinate() or [0] * mesh.ndim
     at, size = [0] * tensor.dim(), list(tensor.shape)
     for axis, placement in enumerate(placements):

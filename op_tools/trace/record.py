@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import weakref
@@ -14,6 +15,7 @@ import torch
 
 from ..call.description import Described, Group, Tensor, TensorMeta, short
 from ..call.devices import accelerator_type, module_of
+from ..compat import storage_id
 from . import format as columns
 from .format import BACKWARD, FORWARD, OPTIMIZER, OUTPUT, TraceWriter
 from .places import ModuleNames, Place, Sharding, sharding_of, stack_of_call
@@ -60,6 +62,7 @@ class Recorder:
         self.modules = ModuleNames(self._register)
         self.world = writer_world()
         self.operators = 0
+        self.last_module = -1  # of the last backward: autograd adds up what that sends
         known = self._known
 
         def forget(reference: _Known) -> None:
@@ -79,8 +82,8 @@ class Recorder:
             settings = " ".join(module.extra_repr().split())[:_MAX_TEXT]
         self.writer.add("modules", (number, parent, text(path), text(type(module).__name__), text(settings)))
         groups: tuple[tuple[int, Iterable[tuple[str, Any]]], ...] = (
-            (columns.PARAMETER, module._parameters.items()),
-            (columns.BUFFER, module._buffers.items()),
+            (columns.PARAMETER, module.named_parameters(recurse=False)),
+            (columns.BUFFER, module.named_buffers(recurse=False)),
         )
         for kind, members in groups:
             for name, tensor in members:
@@ -253,6 +256,7 @@ class Recorder:
 
     def gradients(self, operator: int, module: int, tensors: Sequence[Tensor | None]) -> None:
         """Note the gradients that the backward of a call sent to its inputs."""
+        self.last_module = module
         numbers = []
         for place, tensor in enumerate(tensors):
             if tensor is None:
@@ -272,8 +276,8 @@ class Recorder:
         """Give the gradients of parameters their names."""
         for name, module, reference in self._parameters:
             parameter = reference()
-            grad: Tensor | None = None if parameter is None else parameter.grad
-            if grad is not None:
+            if parameter is not None and parameter.grad is not None:
+                grad: Tensor = parameter.grad
                 self._names[id(grad)] = (weakref.ref(grad), f"{name}.grad", columns.GRADIENT, module)
                 known = self._known.get(id(grad))
                 if known is None or known() is not grad or known.version != _version(grad):
@@ -330,13 +334,13 @@ def writer_world() -> tuple[int, int]:
     """This rank and how many there are (`writer_world() == (0, 1)`)."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return 0, 1
+    return int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)  # of torchrun, before it is joined
 
 
 def storage_of(tensor: Tensor) -> int:
     """A number for the memory of a tensor, 0 where it has none (`storage_of(x) == storage_of(x[1:])`)."""
     try:
-        return torch._C._storage_id(tensor)  # type: ignore[attr-defined,no-any-return]
+        return int(storage_id(tensor))
     except Exception:
         return _NO_STORAGE
 

@@ -107,6 +107,7 @@ class Config:
         for option in options:
             key, equals, value = option.partition("=")
             key = re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", key)
+            key = "train.graph_debug" if key == "train.graph.debug" else key
             if not equals:
                 raise ConfigError(f"{option!r}: an override is key=value, as in train.lr=4e-4")
             if key not in known:

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, enable_grad, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-MODULES, OPERATORS = 1, 2
-"""Levels of ``graph.debug``: modules with their tensors, and the operators they call as well."""
+from op_tools.tools.trace import OpTrace
+from op_tools.trace.diff import load
+from op_tools.trace.graph import Graph
+from op_tools.trace.show import STACKS, lines
+
+MODULES, OPERATORS, WHOLE = 1, 2, 3
+"""Levels of ``graph.debug``: modules with their tensors, operators of forward, and all with stacks and memory."""
+
+
+def list_whole(loss: Callable[[], Tensor], write: Callable[[str], None]) -> None:
+    """List a forward and a backward pass as ``op_tools trace show -v 3`` does: who made what, where, and its memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        with enable_grad(), OpTrace(to=folder, prints=False, stacks=2):
+            loss().backward()
+        for line in lines(Graph(load(Path(folder))), STACKS):
+            write(line)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from . import checkpoint, schedules
 from .config import Config, ConfigError
 from .data import CharCorpus, windows
 from .events import Event, Metrics, Window, plot_losses, say
-from .graph import MODULES, listed
+from .graph import MODULES, WHOLE, list_whole, listed
 from .parallel import Ranks, share_of_batch, spread
 
 log = logging.getLogger("rwkv.engine.trainer")
@@ -291,8 +291,14 @@ class Trainer:
         run = self.model if self.strategy == "ddp" else self.parallel
         compiled = self.model.__dict__.pop("from_embedding", None)
         silent = self.ranks.rank != 0
-        with listed(self.model, self.options.graph_debug, (lambda line: None) if silent else say), self.precision():
-            run(*self.sample(self.iteration, *self.share))
+        write = (lambda line: None) if silent else say
+        if self.options.graph_debug >= WHOLE:
+            with self.precision():
+                list_whole(lambda: run(*self.sample(self.iteration, *self.share)), write)
+            self.model.zero_grad()
+        else:
+            with listed(self.model, self.options.graph_debug, write), self.precision():
+                run(*self.sample(self.iteration, *self.share))
         if compiled is not None:
             self.model.from_embedding = compiled
 

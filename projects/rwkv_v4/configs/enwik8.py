@@ -41,7 +41,7 @@ train = {
     "deterministic": False,
     "compile": None,  # true, false, or null: where the device is a GPU
     "compile_mode": "default",
-    "graph_debug": -1,  # 1 lists the modules and parameters, 2 the operators too, of one forward pass
+    "graph_debug": -1,  # 1 lists modules and parameters, 2 operators too, of a forward pass; 3 backward and memory
     "load_weight": None,
     "checkpoint": {"period": 1000, "keep": 2},
     "evaluation": {"period": 0, "split": "valid", "batch_size": 8, "max_batches": None, "at_end": True},
