@@ -231,7 +231,7 @@ def reusable_results() -> int:
 
 conj_view: Final = torch._conj
 neg_view: Final = torch._neg_view
-storage_id: Final = torch._C._storage_id  # the same for tensors over one storage; makes no Python object for it  # type: ignore[attr-defined]
+storage_id: Final = torch._C._storage_id  # type: ignore[attr-defined]  # one number per storage, no Python object
 storage_class_names: Final = _dtype_to_storage_type_map
 aten_operator_names: Final = torch._C._dispatch_get_all_op_names  # "aten::add.Tensor", and those of other libraries
 foreach_norm: Final = torch._foreach_norm
