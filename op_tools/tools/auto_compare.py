@@ -169,7 +169,7 @@ class OpAutoCompare(Tool):
             call.op,
             getattr(call.function, "op_tools_function", call.function),
             call.traits,
-            Site(call.location, self._module_of(call), call.step),
+            Site(call.location, _module_of(self, call), call.step),
             Region(device, around is None and torch.is_grad_enabled(), low),
             (call.inputs.number, 0),
             live=call,
@@ -198,21 +198,6 @@ class OpAutoCompare(Tool):
             compared.drawn = self._repeater.before(call)
         if self._chooses:
             self._chooser.spend(kind, time.perf_counter() - started)
-
-    def _module_of(self, call: Call) -> str:
-        """The module that made a call; of a sum of gradients, that of the call whose result they are gradients of."""
-        if call.inside is not None:
-            return call.inside.module
-        if not call.traits.by_engine:
-            frame: FrameType | None = sys._getframe(2)
-            for _ in range(MAX_MODULE_FRAMES):
-                if frame is None or frame.f_code is MODULE_CALL:
-                    break
-                frame = frame.f_back
-            return "" if frame is None else module_path_at(frame)
-        maker = call.notes["maker"]
-        compared: ComparedCall | None = None if maker is None else maker.notes.get(self)
-        return "" if compared is None else compared.site.module
 
     def looked_inside(self, call: Call, found: bool) -> None:
         self._chooser.pass_on(call.notes.get((self, "kind")))
@@ -421,6 +406,22 @@ class OpAutoCompare(Tool):
     def decode_row(self, row: dict[str, Any]) -> None:
         row.pop("described", None)
         row["allclose"] = bool(row["allclose"])
+
+
+def _module_of(tool: OpAutoCompare, call: Call) -> str:
+    """The module that made a call; of a sum of gradients, that of the call whose result they are gradients of."""
+    if call.inside is not None:
+        return call.inside.module
+    if not call.traits.by_engine:
+        frame: FrameType | None = sys._getframe(2)
+        for _ in range(MAX_MODULE_FRAMES):
+            if frame is None or frame.f_code is MODULE_CALL:
+                break
+            frame = frame.f_back
+        return "" if frame is None else module_path_at(frame)
+    maker = call.notes["maker"]
+    compared: ComparedCall | None = None if maker is None else maker.notes.get(tool)
+    return "" if compared is None else compared.site.module
 
 
 def _why_unknown(call: Call, sent: Sequence[Tensor | None], found: Sequence[Tensor | None]) -> str:

@@ -44,7 +44,32 @@ _FINDING_COLUMNS = {
 TOOLS: dict[str, type[Tool]] = {}  # all that are defined, by name
 
 
-class Tool(Hooks):
+class Shown(Hooks):
+    """How notebooks and consoles show the records of a tool."""
+
+    def records(self) -> list[dict[str, Any]]:
+        """What was recorded, one dict per row."""
+        raise NotImplementedError
+
+    def to_pandas(self) -> Any:
+        """The records as a DataFrame; needs pandas (`tool.to_pandas().groupby("op")`)."""
+        try:
+            import pandas
+        except ImportError:
+            raise ImportError("to_pandas() needs pandas: pip install pandas, or use records()") from None
+        return pandas.DataFrame(self.records())
+
+    def _repr_html_(self) -> str:
+        rows = self.records()[:_MAX_SHOWN]
+        if not rows:
+            return f"<p>{self.name}: no records</p>"
+        return console.html_table(list(rows[0]), [list(row.values()) for row in rows])
+
+    def __rich__(self) -> Any:
+        return console.rich_table(self.name, self.records()[:_MAX_SHOWN])
+
+
+class Tool(Shown):
     """A tool that works on operator calls between `start()` and `stop()`.
 
     A subclass with a `name` of its own is a tool of `op_tools run`; one with a `feature` is one of `apply_feature`.
@@ -384,23 +409,6 @@ class Tool(Hooks):
     def decode_row(self, row: dict[str, Any]) -> None:
         """Turn one stored row into what users get."""
         row.pop("described", None)
-
-    def to_pandas(self) -> Any:
-        """The records as a DataFrame; needs pandas (`tool.to_pandas().groupby("op")`)."""
-        try:
-            import pandas
-        except ImportError:
-            raise ImportError("to_pandas() needs pandas: pip install pandas, or use records()") from None
-        return pandas.DataFrame(self.records())
-
-    def _repr_html_(self) -> str:
-        rows = self.records()[:_MAX_SHOWN]
-        if not rows:
-            return f"<p>{self.name}: no records</p>"
-        return console.html_table(list(rows[0]), [list(row.values()) for row in rows])
-
-    def __rich__(self) -> Any:
-        return console.rich_table(self.name, self.records()[:_MAX_SHOWN])
 
 
 def _as_json(**described: Described) -> dict[str, Any]:
