@@ -172,7 +172,11 @@ class CapturedOp:
             modes.enter_context(torch.set_grad_enabled(self.region.grad_enabled))
             if self.region.autocast is not None:
                 modes.enter_context(torch.autocast(self.device.type, dtype=self.region.autocast))
-            if self.traits.factory and self.kwargs.get("device") is None and not any(tensors_in(self.args)):
+            if (
+                self.traits.factory
+                and self.kwargs.get("device") is None
+                and not any(True for _ in tensors_in(self.args))
+            ):
                 modes.enter_context(self.device)
             modes.enter_context(around or contextlib.nullcontext())
             self.result = self.function(*self.args, **self.kwargs)

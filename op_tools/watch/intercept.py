@@ -59,13 +59,11 @@ class Call:
         self, traits: OpTraits, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.id = 0
-        self.traits = traits
-        self.op = traits.name
+        self.traits, self.op = traits, traits.name
         self.function = function
         self.args, self.kwargs = args, kwargs
         self.result: Any = None
-        self.location = ""
-        self.step = 0
+        self.location, self.step = "", 0
         self.inputs: Described = _NOTHING
         self.outputs: Described = _NOTHING
         self.tensors: list[Tensor] = []  # all among the arguments, in order
