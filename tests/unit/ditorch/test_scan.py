@@ -39,7 +39,7 @@ def found(source: str, judge: Judge = ASCEND) -> dict[str, str]:
         ("dist.init_process_group(backend='cpu:gloo,cuda:nccl')", "'nccl'", "mapped"),
         ("import torch\ntorch.backends.cudnn.benchmark = True", "torch.backends.cudnn.benchmark", "hint"),
         ("import torch\ntorch.cuda.FloatTensor(3)", "torch.cuda.FloatTensor", "mapped"),
-        ("import torch\ntorch.cuda.CUDAGraph()", "torch.cuda.CUDAGraph", "unsupported"),
+        ("import torch\ntorch.cuda.CUDAGraph()", "torch.cuda.CUDAGraph", "emulated"),
         ("import triton", "triton", "unsupported"),
         ("from flash_attn import flash_attn_func", "flash_attn", "unsupported"),
         ("os.environ['CUDA_VISIBLE_DEVICES']", "CUDA_VISIBLE_DEVICES", "mapped"),
