@@ -234,7 +234,6 @@ class _Worker:
 _START_SECONDS: Final = 300.0  # in which a worker must have started
 _SAFE_MODULES: Final = ("op_tools.", "pathlib", "_codecs")
 _SAFE_NAMES: Final = {
-    ("torch", "device"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("builtins", "getattr"),  # never called: dtypes are pickled by name
@@ -245,6 +244,8 @@ class _Answer(pickle.Unpickler):
     """Reads what a worker sends. A capture may have taken the worker over: only plain data is accepted from it."""
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch", "device"):
+            return _device
         if module.startswith(_SAFE_MODULES) or (module, name) in _SAFE_NAMES:
             found = super().find_class(module, name)
             if isinstance(found, type) or module == "torch.serialization":
@@ -252,6 +253,14 @@ class _Answer(pickle.Unpickler):
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise pickle.UnpicklingError(f"a worker sent {module}.{name}")
+
+
+def _device(*parts: Any) -> Any:
+    """The device of a tensor that was described; its name where only the workers know such a device."""
+    try:
+        return torch.device(*parts)
+    except RuntimeError:
+        return ":".join(map(str, parts))
 
 
 def _can_fork() -> bool:
