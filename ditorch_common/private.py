@@ -55,15 +55,18 @@ def is_trusted(file: Path) -> bool:
     return stat.S_ISREG(found.st_mode) and _is_mine(found) and not _others_may_write(found) and is_private(file.parent)
 
 
-def private_folder(wanted: Path | None, name: str) -> Path:
+def private_folder(wanted: Path | None, name: str, elsewhere: bool = True) -> Path:
     """The folder itself if it is private, else one for this user in it, else one in the temporary directory.
+
+    Without `elsewhere` it is below `wanted`, or OSError.
 
     >>> private_folder(Path("/root/.cache/ditorch"), "ditorch")  # doctest: +SKIP
     """
     if wanted is not None and is_private(wanted):
         return wanted
     others = [wanted / f"user-{os.geteuid()}"] if wanted is not None else []
-    for folder in (*others, Path(tempfile.gettempdir()) / f"{name}-{os.geteuid()}"):
+    others += [Path(tempfile.gettempdir()) / f"{name}-{os.geteuid()}"] if elsewhere else []
+    for folder in others:
         with contextlib.suppress(OSError):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):

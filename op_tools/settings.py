@@ -150,6 +150,14 @@ def rank() -> int:
     return int(text) if text.isdigit() else 0
 
 
+def world_size() -> int:
+    """How many ranks there are, 1 when nothing is distributed (`world_size() == 1`)."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    text = os.environ.get("WORLD_SIZE", "1")
+    return int(text) if text.isdigit() else 1
+
+
 def process_label() -> str:
     """Names this process in file names: its pid, with the rank where there are several (`"4711"`)."""
     world = os.environ.get("WORLD_SIZE", "1")

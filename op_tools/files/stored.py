@@ -65,7 +65,7 @@ class CaptureStore:
                 else:
                     self._add(facts, start, len(line))
             except Damaged:
-                damaged += 1
+                damaged, end = damaged + 1, end + (not whole)
             except ArchiveError:
                 raise
             except (ValueError, TypeError, KeyError, RecursionError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 import weakref
@@ -13,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from .. import settings
 from ..call.description import Described, Group, Tensor, TensorMeta, short
 from ..call.devices import accelerator_type, module_of
 from ..compat import storage_id
@@ -332,9 +332,7 @@ _PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer
 
 def writer_world() -> tuple[int, int]:
     """This rank and how many there are (`writer_world() == (0, 1)`)."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank(), torch.distributed.get_world_size()
-    return int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)  # of torchrun, before it is joined
+    return settings.rank(), settings.world_size()
 
 
 def storage_of(tensor: Tensor) -> int:

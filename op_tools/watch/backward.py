@@ -232,7 +232,7 @@ class _Backward:
 
     __slots__ = (
         *("asked", "call", "differentiated", "grad_inputs", "grad_outputs", "gradients", "heard", "listeners", "mixed"),
-        *("nodes", "passed_on", "queued", "sent", "sizes", "stand_ins", "starters"),
+        *("makes_graph", "nodes", "passed_on", "queued", "sent", "sizes", "stand_ins", "starters"),
     )
 
     def __init__(self, call: Call, listeners: tuple[Hooks, ...], outputs: int, inputs: int) -> None:
@@ -244,6 +244,7 @@ class _Backward:
                 self.gradients = True
         self.nodes = 0
         self.stand_ins = False
+        self.makes_graph = False  # a pass, this one or an earlier one, makes a graph of its own
         self.differentiated = False  # the graph of an earlier pass may lead into these nodes
         self.sizes = (outputs, inputs)
         self.heard: set[int] | None = None
@@ -251,10 +252,9 @@ class _Backward:
     def hear(self, hook: _Hook, to_inputs: Sequence[Any], from_outputs: Sequence[Any]) -> None:
         if self.gradients:
             grad = torch.is_grad_enabled()
+            self.makes_graph = self.makes_graph or grad
             with quiet() if grad or count_dispatch_modes() else no_torch_function():  # mostly, less will do
                 self._hear(hook, to_inputs, from_outputs)
-            if grad:
-                self.differentiated = True
         elif self.nodes == 1:
             self._tell(_NO_GRADIENTS, _NO_GRADIENTS)
         else:
@@ -330,6 +330,7 @@ class _Backward:
         grad_outputs, grad_inputs = self.grad_outputs, self.grad_inputs
         missing = [index for index, grad in enumerate(grad_inputs) if grad is None and index not in self.asked]
         self.call.unasked, self.call.mixed = tuple(missing), self.mixed
+        self.differentiated = self.makes_graph
         self.heard = None
         del self.grad_outputs, self.grad_inputs, self.passed_on, self.asked, self.sent
         self._tell(grad_outputs, grad_inputs)

@@ -21,6 +21,7 @@ from . import gpu, native, scan
 
 NAMESPACE = "rwkv_v4"
 _SOFT = torch._C._get_privateuse1_backend_name() in ("soft", "privateuseone")
+_NATIVE = torch._C._has_cuda  # else a kernel for cuda would be that of the device which stands in for it
 _OTHER_DEVICES = ("XPU", "MPS", "HPU", "MTIA", "XLA")
 
 
@@ -73,17 +74,14 @@ def _wkv_backward(
     return native.backward(w, u, k, v, y, log_total, grad)
 
 
-@_wkv.register_kernel("cuda")
-def _(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _gpu_forward(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     _check(w, u, k, v)
     return gpu.forward(w, u, k, v)
 
 
-@_wkv_backward.register_kernel("cuda")
-def _(
-    w: Tensor, u: Tensor, k: Tensor, v: Tensor, y: Tensor, log_total: Tensor, grad: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return gpu.backward(w, u, k, v, y, log_total, grad)
+if _NATIVE:
+    _wkv.register_kernel("cuda")(_gpu_forward)
+    _wkv_backward.register_kernel("cuda")(gpu.backward)
 
 
 @_wkv.register_fake
@@ -126,7 +124,7 @@ def _autocast(w: Tensor, u: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
 
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-for _key in ("CUDA", "CPU", "PrivateUse1"):
+for _key in (*(["CUDA"] if _NATIVE else []), "CPU", "PrivateUse1"):
     _library.impl("wkv", _autocast, f"Autocast{_key}")
 for _key in _OTHER_DEVICES + ("PrivateUse1",):
     # soft is left out: its fallback runs the CPU's kernel on the same memory.

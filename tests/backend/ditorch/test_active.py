@@ -216,6 +216,7 @@ assert x.is_cuda
 
 
 @pytest.mark.skipif(ditorch.backend.name != "soft", reason="the number of soft devices is a setting")
-def test_visible_devices_are_mapped() -> None:
+def test_visible_devices_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DITORCH_SOFT_DEVICES", raising=False)  # a number that was asked for stays
     run("import torch, ditorch; assert torch.cuda.device_count() == 1", CUDA_VISIBLE_DEVICES="1")
     run("import torch, ditorch; assert torch.cuda.device_count() == 3", CUDA_VISIBLE_DEVICES="0,1,2")

@@ -52,7 +52,7 @@ def found(source: str, judge: Judge = ASCEND) -> dict[str, str]:
         ("import torch.distributed.rpc as rpc", "torch.distributed.rpc", "depends"),
         ("from torch.distributed.tensor import DTensor", "torch.distributed.tensor", "depends"),
         ("import torch.multiprocessing as mp", "torch.multiprocessing", "depends"),
-        ("from torch.cuda.graphs import graph_pool_handle", "torch.cuda.graphs.graph_pool_handle", "emulated"),
+        ("from torch.cuda.graphs import graph_pool_handle", "torch.cuda.graphs.graph_pool_handle", "mapped"),
     ],
 )
 def test_use_is_found_with_its_status(source: str, name: str, status: str) -> None:

@@ -122,8 +122,8 @@ def test_copied_bytes_are_counted_once_each(often: None) -> None:
 
 def test_calls_of_a_thread_are_found_while_another_one_forgets_some(often: None) -> None:
     thread = backward_clock._Thread(1)
-    calls = [_call(str(number)) for number in range(20_000)]
-    gone = set(calls[::2])
+    calls = [(number, "op", 1, 0, "cpu") for number in range(20_000)]
+    gone = set(range(0, 20_000, 2))
     done = threading.Event()
 
     def note() -> None:
@@ -192,7 +192,7 @@ def test_a_kernel_for_statistics_that_does_not_work_is_a_finding(monkeypatch: py
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(statistics, "Kernels", fails)
+    monkeypatch.setattr(statistics, "_FusedKernels", fails)
     monkeypatch.setattr(statistics, "BROKEN", broken := {})
     monkeypatch.setattr("op_tools.tools.overflow_check.BROKEN", broken)
     assert statistics._tried.__wrapped__(7) is None
@@ -207,7 +207,7 @@ def test_a_kernel_for_statistics_that_does_not_work_is_a_finding(monkeypatch: py
         raise ImportError("triton")
 
     broken.clear()
-    monkeypatch.setattr(statistics, "Kernels", absent)
+    monkeypatch.setattr(statistics, "_FusedKernels", absent)
     assert statistics._tried.__wrapped__(7) is None
     assert _slow(op_tools.OpOverflowCheck()) == [], "a machine without Triton is as it should be"
 

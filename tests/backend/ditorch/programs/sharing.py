@@ -32,7 +32,7 @@ def main() -> None:
     model = nn.Linear(2, 1, bias=False).cuda()
     nn.init.zeros_(model.weight)
     model.share_memory()
-    trainer: Any = mp.get_context("fork").Process(target=train, args=(model,))
+    trainer: Any = context.Process(target=train, args=(model,))
     trainer.start()
     process.start()
     asked.put(tensor[1:])
