@@ -9,9 +9,8 @@ import torch
 import torch.jit
 
 from ditorch.console import say
-from ditorch.imports import AfterImport
-from ditorch.patching import Ledger, Patch
-from ditorch.redirect.devices import Devices, redirect_parameters
+from ditorch.patching import Ledger
+from ditorch.redirect.devices import Devices, after_import, redirect_parameters
 
 
 def install(ledger: Ledger, devices: Devices) -> None:
@@ -160,7 +159,4 @@ def _install_flex(ledger: Ledger, devices: Devices) -> None:
 
     if devices.type == "cpu":
         return
-    hook = AfterImport("torch.nn.attention.flex_attention", redirect)
-    what = "import of torch.nn.attention.flex_attention"
-    ledger.record(Patch(what, "eager flex_attention", "mapped", "registered", None, hook.remove))
-    hook.install()
+    after_import(ledger, "torch.nn.attention.flex_attention", redirect, "eager flex_attention")

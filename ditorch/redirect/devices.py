@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from ditorch.backend import Backend
-from ditorch.patching import Ledger
+from ditorch.imports import AfterImport
+from ditorch.patching import Ledger, Patch
 
 _MAX_DEVICES = 64
 # These describe tensors for the user or are CUDA code themselves, so they see what the user sees.
@@ -106,6 +107,16 @@ class Devices:
         Example: used by properties that show ``cuda`` to users alone.
         """
         return self.is_inside(sys._getframe(depth + 1).f_globals.get("__name__"))
+
+
+def after_import(ledger: Ledger, module: str, redirect: Callable[[Any], None], what: str) -> None:
+    """Change a module once it is imported, or now if it is there already; in the ledger from now on.
+
+    Example: ``after_import(ledger, "torch._inductor.utils", redirect, "get_gpu_type()")``
+    """
+    hook = AfterImport(module, redirect)
+    ledger.record(Patch(f"import of {module}", what, "mapped", "registered", None, hook.remove))
+    hook.install()
 
 
 def redirect_parameters(

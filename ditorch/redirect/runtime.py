@@ -11,10 +11,9 @@ import torch.utils._device
 import torch.utils.checkpoint
 from torch.profiler import ProfilerActivity
 
-from ditorch.imports import AfterImport
 from ditorch.patching import Ledger, Patch
 from ditorch.redirect.cuda_module import stand_in
-from ditorch.redirect.devices import Devices, redirect_parameters
+from ditorch.redirect.devices import Devices, after_import, redirect_parameters
 
 BEFORE_CUDA = 5
 """Priority in PyTorch's registry of storage locations: lower numbers are asked first, cuda has 20."""
@@ -236,10 +235,7 @@ def _install_inductor(ledger: Ledger, devices: Devices) -> None:
 
     if devices.type == "cpu":
         return
-    hook = AfterImport("torch._inductor.utils", redirect)
-    what = "import of torch._inductor.utils"
-    ledger.record(Patch(what, "get_gpu_type()", "mapped", "registered", None, hook.remove))
-    hook.install()
+    after_import(ledger, "torch._inductor.utils", redirect, "get_gpu_type()")
 
 
 def _install_early_imports(ledger: Ledger, devices: Devices) -> None:

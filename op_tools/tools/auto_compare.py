@@ -76,7 +76,6 @@ class OpAutoCompare(Tool):
         "mode": {"choices": MODES, "help": "every call, or each kind of call once"},
         "budget": {"metavar": "2x", "help": "keep the run within this factor"},
     }
-    nothing_found = ""  # the first line of the summary says it
     order = 20
     wants_backward = wants_sums = wants_classes = looks_inside = True
     columns: ClassVar[dict[str, str]] = _COLUMNS

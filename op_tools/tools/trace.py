@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -49,17 +48,15 @@ class OpTrace(Tool):
 
     def __init__(
         self,
-        ops: Iterable[str] | str | None = None,
-        disable: Iterable[str] | str | None = None,
-        steps: Container[int] | None = None,
-        ranks: Container[int] | None = None,
-        max_calls: int | None = None,
+        *what: Any,
         to: str | Path | None = None,
         stacks: int = 1,
         prints: bool | str = True,
         frames: str = "user",
+        **more: Any,
     ) -> None:
-        super().__init__(ops, disable, steps, ranks, max_calls)
+        """`what` and `more` choose calls, as for every tool: `ops`, `disable`, `steps`, `ranks`, `max_calls`."""
+        super().__init__(*what, **more)
         self._to = None if to is None else Path(to)
         self._stacks, self._prints, self._frames = stacks, prints in (True, "on"), frames
         self.path: Path | None = None

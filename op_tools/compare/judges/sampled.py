@@ -74,7 +74,32 @@ class _Taken:
         return [t._version for t in self.held if t is not None] != list(self.versions)
 
 
-class Sampled(Judge):
+class _Counts:
+    """How much was judged by samples."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.calls = self.compared = self.elements = self.ranked = 0
+
+    def count(self, sample: Sample) -> None:
+        """A sample has been judged."""
+        judged, whole = sample.elements()
+        with self._lock:
+            self.calls += 1
+            self.compared += judged
+            self.elements += whole
+
+    def summary(self) -> list[str]:
+        """What the summary of a run says of it."""
+        if not self.calls:
+            return []
+        return [
+            f"{self.calls:,} comparisons of large calls by a sample: {self.compared:,} of {self.elements:,} elements; "
+            f"of {self.ranked:,}, all elements took part on the device (OP_AUTOCOMPARE_COVERAGE=full compares all)"
+        ]
+
+
+class Sampled(_Counts, Judge):
     """Takes large calls over: they are judged by slices of them."""
 
     order = 15
@@ -86,14 +111,13 @@ class Sampled(Judge):
         return None if settings.choice("OP_AUTOCOMPARE_COVERAGE") == "full" else cls(setup)
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
+        Judge.__init__(self, setup)
+        _Counts.__init__(self)
         self._always = settings.choice("OP_AUTOCOMPARE_COVERAGE") == "sample"
         self._kinds: dict[Hashable, Kind | Total | None] = {}
         self._numbers: dict[Hashable, int] = {}
         self._rng = random.Random(0)
         self._budget: MemoryBudget | None = None
-        self._lock = threading.Lock()
-        self.calls = self.compared = self.elements = self.ranked = 0
 
     # -- what is sampled ----------------------------------------------------------------------------------
 
@@ -422,25 +446,8 @@ class Sampled(Judge):
             return "what its gradients need of its arguments was not kept"
         return _CHANGED if taken.changed else stage(taken.kind.value(tensors))
 
-    # -- telling --------------------------------------------------------------------------------------------
-
     def _sample(self, job: Job) -> Sample:
-        return Sample(job, self.setup.skip, self._count)
-
-    def _count(self, sample: Sample) -> None:
-        judged, whole = sample.elements()
-        with self._lock:
-            self.calls += 1
-            self.compared += judged
-            self.elements += whole
-
-    def summary(self) -> list[str]:
-        if not self.calls:
-            return []
-        return [
-            f"{self.calls:,} comparisons of large calls by a sample: {self.compared:,} of {self.elements:,} elements; "
-            f"of {self.ranked:,}, all elements took part on the device (OP_AUTOCOMPARE_COVERAGE=full compares all)"
-        ]
+        return Sample(job, self.setup.skip, self.count)
 
 
 def _used_memory(device: torch.device) -> int:

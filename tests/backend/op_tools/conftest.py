@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -38,3 +39,14 @@ def _float32_products() -> Iterator[None]:
 @pytest.fixture
 def device() -> str:
     return DEVICE
+
+
+@pytest.fixture
+def faults() -> Iterator[Any]:
+    """Faults to plant; none is left afterwards."""
+    if ditorch.backend.name != "soft":
+        pytest.skip("only the software accelerator can be made to fail on purpose")
+    from ditorch.soft import faults as module
+
+    yield module
+    module.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 
-import ditorch
 import op_tools
 
 Block = Callable[..., torch.Tensor]
@@ -22,16 +21,6 @@ pytestmark = pytest.mark.skipif(
     not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"),
     reason="before 2.8 PyTorch does not tell which hooks are on",
 )
-
-
-@pytest.fixture
-def faults() -> Iterator[Any]:
-    if ditorch.backend.name != "soft":
-        pytest.skip("only the software accelerator can be made to fail on purpose")
-    from ditorch.soft import faults as module
-
-    yield module
-    module.clear()
 
 
 def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -28,16 +28,6 @@ def _world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.fixture
-def faults() -> Iterator[Any]:
-    if ditorch.backend.name != "soft":
-        pytest.skip("only the software accelerator can be made to fail on purpose")
-    from ditorch.soft import faults as module
-
-    yield module
-    module.clear()
-
-
 class Perceptron(nn.Module):
     def __init__(self) -> None:
         super().__init__()
