@@ -6,23 +6,15 @@ from typing import Any
 
 import torch
 
+from ditorch.backends import cpu
 
-class Stream:
+
+class Stream(cpu.Stream):
     """The device's one queue under CUDA's name; two streams are the same queue."""
-
-    priority = 0
-    stream_id = 0
-    cuda_stream = 0
 
     def __init__(self, device: Any = None, priority: int = 0, **unused: Any) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.device_index = self.device.index
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def wait_stream(self, stream: Any) -> None:
-        pass
 
     def record_event(self, event: Any = None) -> Any:
         event = torch.cuda.Event() if event is None else event
@@ -34,18 +26,6 @@ class Stream:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Stream)
-
-    def __hash__(self) -> int:
-        return 0
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        return None
 
 
 class StreamContext:

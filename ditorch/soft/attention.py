@@ -6,7 +6,7 @@ Libraries and DTensor call them by name on what looks like a CUDA device. Half p
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -66,7 +66,19 @@ def _new_seed(dropout: float, device: torch.device) -> Tensor:
     return torch.randint(2**62, (), dtype=torch.int64, device=device)
 
 
-def _forward(
+class _Parts(NamedTuple):
+    """Attention up to its weights, which forward and backward share."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scores: Tensor
+    weights: Tensor
+    share: Tensor | None  # of each weight that dropout leaves
+    scale: float
+
+
+def _parts(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -75,37 +87,30 @@ def _forward(
     window: Causal,
     scale: float | None,
     seed: Tensor,
+    *,
     corner: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> _Parts:
     heads, scale = query.size(-3), scale or 1 / math.sqrt(query.size(-1))
     q, k, v = _wide(query), _grouped(_wide(key), heads), _grouped(_wide(value), heads)
     scores = _scores(q, k, bias, window, scale, corner)
     weights = torch.softmax(scores, -1).nan_to_num(0.0)  # a query that sees no key
     kept = _kept(scores, dropout, seed)
-    if kept is not None:
-        weights = weights * kept / (1 - dropout)
-    return (weights @ v).to(query.dtype), torch.logsumexp(scores, -1).float()
+    return _Parts(q, k, v, scores, weights, None if kept is None else kept / (1 - dropout), scale)
+
+
+def _forward(query: Tensor, *given: Any, corner: bool = False) -> tuple[Tensor, Tensor]:
+    """The result and the logarithms of the sums; `given` is what `_parts` takes."""
+    parts = _parts(query, *given, corner=corner)
+    weights = parts.weights if parts.share is None else parts.weights * parts.share
+    return (weights @ parts.v).to(query.dtype), torch.logsumexp(parts.scores, -1).float()
 
 
 def _backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    dropout: float,
-    window: Causal,
-    scale: float | None,
-    seed: Tensor,
-    corner: bool = False,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *given: Any, corner: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    heads, scale = query.size(-3), scale or 1 / math.sqrt(query.size(-1))
-    q, k, v = _wide(query), _grouped(_wide(key), heads), _grouped(_wide(value), heads)
-    grad = _wide(grad)
-    scores = _scores(q, k, bias, window, scale, corner)
-    weights = torch.softmax(scores, -1).nan_to_num(0.0)
-    kept = _kept(scores, dropout, seed)
-    share = torch.ones_like(weights) if kept is None else kept / (1 - dropout)
+    """Gradients of query, key, value and scores; `given` is the rest of what `_parts` takes."""
+    q, k, v, _, weights, share, scale = _parts(query, key, value, *given, corner=corner)
+    grad, share = _wide(grad), torch.ones_like(weights) if share is None else share
     grad_value = (weights * share).transpose(-2, -1) @ grad
     grad_weights = (grad @ v.transpose(-2, -1)) * share
     grad_scores = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True))

@@ -110,18 +110,11 @@ def batch_norm_gather_stats_with_counts(
     return whole, torch.rsqrt(squares / total + eps)
 
 
-def batch_norm_gather_stats(
-    input: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    momentum: float,
-    eps: float,
-    count: int,
-) -> tuple[Tensor, Tensor]:
-    counts = mean.new_full((mean.size(0),), count)
-    return batch_norm_gather_stats_with_counts(input, mean, invstd, running_mean, running_var, momentum, eps, counts)
+def batch_norm_gather_stats(input: Tensor, mean: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    """The same for ranks that have the same count, which is the last argument."""
+    *rest, count = given
+    together: Callable[..., tuple[Tensor, Tensor]] = batch_norm_gather_stats_with_counts
+    return together(input, mean, *rest, mean.new_full((mean.size(0),), count))
 
 
 def batch_norm_backward_reduce(

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from training import trained
 
 import ditorch  # noqa: F401
 
@@ -30,21 +31,10 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
 
 
-def losses(net: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
-    seen = []
-    for _ in range(steps):
-        loss = net(torch.ones(4, 8, device="cuda")).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(loss.item())
-    return seen
-
-
 def expected(make: Callable[[nn.Module], torch.optim.Optimizer]) -> list[float]:
     torch.manual_seed(0)
     net = model().cuda()
-    return losses(net, make(net))
+    return trained(net, make(net))
 
 
 def close(mine: list[float], wanted: list[float]) -> None:
@@ -55,7 +45,7 @@ def zero_redundancy() -> None:
     torch.manual_seed(0)
     net = nn.parallel.DistributedDataParallel(model().cuda(), device_ids=[torch.cuda.current_device()])
     optimizer = torch.distributed.optim.ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.01)
-    close(losses(net, optimizer), expected(lambda net: torch.optim.AdamW(net.parameters(), lr=0.01)))
+    close(trained(net, optimizer), expected(lambda net: torch.optim.AdamW(net.parameters(), lr=0.01)))
 
 
 def fsdp_from_meta() -> None:
@@ -75,7 +65,7 @@ def fsdp_from_meta() -> None:
     plain = [p for layer in model() for p in layer.parameters()]
     # Sharded initialisation draws what one device would draw, where the parts are whole blocks of the generator.
     assert torch.equal(whole[0].cpu(), plain[0])
-    assert losses(net, torch.optim.AdamW(net.parameters(), lr=0.01))[-1] < 10
+    assert trained(net, torch.optim.AdamW(net.parameters(), lr=0.01))[-1] < 10
 
 
 def fsdp_and_tensor_parallel() -> None:
@@ -84,7 +74,7 @@ def fsdp_and_tensor_parallel() -> None:
     net = parallelize_module(model().cuda(), mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(net, mesh=mesh["dp"])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    close(losses(net, optimizer), expected(lambda net: torch.optim.SGD(net.parameters(), lr=0.1)))
+    close(trained(net, optimizer), expected(lambda net: torch.optim.SGD(net.parameters(), lr=0.1)))
     torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
 
 
@@ -235,7 +225,7 @@ def work(rank: int, folder: str, wanted: list[str]) -> None:
     torch.manual_seed(0)
     net = nn.parallel.DistributedDataParallel(model().cuda(), device_ids=[device.index])
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    close(losses(net, optimizer), expected(lambda net: torch.optim.SGD(net.parameters(), lr=0.1)))
+    close(trained(net, optimizer), expected(lambda net: torch.optim.SGD(net.parameters(), lr=0.1)))
     if rank == 0:
         print("gloo_for_device_tensors ok", flush=True)
     dist.destroy_process_group()
