@@ -24,14 +24,18 @@ def cache_root(environment: Mapping[str, str] = os.environ) -> Path:
     """The build cache: `DITORCH_CACHE_DIR`, or `ditorch` in the user's cache folder (`cache_root() / "soft"`).
 
     Libraries in it are executed: where others can write to that folder, a folder of this user's in it is taken, and
-    without a home one in the temporary directory. OSError if there is none at all, or not below the one asked for.
+    without a home one in the temporary directory. OSError if there is none, or if the one asked for cannot be made.
     """
     explicit = DITORCH.read("DITORCH_CACHE_DIR", environment) or ""
     try:
         found: Path | None = Path(explicit or environment.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     except RuntimeError:  # HOME is unset, and this user has no entry in the password database
         found = None
-    return private_folder(found if found is None or explicit else found / "ditorch", "ditorch", elsewhere=not explicit)
+    if explicit and found is not None:
+        return private_folder(
+            found, "ditorch", elsewhere=found.is_dir()
+        )  # one that cannot be made is a mistake to tell
+    return private_folder(found and found / "ditorch", "ditorch")
 
 
 def loaded_runtime() -> tuple[str, ...]:

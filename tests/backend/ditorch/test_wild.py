@@ -86,6 +86,7 @@ def test_a_warning_is_told_once_per_line_and_filtered_by_module() -> None:
     assert len({warning.lineno for warning in told}) == len(told) == 2
 
 
+@pytest.mark.slow
 @redirected
 def test_dynamo_is_reset() -> None:
     import torch._dynamo

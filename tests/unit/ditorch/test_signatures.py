@@ -110,6 +110,7 @@ def test_op_tools_knows_every_backends_device() -> None:
     assert plugins == set(PLUGIN_DEVICES)
 
 
+@pytest.mark.slow
 def test_probe_writes_a_backend_for_an_unknown_package(tmp_path: Path) -> None:
     write_package(tmp_path, "torch_acme", "acme")
     code = """

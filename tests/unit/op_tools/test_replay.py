@@ -541,8 +541,8 @@ def test_the_run_goes_on_and_the_exit_code_and_files_tell(capsys: pytest.Capture
     assert [r["status"] for r in rows] == [IDENTICAL, ERROR, IDENTICAL]
     assert rows[0]["name"] == "torch.Tensor.exp"
     assert float(rows[0]["max_ulp"]) < 1
-    assert cli.run_from_data(["tree/torch.Tensor.exp/77/1", "--acc_check", "--device", "cpu"]) == 0
-    assert cli.main(["replay", "tree/torch.Tensor.exp/77/1", "--device", "cpu"]) == 0
+    assert cli.run_from_data(["tree/torch.Tensor.exp/77/1", "--acc_check", "--device", "cpu", "--trust"]) == 0
+    assert cli.main(["replay", "tree/torch.Tensor.exp/77/1", "--device", "cpu", "--trust"]) == 0
 
 
 MISTAKES = [
@@ -578,10 +578,10 @@ def test_wrong_settings_are_one_error(capsys: pytest.CaptureFixture[str], monkey
 def test_switches_take_a_word_as_well(capsys: pytest.CaptureFixture[str]) -> None:
     some_captures(1)
     for words in (["--only_run_forward", "True", "tree"], ["tree", "--only_run_forward"]):
-        assert cli.run_from_data([*words, "--sync_time_measure", "--device", "cpu", "--json", "r.json"]) == 0
+        assert cli.run_from_data([*words, "--sync_time_measure", "--device", "cpu", "--trust", "--json", "r.json"]) == 0
         (outcome,) = json.loads(Path("r.json").read_text())["outcomes"]
         assert (len(outcome["forward_ms"]), len(outcome["backward_ms"])) == (1, 0)
-    assert cli.run_from_data(["tree", "--only_run_backward", "--acc_check", "False", "--device", "cpu"]) == 0
+    assert cli.run_from_data(["tree", "--only_run_backward", "--acc_check", "False", "--device", "cpu", "--trust"]) == 0
     assert "1 ran" in capsys.readouterr().out
     with pytest.raises(SystemExit) as stopped:
         cli.run_from_data(["tree", "--only_run_forward", "--only_run_backward"])
@@ -628,7 +628,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_console_off_says_nothing_but_errors(capsys: pytest.CaptureFixture[str]) -> None:
     some_captures(2)
     Path("tree/torch.Tensor.exp/77/2/t/input.pth").write_bytes(b"broken")
-    assert cli.run_from_data(["tree", "--acc_check", "--device", "cpu"]) == 1
+    assert cli.run_from_data(["tree", "--acc_check", "--device", "cpu", "--trust"]) == 1
     said = capsys.readouterr()
     assert said.out == ""
     assert "2/t/input.pth" in said.err
@@ -727,6 +727,7 @@ def crashing_worker(connection: Any, options: Options, jobs: int) -> None:
             connection.send(Outcome(folder, f"{os.environ['OMP_NUM_THREADS']} threads", RAN))
 
 
+@pytest.mark.slow
 def test_a_crash_costs_one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_work", crashing_worker)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -740,6 +741,7 @@ def test_a_crash_costs_one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["OMP_NUM_THREADS"] == "1"
 
 
+@pytest.mark.slow
 def test_a_capture_without_end_and_a_worker_that_was_taken_over_cost_one_capture(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
