@@ -52,6 +52,7 @@ class ComparedCall(Invocation):
     in_backward: bool = False  # what autograd or a wrapper tensor calls in a backward: its forward is told as that
     whole: bool = False  # its snapshots have all of the storages behind its arguments
     drawn: Any = None  # what is known of its random numbers: `repeat.Drawn`, and states of generators during the call
+    gradients_only: bool = False  # its forward is not judged, and nobody may wait for that
     doubts: dict[str, str] | None = None  # by phase: why a wrong result would not be the call's fault
     notes: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what judges remember until the backward
 

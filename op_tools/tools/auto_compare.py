@@ -300,6 +300,7 @@ class OpAutoCompare(Tool):
             return
         if reused:  # its result is not judged: it is the first one's, or nobody has it
             del again.notes[self]
+            compared.gradients_only = True
             if compared.before is None:
                 staged = self._stage(again.inputs.number, again.tensors, (again.args, again.kwargs))
                 if not self._keep_arguments(compared, staged):

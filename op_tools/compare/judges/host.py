@@ -85,6 +85,8 @@ class Host(Judge):
         job.alone = guarded is not None and guarded.alone
         # of the forward and the backward, either may be judged first
         forward: ForwardRun = call.notes.get(self) or call.notes.setdefault(self, ForwardRun())
+        if call.gradients_only:
+            forward.done.set()
         found = self.comparer.compare(job, forward, self.setup.shown)
         if found.verdict == WRONG:
             doubt = (call.doubts or {}).get(job.phase) or _doubt(job, self.snapshots)
