@@ -60,7 +60,7 @@ def private_folder(wanted: Path | None, name: str, elsewhere: bool = True) -> Pa
 
     Without `elsewhere` it is below `wanted`, or OSError.
 
-    >>> private_folder(Path("/root/.cache/ditorch"), "ditorch")  # doctest: +SKIP
+    >>> private_folder(Path.home() / ".cache/ditorch", "ditorch")  # doctest: +SKIP
     """
     if wanted is not None and is_private(wanted):
         return wanted
