@@ -343,11 +343,18 @@ _TOTALS: Final[dict[str, type[Total]]] = {
 }
 
 
+_MIN_NORM: Final = 1 << 25
+"""Elements below which norms are compared in full: partial norms do not see how far long chains of squares drift."""
+
+
 def total_of(op: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Total | None:
     """How a call is judged from partial results; None where no rule knows it."""
     kind = _TOTALS.get(last_name(op)) if op.startswith("torch.") else None
     found = None if kind is None else kind(op, function)
-    return found if found is not None and found.elements(args, kwargs) is not None else None
+    count = None if found is None else found.elements(args, kwargs)
+    if count is None or (kind is Norm and count < _MIN_NORM):
+        return None
+    return found
 
 
 def _is_long(x: Tensor) -> bool:
