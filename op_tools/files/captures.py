@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 import zipfile
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +26,7 @@ _PLAIN_DATA: Final[list[Any]] = [
     *(slice, range, (Ellipsis, "builtins.Ellipsis")),
     *(kind for kind in vars(torch.return_types).values() if isinstance(kind, type)),
 ]
+_loading: Final = threading.Lock()  # safe_globals changes a list of the whole process and puts the old one back
 
 
 class CannotReplay(ArchiveError):
@@ -131,7 +133,7 @@ def _by_torch(file: Path | io.BytesIO, size: int) -> Any:
     _check_records(file, size)
     if isinstance(file, io.BytesIO):
         file.seek(0)
-    with torch.serialization.safe_globals(_PLAIN_DATA):
+    with _loading, torch.serialization.safe_globals(_PLAIN_DATA):
         payload = torch.load(file, map_location="cpu", weights_only=True)
     _check_tree(payload, size)
     return payload

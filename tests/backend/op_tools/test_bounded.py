@@ -57,7 +57,7 @@ def _remove_files(tool: Any) -> None:
 def test_memory_is_flat(device: str, name: str) -> None:
     host, on_device = grow(name, device, 300)
     assert host < 24 << 20
-    assert on_device <= 4 << 20
+    assert on_device <= 8 << 20  # after so few steps OpOverflowCheck may have three batches of 2 MiB more under way
 
 
 @pytest.mark.slow

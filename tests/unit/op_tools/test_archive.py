@@ -8,6 +8,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -258,3 +259,16 @@ def test_the_second_of_two_calls_that_look_alike_is_written_as_faithfully(make: 
 )
 def test_fragments_are_pickles(value: Any) -> None:
     assert repr(pickle.loads(b"\x80\x02" + archive.fragment(value) + b".")) == repr(value)
+
+
+def test_several_threads_read_files_of_torch_save_at_once(tmp_path: Path) -> None:
+    """PyTorch's list of types that may be loaded belongs to the whole process: one reader must not end another's."""
+    file = tmp_path / "output.pth"
+    torch.save({"name": "torch.sort", "args": (torch.ones(3).sort(),), "kwargs": {}, "identifier": "1/output"}, file)
+
+    def read_often(_: int) -> None:
+        for _ in range(40):
+            captures.encoded(file)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(read_often, range(4)))
