@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from enum import IntEnum
+from types import CodeType, FrameType
+from typing import Any
 
 _Callback = Callable[[], None]
 
@@ -46,6 +50,9 @@ def ignore_ctrl_c() -> None:
 class Terminated(SystemExit):
     """SIGTERM came: `finally` and `with` blocks run, tools write what they have, and the signal ends the process."""
 
+    def __init__(self, code: int = 128 + signal.SIGTERM) -> None:
+        super().__init__(code)
+
 
 def finish_on_sigterm() -> None:
     """From now on SIGTERM ends the process as Ctrl-C does, with everything written (`finish_on_sigterm()`).
@@ -60,7 +67,34 @@ def _terminate(number: int, frame: object) -> None:
     global _is_terminated
     _is_terminated = os.getpid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the process at once
-    raise Terminated(128 + number)
+    sys.unraisablehook = _insist_on_the_end(sys.unraisablehook)
+    raise Terminated
+
+
+def _insist_on_the_end(report: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Python ignores what is raised in a destructor or a weak reference's callback: raise it again after that."""
+
+    def hook(ignored: Any) -> None:
+        if isinstance(ignored.exc_value, Terminated):
+            threading.Thread(target=_raise_after, args=(hook.__code__,), daemon=True).start()
+        else:
+            report(ignored)
+
+    return hook
+
+
+def _raise_after(code: CodeType) -> None:
+    """Raise Terminated in the main thread as soon as it is not in this function any more."""
+    main = threading.main_thread().ident or 0
+    frame: FrameType | None
+    while True:
+        time.sleep(0.01)
+        frame = sys._current_frames().get(main)
+        while frame is not None and frame.f_code is not code:
+            frame = frame.f_back
+        if frame is None:
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(Terminated))
+            return
 
 
 def _default_in_child() -> None:
@@ -82,6 +116,7 @@ def _hand_on() -> None:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
 
