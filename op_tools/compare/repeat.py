@@ -81,6 +81,12 @@ class Repeater:
             self._never.add((call.op, call.inputs.number))
         return None
 
+    def stopped(self, call: Any, compared: ComparedCall, states: tuple[Tensor, Tensor]) -> Drawn | None:
+        """What a call drew that did not return, since checkpointing needed no more of it; None if unknown."""
+        if compared.before is None or not _may_be_repeated(compared) or not self._is_repeatable(call.device):
+            return None
+        return self._repeat(call, compared, states)
+
     def _repeat(self, call: Any, compared: ComparedCall, states: tuple[Tensor, Tensor]) -> Drawn | None:
         device = call.device
         recorder = Recorder(lambda probe: _from_here(device, probe))
@@ -108,7 +114,7 @@ class Repeater:
             ones, state = torch.ones(512, device=device), get_rng_state(device)
             assert state is not None
             first, second = [_from_here(device, lambda: torch.dropout(ones, 0.5, True)) for _ in range(2)]
-            known = self._repeatable[device] = torch.equal(first, second)
+            known = self._repeatable[device] = torch.equal(first != 0, second != 0)
         return known
 
 

@@ -300,13 +300,19 @@ class OpAutoCompare(Tool):
             return
         if reused:  # its result is not judged: it is the first one's, or nobody has it
             del again.notes[self]
+            compared.notes.pop(Guarded, None)
             compared.gradients_only = True
             if compared.before is None:
                 staged = self._stage(again.inputs.number, again.tensors, (again.args, again.kwargs))
                 if not self._keep_arguments(compared, staged):
                     return
-            for name in ("region", "numbers", "record_site", "event", "drawn"):
+            states, compared.drawn = compared.drawn, earlier.drawn
+            for name in ("region", "numbers", "record_site", "event"):
                 setattr(compared, name, getattr(earlier, name))
+            if states is not None and again.result is None:
+                drawn = self._repeater.stopped(again, compared, states)
+                if drawn is not None and drawn.staged is not None:  # what it saved is made of what it drew
+                    compared.drawn, doubt = drawn, ""
             compared.live = weakref.proxy(again)
         if doubt:
             compared.doubts = {BACKWARD if reused else FORWARD: doubt}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import ditorch
 import op_tools
 from op_tools.call.devices import accelerator_type
 from op_tools.call.operators.registry import CPU
+from op_tools.compare import memory
 
 Kernels = Callable[[str, Callable[..., Any]], None]
 
@@ -112,6 +114,30 @@ def test_a_gradient_through_another_mask_is_found(device: str, replace_kernel: K
         with op_tools.OpAutoCompare() as compared:
             kept[name]().square().sum().backward()
         assert wrong(compared) == {(name, "backward")}
+
+
+@pytest.mark.parametrize("same_numbers", [True, False])
+@pytest.mark.parametrize("healthy", [True, False])
+def test_dropout_at_the_end_of_a_checkpoint_is_compared(
+    device: str, replace_kernel: Kernels, monkeypatch: pytest.MonkeyPatch, healthy: bool, same_numbers: bool
+) -> None:
+    """Its second forward ends before it returns: what it drew is found out by another one."""
+    monkeypatch.setattr(memory, "_EVERY", 1)  # the guards of memory around it have no end, either
+    if not healthy:
+        replace_kernel("native_dropout_backward", lambda grad, mask, scale: grad * mask.flip(-1) * scale)
+    w, x = (torch.randn(8, 8, device=device, requires_grad=True) for _ in range(2))
+
+    def part(x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x @ w, 0.3)
+
+    with op_tools.OpAutoCompare() as tool:
+        for _ in range(2):
+            checkpoint(part, x, use_reentrant=False, preserve_rng_state=same_numbers).sum().backward()
+        began = time.monotonic()
+        tool.stop()
+    assert time.monotonic() - began < 20
+    assert wrong(tool) == (set() if healthy else {("dropout", "backward")})
+    assert not [f for f in tool.findings() if f.kind in ("tool-failure", "skipped")]
 
 
 def test_a_gradient_of_the_wrong_size_is_found(device: str, replace_kernel: Kernels) -> None:
