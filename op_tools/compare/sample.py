@@ -93,15 +93,15 @@ class Kind:
             found.setdefault(same, []).append(position)
         return found
 
-    def fits(self, results: Sequence[Tensor]) -> bool:
-        """Whether results have the shapes that the axes say."""
+    def fits(self, results: Sequence[Tensor | None]) -> bool:
+        """Whether results, or the gradients of some of them, have the shapes that the axes say."""
         axes = self.axes
         if axes.lists and not results:  # written to the arguments
             return True
         if len(axes.results) != len(results):
             return False
         for names, tensor in zip(axes.results, results):
-            if axes.flat and not names:  # of one element
+            if tensor is None or (axes.flat and not names):  # no gradient, or of one element
                 continue
             if not is_plain(tensor) or (self._shape is not None and tensor.shape != self._shape):
                 return False

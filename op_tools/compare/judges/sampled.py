@@ -28,9 +28,10 @@ from ...copies.operands import Operands, is_plain, stage, start_of_storage
 from ...copies.queue import MemoryBudget, Reservation
 from ...judge import golden
 from ...judge.sampling import suspects
-from ...judge.sampling.axes import axes_of
+from ...judge.sampling.axes import Axes, axes_of
 from ...judge.sampling.reduction import Chosen, Cut, Index, cut_tensor
 from ...judge.sampling.totals import Reduced, Total, columns_backward, columns_of, total_of
+from ...judge.sampling.trial import axes_by_trial
 from ...judge.verdict import NOT_COMPARABLE, Judgement
 from ..ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, arguments_kind
 from ..sample import Group, Kind, Sample, ref_of, with_more, with_other
@@ -157,7 +158,8 @@ class Sampled(_Counts, Judge):
         count = sum([t.numel() for t in live.tensors])
         if not count or traits.collective or traits.factory or not (self._always or count >= _MIN_ELEMENTS >> 4):
             return None
-        if not traits.by_engine and not self.setup.is_stock(call.op, call.function):
+        stock = bool(traits.by_engine) or self.setup.is_stock(call.op, call.function)
+        if not stock and (traits.random or call.op.startswith("torch.")):
             return None
         if facts.has_free_vectors(call.op):
             return None
@@ -167,7 +169,9 @@ class Sampled(_Counts, Judge):
         plain = [is_plain(t) and not t.is_complex() for t in live.tensors]
         if not all(plain) or any(t.device != live.device and t.dim() for t in live.tensors):
             return None
-        axes = axes_of(call.op, live.args, live.kwargs)
+        axes = axes_of(call.op, live.args, live.kwargs) if stock else self._tried(call)
+        if axes is None and not stock:
+            return None
         if axes is None:
             total = total_of(call.op, call.function, live.args, live.kwargs)
             return total if total is not None and self._is_large(total.elements(live.args, live.kwargs)) else None
@@ -180,6 +184,23 @@ class Sampled(_Counts, Judge):
         if not self._is_large(kind.elements, kind.work) or not chosen.counts:
             return None
         return None if chosen.elements > max(kind.elements // 2, _MAX_WHOLE) else kind
+
+    def _tried(self, call: ComparedCall) -> Axes | None:
+        """The axes of an operator of the user's own, found by golden runs."""
+        live, traits = call.live, call.traits
+        if traits.mutates or facts.may_mutate(call.op, live.kwargs) or traits.facts.writes:
+            return None
+        if not self._is_large(2 * sum([t.numel() for t in live.tensors])):
+            return None
+        options = {"name": call.op, "traits": traits, "device": call.region.device, "max_bytes": self.setup.max_bytes}
+
+        def run(value: tuple[Any, Any]) -> list[Tensor] | None:
+            found = golden.run(call.function, *value, **options)
+            return list(tensors_in(found.outputs)) if found.comparable and not found.random else None
+
+        with quiet():
+            value = map_tensors((live.args, live.kwargs), lambda t: t.detach().cpu())
+            return axes_by_trial(value, run)
 
     def _is_large(self, elements: int | None, work: int = 0) -> bool:
         if self._always or elements is None:
@@ -221,7 +242,7 @@ class Sampled(_Counts, Judge):
     ) -> Index:
         """These places, with those that stand out on the device."""
         some = chosen.some.difference(fixed)
-        if not some:
+        if not some or kind.axes.by_trial:
             return index
         call = call._replace(each=chosen.more or 1)
         try:
@@ -366,7 +387,7 @@ class Sampled(_Counts, Judge):
             return Judgement(NOT_COMPARABLE, _CHANGED)
         if taken.observed:
             kind.survives = kind.survives is not False and all(ref() is not None for ref in taken.observed)
-        if len(sent) != len(kind.axes.results) or not kind.fits([g for g in sent if g is not None]):
+        if not kind.fits(sent):
             return None
         of_affine: list[int] = []
         if taken.before is not None:

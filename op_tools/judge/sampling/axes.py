@@ -64,6 +64,7 @@ class Axes:
     writes: bool = False  # to its arguments, though its name does not say so
     fixed_gradient: bool = False  # its gradients do not depend on the values of its arguments
     lists: bool = False  # tensors side by side in lists: each has an axis of its own
+    by_trial: bool = False  # found by trial: nothing is known of kernels for other dtypes on the device
     prepare: Prepare | None = None  # writes out an argument that depends on places: a causal mask
 
     def sizes(self, tensors: Sequence[Tensor]) -> dict[str, int] | None:

@@ -185,7 +185,7 @@ def _outer(own: Names, left: Names, right: Names) -> tuple[Names | None, Names |
     """The axes that only the left has, those that only the right has, and those that are summed over; or None."""
     a = tuple([n for n in own if n in left and n is not None])
     b = tuple([n for n in own if n in right and n is not None])
-    c = tuple([n for n in left if n in right and n not in own])
+    c = tuple([n for n in left if n in right and n not in own and n is not None])
     if {*a} & {*b} or {*left, *right} - {*a, *b, *c, None} or not (a and b and c):
         return None, None, None
     return a, b, c

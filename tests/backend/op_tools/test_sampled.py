@@ -189,7 +189,8 @@ class Replaced(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         first = found[0] if isinstance(found, (tuple, list)) else found
-        if func._schema.name == f"aten::{self.kernel}" and isinstance(first, torch.Tensor) and first.is_cuda:
+        named = func._schema.name.partition("::")[2] == self.kernel
+        if named and isinstance(first, torch.Tensor) and first.is_cuda:
             with torch._C.DisableTorchFunction():
                 return self.change(found)
         return found
@@ -270,3 +271,70 @@ def test_a_norm_of_two_million_elements_is_right(device: str, monkeypatch: pytes
     with op_tools.OpAutoCompare() as tool:
         torch.linalg.vector_norm(x)
     assert not tool.blames
+
+
+def _sampled(work: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """A tool that has watched this work with the usual coverage, and the operators that were not compared by parts."""
+    whole = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OP_AUTOCOMPARE_COVERAGE", "auto")
+        compare = Comparer.compare
+
+        def note(self: Any, job: Any, *rest: Any) -> Any:
+            if job.whole is None:
+                whole.append(job.call.op)
+            return compare(self, job, *rest)
+
+        patch.setattr(Comparer, "compare", note)
+        with op_tools.OpAutoCompare() as tool:
+            work()
+    return tool, whole
+
+
+@pytest.mark.parametrize("change", [None, lambda y: y.mul_(1.01)])
+def test_a_large_call_that_works_in_place_is_no_view(device: str, change: Any) -> None:
+    x = torch.randn(600, 1000, device=device, requires_grad=True)
+
+    def work() -> None:
+        with Replaced("relu_", change or (lambda y: y)):
+            y = F.relu(x * 2, inplace=True)
+        y.sum().backward()
+
+    tool, whole = _sampled(work)
+    assert [b.op for b in tool.blames] == (["torch.nn.functional.relu"] if change else [])
+    assert not [op for op in whole if "relu" in op]
+
+
+def test_a_batch_of_one_is_sampled(device: str) -> None:
+    x = torch.randn(1, 600, 1000, device=device, requires_grad=True)
+    w = torch.randn(300, 1000, device=device, requires_grad=True)
+    tool, whole = _sampled(lambda: F.linear(F.pad(x * 2, (0, 0, 1, -1)), w).sum().backward())
+    assert not tool.blames
+    assert not tool.findings()
+    assert not [op for op in whole if "linear" in op or "pad" in op]
+
+
+@torch.library.custom_op("op_tools_sampled::scan", mutates_args=())
+def _scan(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (x * scale).cumsum(1)
+
+
+_scan.register_fake(lambda x, scale: torch.empty_like(x))
+_scan.register_autograd(
+    lambda ctx, g: (g.flip(1).cumsum(1).flip(1) * ctx.scale, None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "scale", inputs[1]),
+)
+
+
+@pytest.mark.parametrize("change", [None, lambda y: torch.cat((y[:-1], y[:1]))])
+def test_operators_of_the_user_are_cut_along_axes_found_by_trial(device: str, change: Any) -> None:
+    x, scale = torch.randn(40, 32, 900, device=device, requires_grad=True), torch.rand(900, device=device)
+
+    def work() -> None:
+        with Replaced("scan", change or (lambda y: y)):
+            y = torch.ops.op_tools_sampled.scan(x, scale)
+        y.sum().backward()
+
+    tool, whole = _sampled(work)
+    assert [b.op for b in tool.blames] == (["op_tools_sampled.scan"] if change else [])
+    assert not [op for op in whole if "scan" in op]
