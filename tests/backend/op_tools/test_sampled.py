@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ditorch
 import op_tools
+from op_tools.compare import slices
 from op_tools.compare.judges.host import Comparer
 from op_tools.compare.judges.sampled import Sampled
+from op_tools.compare.teller import Teller
 
 soft = pytest.mark.skipif(ditorch.backend.name != "soft", reason="faults are planted in the software accelerator")
 
@@ -338,3 +342,60 @@ def test_operators_of_the_user_are_cut_along_axes_found_by_trial(device: str, ch
     tool, whole = _sampled(work)
     assert [b.op for b in tool.blames] == (["op_tools_sampled.scan"] if change else [])
     assert not [op for op in whole if "scan" in op]
+
+
+class _OnTheHost:
+    """What the kernel that takes slices does, for a device whose memory the host can read."""
+
+    launches = 0
+
+    def __call__(self, pieces: Any, places: Any) -> bool:
+        self.launches += 1
+        for piece, place in zip(pieces, places):
+            addresses = np.zeros((), dtype=np.int64)
+            for size, stride, index in piece.dims:
+                along = np.arange(size) if index is None else index.cpu().numpy()
+                addresses = addresses[..., None] + along * stride
+            nbytes = piece.elements * piece.itemsize
+            result = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(place))
+            if not piece.source or not nbytes:
+                result[:] = 0
+                continue
+            whole = (ctypes.c_uint8 * (int(addresses.max()) + piece.itemsize)).from_address(piece.source)
+            each = addresses.reshape(-1, 1) + np.arange(piece.itemsize)
+            result[:] = np.ctypeslib.as_array(whole)[each].reshape(-1)
+        return True
+
+
+@soft
+def test_slices_that_one_launch_takes_are_judged_like_others(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = _OnTheHost()
+    monkeypatch.setattr(slices, "gather_for", lambda place: gather if place.type == "soft" else None)
+    monkeypatch.setattr(slices._Pinned, "room", lambda self, n: (torch.empty(n, dtype=torch.uint8), 0))
+    step = _network(device)
+    with op_tools.OpAutoCompare() as tool:
+        step()
+        step()
+    assert gather.launches > 50, [b.reason for b in tool.blames]
+    assert not tool.blames
+    assert not tool._teller.coverage.missed
+    assert not [f for f in tool.findings() if f.kind != "difference"]
+
+
+def test_jobs_that_wait_to_be_told_hold_no_gradients(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views are settled at once and told in their turn; in a run with a backlog, gradients of many steps piled up."""
+    monkeypatch.setenv("OP_AUTOCOMPARE_COVERAGE", "auto")
+    x, sent = torch.randn(700, 1000, device=device, requires_grad=True), torch.randn(700, 900, device=device)
+    waiting = []
+    tell = Teller.tell
+
+    def note(self: Any, job: Any, *rest: Any, **named: Any) -> None:
+        waiting.append(job.grads)
+        tell(self, job, *rest, **named)
+
+    monkeypatch.setattr(Teller, "tell", note)
+    with op_tools.OpAutoCompare():
+        for _ in range(2):
+            _views(x, sent)
+    assert waiting
+    assert not any(waiting)
