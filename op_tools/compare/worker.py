@@ -1,7 +1,7 @@
 """A worker process: it compares calls of the run that started it (`pool`).
 
-The bytes of a call lie in memory that both processes map. The answer to a call that is right, or off by no more than its
-kernel is known to be, is its rows; any other call is handed back, and the run compares it itself: what is wrong is
+The bytes of a call lie in memory that both processes map. The answer to a call that is right, or off by no more than
+its kernel is known to be, is its rows; any other call is handed back, and the run compares it itself: what is wrong is
 found, shown and saved in one place.
 """
 

@@ -67,6 +67,11 @@ class Axes:
     by_trial: bool = False  # found by trial: nothing is known of kernels for other dtypes on the device
     prepare: Prepare | None = None  # writes out an argument that depends on places: a causal mask
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether golden runs take long for what they have of tensors: attention, and operators that no rule knows."""
+        return self.by_trial or self.inner > 0
+
     def sizes(self, tensors: Sequence[Tensor]) -> dict[str, int] | None:
         """How long each axis is; None where the tensors do not fit."""
         found: dict[str, int] = {}

@@ -24,6 +24,8 @@ def choose(size: int, inner: int, count: int, rng: random.Random) -> list[int]:
     """
     if size <= count:
         return list(range(size))
+    if count == 1:
+        return [rng.choice((0, size - 1, rng.randrange(size)))]
     wanted = [0, size - 1]
     for limit in _LIMITS:
         for edge in (limit // inner, limit):

@@ -68,7 +68,7 @@ class Chosen:
             self.counts, self.more = {name: min(sizes[name], each) for name in sorted(cut.axes)}, 0
         else:
             self.counts, self.more = places.counts(
-                sizes, sorted(cut.axes), needed, [*rest, *map(rows, came), rows(judged)], axes.flat, axes.by_trial
+                sizes, sorted(cut.axes), needed, [*rest, *map(rows, came), rows(judged)], axes.flat, axes.is_slow
             )
         self.some = frozenset([name for name, count in self.counts.items() if count < sizes[name]])
         self.elements = sum([r * self._product(names) for names, r in zip(axes.tensors, rest)])
