@@ -208,7 +208,7 @@ def bits(model: str, tiny: bool, steps: int = 3) -> dict[str, Any]:
     """
     device = _prepared()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     import op_tools
 
     def trained(tool: str) -> list[torch.Tensor]:
