@@ -115,12 +115,24 @@ def _transposed(y: torch.Tensor) -> None:
     y.copy_(y.reshape(y.shape[-1], -1).t().reshape(y.shape).clone())
 
 
+def _tail(y: torch.Tensor) -> None:
+    flat = y.reshape(-1).clone()
+    flat[-y.numel() // 64 :] = 0
+    y.copy_(flat.view(y.shape))
+
+
+def _one_row(y: torch.Tensor) -> None:
+    rows = y.reshape(-1, y.shape[-1]).clone()
+    rows[len(rows) // 3] *= 1.5
+    y.copy_(rows.view(y.shape))
+
+
 REGIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "noise": lambda y: y.mul_(1 + 0.05 * torch.randn(y.shape).to(y.device, y.dtype)),
     "layout": _transposed,
     "wrap": _wrapped,
-    "tail": lambda y: y.view(-1)[-y.numel() // 64 :].zero_(),
-    "one row": lambda y: y.view(-1, y.shape[-1])[y.numel() // y.shape[-1] // 3].mul_(1.5),
+    "tail": _tail,
+    "one row": _one_row,
 }
 PLANTED = {
     "accumulate": "mm: accumulate=bfloat16, dtype=float32",
