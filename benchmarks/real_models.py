@@ -10,6 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 Step = Callable[[], Any]
+TRAINED: list[nn.Module] = []  # the models that were made, for those who look at their parameters
 
 
 class Block(nn.Module):
@@ -60,6 +61,7 @@ def _adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def _trained(model: nn.Module, loss: Callable[[], torch.Tensor]) -> Step:
     optimizer = _adamw(model.parameters())
+    TRAINED.append(model)
 
     def step() -> torch.Tensor:
         with torch.autocast("cuda", dtype=torch.bfloat16):

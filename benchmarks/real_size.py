@@ -9,12 +9,14 @@ JSON line per run goes to `--json`, or to the standard output after the table.
     python -m benchmarks.real_size --steps 10                                  # on the accelerator
     python -m benchmarks.real_size --model gpt2 --tool OpAutoCompare --steps 10
     python -m benchmarks.real_size --single                                    # single calls, healthy and broken
+    python -m benchmarks.real_size --bits --model gpt2                         # bits with and without the tools
     python -m benchmarks.real_size --tiny --steps 2                            # a smoke test for two cores
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -33,8 +35,9 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.real_models import MODELS, Step  # noqa: E402
+from benchmarks.real_models import MODELS, TRAINED, Step  # noqa: E402
 
+OBSERVING = ["OpObserve", "OpTimeMeasure", "OpOverflowCheck", "OpAutoCompare"]
 TOOLS = ["bare", "OpAutoCompare", "OpObserve", "OpTimeMeasure", "OpOverflowCheck", "OpCapture"]
 
 
@@ -85,6 +88,11 @@ def _device_peak() -> int:
         return 0
 
 
+def _forget_peak() -> None:
+    with contextlib.suppress(Exception):
+        torch.cuda.reset_peak_memory_stats()
+
+
 def _wait() -> None:
     torch.cuda.synchronize()
 
@@ -101,6 +109,7 @@ def _prepared() -> str:
 def measured(model: str, tool: str, steps: int, tiny: bool) -> dict[str, Any]:
     """Run one model under one tool, in this process."""
     device = _prepared()
+    _forget_peak()
     torch.manual_seed(0)
     step = MODELS[model](tiny)
     losses = [step() for _ in range(2)]
@@ -111,6 +120,7 @@ def measured(model: str, tool: str, steps: int, tiny: bool) -> dict[str, Any]:
     _wait()
     bare = (time.perf_counter() - started) / steps
     before, device_before = _resident(), _device_peak()
+    _forget_peak()
     found: dict[str, Any] = {"model": model, "tool": tool, "device": device, "steps": steps, "bare_ms": bare * 1e3}
     if tool == "bare":
         return found | {"loss": float(losses[-1])}
@@ -186,6 +196,39 @@ def _coverage(tool: Any) -> dict[str, Any]:
         "sampled": None if sampled is None else sampled.calls,
         "sampled_elements": None if sampled is None else [sampled.compared, sampled.elements],
     }
+
+
+# --- bits ---------------------------------------------------------------------------------------------
+
+
+def bits(model: str, tiny: bool, steps: int = 3) -> dict[str, Any]:
+    """Whether losses, gradients and parameters after some steps are the same bits with each tool as without.
+
+    With deterministic algorithms: what a bare run does not repeat says nothing about a tool.
+    """
+    device = _prepared()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    import op_tools
+
+    def trained(tool: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        TRAINED.clear()
+        step = MODELS[model](tiny)
+        active = None if tool == "bare" else getattr(op_tools, tool)()
+        with tempfile.TemporaryDirectory() as folder, active or contextlib.nullcontext():
+            os.environ["OP_TOOLS_RESULTS_DIR"] = folder
+            losses = [step().clone() for _ in range(steps)]
+        parameters = list(TRAINED[0].parameters())
+        return [*losses, *parameters, *[p.grad for p in parameters if p.grad is not None]]
+
+    expected = [t.detach().clone() for t in trained("bare")]
+    same = {}
+    for tool in ("bare", *OBSERVING):
+        found = trained(tool)
+        same[tool] = len(found) == len(expected) and all(map(torch.equal, found, expected))
+        del found
+    return {"bits": same, "model": model, "device": device, "steps": steps, "tensors": len(expected)}
 
 
 # --- single calls -------------------------------------------------------------------------------------
@@ -337,6 +380,9 @@ def _in_a_process(arguments: list[str], timeout: float) -> dict[str, Any]:
 def _line(found: dict[str, Any]) -> str:
     if "failed" in found:
         return f"{' '.join(found['arguments'])}: failed: {found['failed']}"
+    if "bits" in found:
+        said = ", ".join(f"{tool} {'the same' if same else 'OTHER BITS'}" for tool, same in found["bits"].items())
+        return f"{found['model']:<8} {found['tensors']} losses, parameters and gradients: {said}"
     if "single" in found:
         what = "broken" if found["broken"] else "healthy"
         share = f"{found['comparisons']} of {found['of']} compared, {found['wrong']} wrong"
@@ -364,6 +410,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--tiny", action="store_true", help="small sizes, for a smoke test")
     parser.add_argument("--single", action="store_true", help="single calls instead of models")
+    parser.add_argument("--bits", action="store_true", help="whether the tools change the bits of a run")
     parser.add_argument("--json", type=Path, help="append one JSON line per run to this file")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one run")
     parser.add_argument("--here", nargs=2, metavar=("WHAT", "HOW"), help=argparse.SUPPRESS)
@@ -371,7 +418,13 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("OP_TOOLS_CONSOLE", "off")
     if args.here:
         what, how = args.here
-        found = single(what, args.tiny, how == "broken") if args.single else measured(what, how, args.steps, args.tiny)
+        found = (
+            bits(what, args.tiny)
+            if args.bits
+            else single(what, args.tiny, how == "broken")
+            if args.single
+            else measured(what, how, args.steps, args.tiny)
+        )
         print(json.dumps(found), flush=True)
         return 0
     more = ["--tiny"] * args.tiny
@@ -379,6 +432,8 @@ def main(arguments: list[str] | None = None) -> int:
         both = ("healthy", "broken")
         runs = [[n, how] for n in _singles(True) for how in both if how == "healthy" or n in _FAULTS]
         runs = [["--single", *more, "--here", *run] for run in runs]
+    elif args.bits:
+        runs = [["--bits", *more, "--here", m, "every"] for m in args.model or ["gpt2"]]
     else:
         tools = args.tool or ["bare", "OpAutoCompare"]
         runs = [["--steps", str(args.steps), *more, "--here", m, t] for m in args.model or MODELS for t in tools]

@@ -63,6 +63,26 @@ def calls() -> dict[str, tuple[str, Call]]:
     }
 
 
+def backwards() -> dict[str, tuple[str, Call]]:
+    """By name: the kernel of the backward that is broken, and a forward with gradients."""
+    x, w, images, kernel = _make(4100, 64), _make(256, 64), _make(8, 16, 96, 96), _make(16, 16, 3, 3)
+    wide, table, index = _make(1100, 1024), _make(40_000, 32), torch.randint(40_000, (64, 600)).cuda()
+    q, k, v = (_make(2, 4, 720, 64) for _ in range(3))
+    scale, shift = _make(1024), _make(1024)
+    for leaf in (x, w, images, kernel, wide, table, q, k, v, scale, shift):
+        leaf.requires_grad_()
+    return {
+        "linear": ("mm", lambda: F.linear(x, w)),
+        "conv2d": ("convolution_backward", lambda: F.conv2d(images, kernel, padding=1)),
+        "attention": ("scaled_dot_product", lambda: F.scaled_dot_product_attention(q, k, v)),
+        "layer_norm": ("native_layer_norm_backward", lambda: F.layer_norm(wide, (1024,), scale, shift)),
+        "softmax": ("_softmax_backward_data", lambda: F.softmax(wide, -1)),
+        "gelu": ("gelu_backward", lambda: F.gelu(wide)),
+        "embedding": ("embedding_dense_backward", lambda: F.embedding(index, table)),
+        "relu, in place": ("threshold_backward", lambda: F.relu(wide * 1, inplace=True)),
+    }
+
+
 class Broken(TorchDispatchMode):
     """Changes what a kernel returns; `count` says how often."""
 
@@ -95,12 +115,24 @@ def _transposed(y: torch.Tensor) -> None:
     y.copy_(y.reshape(y.shape[-1], -1).t().reshape(y.shape).clone())
 
 
+def _tail(y: torch.Tensor) -> None:
+    flat = y.reshape(-1).clone()
+    flat[-y.numel() // 64 :] = 0
+    y.copy_(flat.view(y.shape))
+
+
+def _one_row(y: torch.Tensor) -> None:
+    rows = y.reshape(-1, y.shape[-1]).clone()
+    rows[len(rows) // 3] *= 1.5
+    y.copy_(rows.view(y.shape))
+
+
 REGIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "noise": lambda y: y.mul_(1 + 0.05 * torch.randn(y.shape).to(y.device, y.dtype)),
     "layout": _transposed,
     "wrap": _wrapped,
-    "tail": lambda y: y.view(-1)[-y.numel() // 64 :].zero_(),
-    "one row": lambda y: y.view(-1, y.shape[-1])[y.numel() // y.shape[-1] // 3].mul_(1.5),
+    "tail": _tail,
+    "one row": _one_row,
 }
 PLANTED = {
     "accumulate": "mm: accumulate=bfloat16, dtype=float32",
@@ -121,6 +153,18 @@ def blamed(call: Call, broken: Broken, times: int) -> int:
     return len({b.call_id for b in tool.blames})
 
 
+def blamed_backward(forward: Call, broken: Broken) -> bool:
+    """Whether a backward with a broken kernel is called wrong."""
+    with op_tools.OpAutoCompare() as tool, broken:
+        result = forward()
+        sent = torch.randn(result.shape).to(result.device)
+        broken.armed = True
+        result.backward(sent)
+        broken.armed = False
+    assert broken.count == 1, "the fault was not planted"
+    return any(b.phase == "backward" for b in tool.blames)
+
+
 def _planted(name: str, text: str) -> bool:
     """Whether a fault of the software accelerator is found in a call that is sampled."""
     x, w = _make(4100, 64), _make(256, 64)
@@ -139,6 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=16, help="calls for each point of the curve")
     parser.add_argument("--sizes", default="0.01,0.1,1,4,16", help="of a wrong element, in standard deviations")
+    parser.add_argument("--regions", action="store_true", help="only faults in whole regions")
     parser.add_argument("--only", help="a call by name")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(arguments)
@@ -153,12 +198,21 @@ def main(arguments: list[str] | None = None) -> int:
         print(
             f"{name:<18} " + "  ".join(f"{what} {'found' if ok else 'MISSED'}" for what, ok in row.items()), flush=True
         )
+    for name, (kernel, forward) in backwards().items():
+        if args.only and name != args.only:
+            continue
+        row = {what: blamed_backward(forward, Broken(kernel, fault)) for what, fault in REGIONS.items()}
+        found["regions"][f"{name}, backward"] = row
+        told = "  ".join(f"{what} {'found' if ok else 'MISSED'}" for what, ok in row.items())
+        print(f"{name + ', backward':<26} {told}", flush=True)
+    if args.regions:
+        args.sizes = ""
     if not args.only:
         for name, text in PLANTED.items():
             found["regions"][name] = {name: _planted(name, text)}
             print(f"{name:<18} {'found' if found['regions'][name][name] else 'MISSED'}", flush=True)
     search, sampled._ALWAYS_RANKED = suspects.find, 1 << 30  # in a run, some of the later calls of a kind
-    for name, (kernel, call) in made.items():
+    for name, (kernel, call) in made.items() if args.sizes else ():
         scale = float(call().float().std())
         for way in ("sample", "all elements"):
             suspects.find = search if way == "all elements" else lambda *_: []

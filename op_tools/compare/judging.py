@@ -97,6 +97,7 @@ class Judging:
                 return True
             if found is not None:
                 job.judgement, job.number = found, self.teller.number()
+                job.grads = None  # it may wait for its turn to be told
                 self.teller.tell(job, at_once=False)
                 return True
         return False

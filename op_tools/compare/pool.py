@@ -29,12 +29,17 @@ from .. import lifecycle, settings
 from ..call.description import Tensor
 from ..call.devices import can_pin
 from ..copies.operands import Fetcher, Layout, Operands, Ref, padded
+from .ring import Ring
 from .worker import Answer, Message, Options, Spans
 
 _RING: Final = 64 << 20  # bytes of calls that wait for one worker
+_SOCKET_BYTES: Final = 1 << 20  # of messages that wait for one worker, if the system allows as many
 _ONE_THREAD: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_CALL_COST: Final = 1 << 17  # of any call, in bytes that take as long
-_KIND_COST: Final = 32 * _CALL_COST  # of the first call of a kind, likewise
+# microseconds that comparing takes, until it is known
+_CALL_COST: Final = 4_000  # of any call
+_BYTES_COST: Final = 50  # bytes in a microsecond
+_KIND_COST: Final = 60_000  # of the first call of a kind
+_MAX_KINDS: Final = 50_000
 _MAX_SECONDS_TO_END: Final = 5.0
 _MAX_TREES: Final = 50_000
 # what means the same in another process
@@ -48,46 +53,6 @@ _tree_numbers = itertools.count(1)
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
-class Ring:
-    """A ring buffer: spans are taken in order, and given back in almost the same order.
-
-    >>> ring = Ring(100)
-    >>> ring.take(60), ring.take(60)
-    (0, None)
-    >>> ring.give(0)
-    >>> ring.take(60)
-    0
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._taken: deque[list[int]] = deque()  # [start, end, whether it is free again]
-
-    def take(self, nbytes: int) -> int | None:
-        """Where a span of so many bytes begins, or None while there is no room."""
-        nbytes = max(nbytes, 1)  # a place of its own
-        start, limit = 0, self.size
-        if self._taken:
-            (first, _, _), (last, start, _) = self._taken[0], self._taken[-1]
-            if last < first:  # around the end already
-                limit = first
-            elif start + nbytes > self.size:
-                start, limit = 0, first
-        if start + nbytes > limit:
-            return None
-        self._taken.append([start, start + nbytes, 0])
-        return start
-
-    def give(self, start: int) -> None:
-        """Give a span back."""
-        for place in self._taken:
-            if place[0] == start and not place[2]:
-                place[2] = 1
-                break
-        while self._taken and self._taken[0][2]:
-            self._taken.popleft()
-
-
 _STALLED_SECONDS: Final = 20.0  # without using the processor, while it has calls to judge
 
 
@@ -96,13 +61,14 @@ class Lease:
 
     def __init__(self, worker: _Process, memory: int) -> None:
         self.worker, self.memory = worker, memory
-        self.nbytes = 0  # that wait to be sent
+        self.kind: Hashable = None
+        self.weight = 0  # microseconds of work that wait to be sent
         self.tried = threading.Event()
         self.there = False  # the arguments have arrived
 
     def __del__(self) -> None:
         self.worker.unneeded.append(self.memory)
-        self.worker.load -= self.nbytes  # if it was never sent
+        self.worker.load -= self.weight  # if it was never sent
 
 
 class _Flight(NamedTuple):
@@ -112,6 +78,7 @@ class _Flight(NamedTuple):
     given: Any
     message: Message
     weight: int  # in the worker's load
+    kind: Hashable = None
 
 
 class _Process:
@@ -122,7 +89,7 @@ class _Process:
         self.unneeded: deque[int] = deque()
         self.flights: dict[int, _Flight] = {}
         self.ready = self.ended = False
-        self.load = 0  # bytes of calls that were given to it and are not done
+        self.load = 0  # microseconds of work that were given to it and are not done
         self.kinds: set[Hashable] = set()  # of calls that it has compared
         self.change = threading.Condition()
         self._sending = threading.Lock()
@@ -130,6 +97,7 @@ class _Process:
         self._ring = Ring(_RING)
         self._pinned = False
         ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         memory = os.memfd_create("op_tools-comparisons")
         try:
             os.ftruncate(memory, _RING)
@@ -242,6 +210,8 @@ class _Process:
 class Pool:
     """The worker processes of a run; `answered(given, answer)` is called for each job, in any order; None means lost.
 
+    `started()` is called, maybe more than once, when most of them are there, or none will be.
+
     >>> pool = Pool(4, options, "cuda", answered)  # doctest: +SKIP
     >>> lease = pool.lease(nbytes)                     # doctest: +SKIP
     """
@@ -252,10 +222,12 @@ class Pool:
         options: Options,
         device: torch.device,
         answered: Callable[[Any, Answer | None], None],
+        started: Callable[[], None] = lambda: None,
     ) -> None:
-        self._answered = answered
+        self._answered, self._started = answered, started
         self._processes: list[_Process] = []
         self._memories = 0
+        self._costs: dict[Hashable, int] = {}  # of calls of a kind, in microseconds
         self._lock = threading.Condition()
         self._sending = threading.Lock()
         self._flying = 0
@@ -290,14 +262,17 @@ class Pool:
             best = min(there, key=lambda worker: worker.load + (0 if kind in worker.kinds else _KIND_COST))
             best.kinds.add(kind)
             lease = Lease(best, self._memories)
-            lease.nbytes = nbytes + _CALL_COST
-            lease.worker.load += lease.nbytes
+            lease.kind, lease.weight = kind, self._cost(kind, nbytes)
+            lease.worker.load += lease.weight
             return lease
+
+    def _cost(self, kind: Hashable, nbytes: int) -> int:
+        return self._costs.get(kind) or nbytes // _BYTES_COST + _CALL_COST
 
     def send(self, lease: Lease, message: Message, parts: Sequence[Operands], fetcher: Fetcher, given: Any) -> bool:
         """Copy a call to its process; whether it has gone there. The numbers of trees and spans are filled in."""
         worker = lease.worker
-        weight, lease.nbytes = lease.nbytes or message.nbytes + _CALL_COST, 0
+        weight, lease.weight = lease.weight or self._cost(None, message.nbytes), 0
         alone = len(parts) == 1  # a backward whose arguments the worker has
         if alone:
             self._weigh(worker, weight)
@@ -322,7 +297,8 @@ class Pool:
                     message = message._replace(after=trees[-1][0], after_spans=spans[-1])
                 if len(parts) == 2:
                     message = message._replace(before=trees[0][0], before_spans=spans[0])
-                worker.send(_Flight(start, given, message, weight), trees)
+            # others go on where this one has much to do and its socket is full
+            worker.send(_Flight(start, given, message, weight, None if alone else lease.kind), trees)
             sent = True
         except (OSError, pickle.PicklingError, TypeError, AttributeError):  # it has exited; an odd tree
             pass
@@ -363,7 +339,7 @@ class Pool:
         """Let go of the memory, once nobody sends any more (`pool.let_go()`)."""
         for worker in self._processes:
             worker.let_go()
-        self._answered = lambda given, answer: None  # nobody waits for one any more
+        self._answered, self._started = lambda given, answer: None, lambda: None  # nobody waits any more
 
     # -- what comes back ------------------------------------------------------------------------------
 
@@ -372,6 +348,9 @@ class Pool:
             worker.wait_until_ready()
             with self._lock:
                 self._lock.notify_all()
+                most = sum([w.ready or w.ended for w in self._processes]) > len(self._processes) // 2
+            if most:
+                self._started()
             while True:
                 for answer in worker.receive():
                     self._land(worker, worker.flights.pop(answer.number), answer)
@@ -386,10 +365,17 @@ class Pool:
             self._land(worker, flight, None)
         with self._lock:
             self._lock.notify_all()
+        if not any(w.ready and not w.ended for w in self._processes):
+            self._started()  # none will
 
     def _land(self, worker: _Process, flight: _Flight, answer: Answer | None) -> None:
         worker.give(flight.start)
         self._weigh(worker, -flight.weight)
+        if answer is not None and flight.kind is not None:
+            known = self._costs.get(flight.kind)
+            if known is not None or len(self._costs) < _MAX_KINDS:
+                spent = int(answer.seconds * 1e6) + 1
+                self._costs[flight.kind] = spent if known is None else (known + spent) // 2
         try:
             self._answered(flight.given, answer)
         finally:

@@ -66,11 +66,10 @@ class Kind:
         found = self.axes.affine
         return found if found is not None and {*positions} <= {*found.positions[1:]} else None
 
-    def zeros(self, model: Tensor, names: Names, index: Index) -> Tensor:
-        """Zeros on the host in place of an argument that is cut to some places."""
+    def cut_shape(self, model: Tensor, names: Names, index: Index) -> list[int]:
+        """The shape of an argument that is cut to some places."""
         sizes = [model.numel()] if self.axes.flat and names else model.shape
-        shape = [len(index[n]) if n is not None and n in index else size for n, size in zip(names, sizes)]
-        return torch.zeros(shape, dtype=model.dtype)
+        return [len(index[n]) if n is not None and n in index else size for n, size in zip(names, sizes)]
 
     def chosen(self, cut: Cut, tensors: Sequence[Tensor]) -> Chosen:
         """The places for one way to cut such calls."""
@@ -93,15 +92,15 @@ class Kind:
             found.setdefault(same, []).append(position)
         return found
 
-    def fits(self, results: Sequence[Tensor]) -> bool:
-        """Whether results have the shapes that the axes say."""
+    def fits(self, results: Sequence[Tensor | None]) -> bool:
+        """Whether results, or the gradients of some of them, have the shapes that the axes say."""
         axes = self.axes
         if axes.lists and not results:  # written to the arguments
             return True
         if len(axes.results) != len(results):
             return False
         for names, tensor in zip(axes.results, results):
-            if axes.flat and not names:  # of one element
+            if tensor is None or (axes.flat and not names):  # no gradient, or of one element
                 continue
             if not is_plain(tensor) or (self._shape is not None and tensor.shape != self._shape):
                 return False
@@ -261,11 +260,6 @@ def _refs(tree: Any) -> Sequence[Ref]:
     if isinstance(tree, (list, tuple)):
         return [ref for member in tree for ref in _refs(member)]
     return []
-
-
-def ref_of(copy: Tensor, number: int, requires_grad: bool = False) -> Ref:
-    """A slice as a leaf of a staged tree (`ref_of(torch.ones(2), 0)`)."""
-    return Ref(number, copy.dtype, tuple(copy.shape), copy.stride(), 0, requires_grad, False, False)
 
 
 def with_more(index: Index, more: Sequence[Index], some: frozenset[str]) -> Index:

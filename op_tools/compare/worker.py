@@ -1,13 +1,15 @@
 """A worker process: it compares calls of the run that started it (`pool`).
 
-The bytes of a call lie in memory that both processes map. The answer to a call that is right is its rows; any other
-call is handed back, and the run compares it itself: what is wrong is found, shown and saved in one place.
+The bytes of a call lie in memory that both processes map. The answer to a call that is right, or off by no more than
+its kernel is known to be, is its rows; any other call is handed back, and the run compares it itself: what is wrong is
+found, shown and saved in one place.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import time
 from multiprocessing.connection import Connection
 from typing import Any, Final, NamedTuple
 
@@ -18,7 +20,7 @@ from ..call.description import Tensor
 from ..copies.invocation import BACKWARD, Invocation, Region
 from ..copies.operands import Operands, tensors_over
 from ..copies.queue import MemoryBudget
-from ..judge.verdict import RIGHT, Rules
+from ..judge.verdict import RIGHT, WEAK, Rules
 from ..native import measuring
 from .judges.host import Comparer, ForwardRun
 from .ladder import Job
@@ -52,13 +54,14 @@ class Message(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What came out: `rows` where all is right; if None, the job is handed back, with arguments that were kept."""
+    """What came out: `rows` where nothing is wrong; if None, the job is handed back, with arguments that were kept."""
 
     number: int
     rows: list[tuple[Any, ...]] | None
     failure: str = ""  # what went wrong in the worker, if anything did
     tree: Any = None
     before: list[bytes] | None = None
+    seconds: float = 0.0  # that comparing took
 
 
 class _Remembered(NamedTuple):
@@ -100,14 +103,14 @@ class Worker:
 
     def answer(self, message: Message) -> Answer:
         """Compare one call (`worker.answer(message).rows is None`)."""
-        rows, failure = None, ""
+        rows, failure, started = None, "", time.perf_counter()
         try:
             rows = self._rows(message)
         except Exception as error:  # the run compares it itself, and reports what failed here
             failure = f"{type(error).__name__}: {error}"
         known = self._remembered.get(message.memory) if rows is None and message.phase == BACKWARD else None
         if known is None:
-            return Answer(message.number, rows, failure)
+            return Answer(message.number, rows, failure, seconds=time.perf_counter() - started)
         return Answer(message.number, None, failure, known.tree, [f.numpy().tobytes() for f in known.flats])
 
     def _rows(self, message: Message) -> list[tuple[Any, ...]] | None:
@@ -127,7 +130,8 @@ class Worker:
             job.before = Operands(tree, (), None, 0)
             job.snapshot, job.flats = Operands(self._trees[message.after], (), None, 0), (flats, values)
         found = self._comparer.compare(job, forward if message.memory else None)
-        return list(map(tuple, found.rows)) if found.verdict == RIGHT and not job.suspicion else None
+        settled = found.verdict in (RIGHT, WEAK) and not job.suspicion
+        return list(map(tuple, found.rows)) if settled else None
 
     def _flats(self, spans: Spans) -> list[Tensor]:
         return [self._buffer[start : start + count] for start, count in spans]
@@ -137,6 +141,7 @@ def main(socket: int, memory: int, size: int) -> None:
     """Serve the process that holds the other end of a socket; both map `size` bytes of a file."""
     lifecycle.ignore_ctrl_c()  # this process ends when the run does
     torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # only the run knows what it allows
     connection = Connection(socket)
     try:
         options = connection.recv()

@@ -25,16 +25,30 @@ from ...call.devices import module_of, quiet
 from ...compat import count_dispatch_modes, no_dispatch_modes
 from ...copies.invocation import Region
 from ...copies.operands import Operands, is_plain, stage, start_of_storage
-from ...copies.queue import MemoryBudget, Reservation
+from ...copies.queue import MemoryBudget
 from ...judge import golden
 from ...judge.sampling import suspects
-from ...judge.sampling.axes import axes_of
-from ...judge.sampling.reduction import Chosen, Cut, Index, cut_tensor
+from ...judge.sampling.axes import Axes, axes_of
+from ...judge.sampling.reduction import Chosen, Cut, Index
 from ...judge.sampling.totals import Reduced, Total, columns_backward, columns_of, total_of
+from ...judge.sampling.trial import axes_by_trial
 from ...judge.verdict import NOT_COMPARABLE, Judgement
 from ..ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, arguments_kind
-from ..sample import Group, Kind, Sample, ref_of, with_more, with_other
-from ..slices import Ready, Slices, copies, cut_arguments, cut_gradients, on_host, operands_of, reduced_job, slices
+from ..sample import Group, Kind, Sample, with_more, with_other
+from ..slices import (
+    Layouts,
+    Slices,
+    Taken,
+    copies,
+    cut_arguments,
+    cut_gradients,
+    cut_results,
+    kept,
+    operands_of,
+    reduced_job,
+    slices,
+    take,
+)
 from .views import MODEL, without_memory
 
 _MAX_KINDS: Final = 20_000
@@ -46,32 +60,9 @@ _SHARE: Final = 20  # of the memory that a run uses: what arguments may take tha
 _MIN_HELD: Final = 1 << 26  # bytes of them in any case
 _MAX_COPIED: Final = 1 << 28  # bytes of arguments that are copied on the device before a call that writes to them
 _ALWAYS_RANKED: Final = 6  # calls of a kind in which all elements take part on the device
-_RANKED_OF: Final = 4  # later calls, one of which is checked like that
+_RANKED_OF: Final = 6  # later calls, one of which is checked like that
 _CHANGED: Final = "its arguments were changed before its backward"
 _DRAWS_NOTHING: Final = "attention"  # its rule knows only calls without dropout
-
-
-@dataclasses.dataclass(eq=False)
-class _Taken:
-    """What is kept of a call until its backward."""
-
-    kind: Kind | Total
-    index: Index = dataclasses.field(default_factory=dict)
-    copies: Sequence[Tensor] = ()  # of arguments that the call writes to
-    before: Slices | None = None  # of arguments that the call writes to, or that its backward needs as they were
-    part: ComparedCall | None = None  # of a random call: what its forward has found belongs to its backward
-    held: Sequence[Tensor | None] = ()  # aliases of arguments that somebody else holds, too
-    versions: Sequence[int] = ()
-    reservation: Reservation | None = None
-    slices: dict[Cut, tuple[Index, Ready]] = dataclasses.field(default_factory=dict)
-    observed: Sequence[TensorWeakRef] = ()  # the arguments themselves, while somebody else holds them
-    kept: Any = None  # of a call that is judged from partial results
-    projected: dict[int, suspects.Projected] = dataclasses.field(default_factory=dict)
-
-    @property
-    def changed(self) -> bool:
-        """Whether something was written to the arguments since."""
-        return [t._version for t in self.held if t is not None] != list(self.versions)
 
 
 class _Counts:
@@ -116,6 +107,7 @@ class Sampled(_Counts, Judge):
         self._always = settings.choice("OP_AUTOCOMPARE_COVERAGE") == "sample"
         self._kinds: dict[Hashable, Kind | Total | None] = {}
         self._numbers: dict[Hashable, int] = {}
+        self._layouts: Layouts = {}  # of calls that stand for others
         self._rng = random.Random(0)
         self._budget: MemoryBudget | None = None
 
@@ -134,14 +126,14 @@ class Sampled(_Counts, Judge):
             if call.numbers[0] and len(self.never_settles) < _MAX_KINDS:
                 self.never_settles.add((call.op, call.numbers[0]))
             return False
-        taken = call.notes[self] = _Taken(kind)
+        taken = call.notes[self] = Taken(kind)
         if isinstance(kind, Total) or not (kind.writes or kind.random):
             return True
         with _unseen():
             self._take(taken, kind, live)
         return True
 
-    def _take(self, taken: _Taken, kind: Kind, live: Any) -> None:
+    def _take(self, taken: Taken, kind: Kind, live: Any) -> None:
         """Copy arguments that a call is about to write to, or slices of them."""
         chosen = kind.chosen(kind.forward(), kind.tensors)
         whole = not kind.axes.lists and not kind.random and sum([t.nbytes for t in live.tensors]) <= _MAX_COPIED
@@ -150,6 +142,7 @@ class Sampled(_Counts, Judge):
         else:
             taken.index = chosen.index(live.device)
             taken.before = slices(kind, cut_arguments(kind, live.tensors, taken.index), taken.index)
+            take(taken.before)
 
     def _find(self, call: ComparedCall) -> Kind | Total | None:
         """The kind of a call that is to be sampled; None for all others."""
@@ -157,7 +150,8 @@ class Sampled(_Counts, Judge):
         count = sum([t.numel() for t in live.tensors])
         if not count or traits.collective or traits.factory or not (self._always or count >= _MIN_ELEMENTS >> 4):
             return None
-        if not traits.by_engine and not self.setup.is_stock(call.op, call.function):
+        stock = bool(traits.by_engine) or self.setup.is_stock(call.op, call.function)
+        if not stock and (traits.random or call.op.startswith("torch.")):
             return None
         if facts.has_free_vectors(call.op):
             return None
@@ -167,7 +161,9 @@ class Sampled(_Counts, Judge):
         plain = [is_plain(t) and not t.is_complex() for t in live.tensors]
         if not all(plain) or any(t.device != live.device and t.dim() for t in live.tensors):
             return None
-        axes = axes_of(call.op, live.args, live.kwargs)
+        axes = axes_of(call.op, live.args, live.kwargs) if stock else self._tried(call)
+        if axes is None and not stock:
+            return None
         if axes is None:
             total = total_of(call.op, call.function, live.args, live.kwargs)
             return total if total is not None and self._is_large(total.elements(live.args, live.kwargs)) else None
@@ -180,6 +176,28 @@ class Sampled(_Counts, Judge):
         if not self._is_large(kind.elements, kind.work) or not chosen.counts:
             return None
         return None if chosen.elements > max(kind.elements // 2, _MAX_WHOLE) else kind
+
+    def _tried(self, call: ComparedCall) -> Axes | None:
+        """The axes of an operator of the user's own, found by golden runs."""
+        live, traits = call.live, call.traits
+        if traits.mutates or facts.may_mutate(call.op, live.kwargs) or traits.facts.writes:
+            return None
+        if not self._is_large(2 * sum([t.numel() for t in live.tensors])):
+            return None
+        options: dict[str, Any] = {
+            "name": call.op,
+            "traits": traits,
+            "device": call.region.device,
+            "max_bytes": self.setup.max_bytes,
+        }
+
+        def run(value: tuple[Any, Any]) -> list[Tensor] | None:
+            found = golden.run(call.function, *value, **options)
+            return list(tensors_in(found.outputs)) if found.comparable and not found.random else None
+
+        with quiet():
+            value = map_tensors((live.args, live.kwargs), lambda t: t.detach().cpu())
+            return axes_by_trial(value, run)
 
     def _is_large(self, elements: int | None, work: int = 0) -> bool:
         if self._always or elements is None:
@@ -194,10 +212,9 @@ class Sampled(_Counts, Judge):
         """A job that judges a cut call."""
         call = job.call
         assert isinstance(call, ComparedCall)
-        storages, mark = on_host((*before[1], *after[1]))
-        key, count = (job.phase, cut, job.grad_kind), len(before[1])
-        arguments = operands_of(kind, (*key, "before"), before[0], storages[:count], mark)
-        snapshot = operands_of(kind, (*key, "after"), after[0], storages[count:], mark)
+        mark, key = take(before, after), (job.phase, cut, job.grad_kind)
+        arguments = operands_of(kind.layouts, (*key, "before"), before, mark)
+        snapshot = operands_of(kind.layouts, (*key, "after"), after, mark)
         if own is None:
             number = self._number((arguments_kind(call), call.numbers, key)) if all(call.numbers) else 0
             region: Region = call.region._replace(grad_enabled=job.phase == BACKWARD)
@@ -221,7 +238,7 @@ class Sampled(_Counts, Judge):
     ) -> Index:
         """These places, with those that stand out on the device."""
         some = chosen.some.difference(fixed)
-        if not some:
+        if not some or kind.axes.by_trial:
             return index
         call = call._replace(each=chosen.more or 1)
         try:
@@ -237,7 +254,7 @@ class Sampled(_Counts, Judge):
     def settle(self, job: Job) -> Judgement | None:
         call = job.call
         assert isinstance(call, ComparedCall)
-        taken: _Taken | None = call.notes.get(self) or self._moved(job, call)
+        taken: Taken | None = call.notes.get(self) or self._moved(job, call)
         if taken is None:
             return None
         try:
@@ -254,7 +271,7 @@ class Sampled(_Counts, Judge):
                 return Judgement(NOT_COMPARABLE, "its results do not have the shapes that its arguments say")
         return found
 
-    def _moved(self, job: Job, call: ComparedCall) -> _Taken | None:
+    def _moved(self, job: Job, call: ComparedCall) -> Taken | None:
         """What is known of a large view in its backward; nothing of its arguments is needed."""
         model = call.notes.get(MODEL)
         if job.phase == FORWARD or model is None or not call.numbers[0]:
@@ -267,9 +284,9 @@ class Sampled(_Counts, Judge):
                 found = Kind(axes, model, writes=False, random=False)
             self._kinds[key] = found if self._is_large(2 * count) else None
         kind = self._kinds.get(key)
-        return None if kind is None else _Taken(kind)
+        return None if kind is None else Taken(kind)
 
-    def _forward(self, job: Job, taken: _Taken) -> Judgement | None:
+    def _forward(self, job: Job, taken: Taken) -> Judgement | None:
         kind, live, call = taken.kind, job.live, job.call
         assert isinstance(call, ComparedCall)
         if isinstance(kind, Total):
@@ -279,8 +296,7 @@ class Sampled(_Counts, Judge):
             return self._from_totals(job, parts)
         if not kind.fits(live.results):
             return None
-        cut = kind.forward()
-        after: Slices = ((None, None), [])
+        cut, after = kind.forward(), None
         if taken.before is not None:
             index, before = taken.index, taken.before
         else:
@@ -295,14 +311,8 @@ class Sampled(_Counts, Judge):
                 taken.index, taken.before, taken.copies = index, before, ()
         if kind.writes:
             after = slices(kind, cut_arguments(kind, live.tensors, index), index)
-        names, made = iter(kind.axes.results), list(after[1])
-
-        def cut_result(tensor: Tensor) -> Any:
-            made.append(cut_tensor(tensor, next(names), index, kind.axes.flat))
-            return ref_of(made[-1], len(made) - 1, tensor.requires_grad)
-
-        values = (*after[0], map_tensors(live.result, cut_result))
-        part = self._part(job, kind, cut, before, (values, made), None)
+        found = cut_results(kind, after, live.results, live.result, index)
+        part = self._part(job, kind, cut, before, found, None)
         if kind.random:
             assert isinstance(part.call, ComparedCall)
             taken.part = part.call
@@ -311,7 +321,7 @@ class Sampled(_Counts, Judge):
         self._keep(taken, live, call, sample)
         return _pending(job, sample)
 
-    def _keep(self, taken: _Taken, live: Any, call: ComparedCall, sample: Sample) -> None:
+    def _keep(self, taken: Taken, live: Any, call: ComparedCall, sample: Sample) -> None:
         """Keep what a backward will need: arguments that somebody else holds anyway, and slices of all others."""
         kind, tensors = taken.kind, live.tensors
         assert isinstance(kind, Kind)
@@ -347,12 +357,12 @@ class Sampled(_Counts, Judge):
             chosen = kind.chosen(cut, kind.tensors)
             if chosen.elements <= _MAX_WHOLE:
                 index = chosen.index(live.device)
-                taken.slices[cut] = index, cut_arguments(kind, tensors, index, needed)
+                taken.slices[cut] = index, kept(cut_arguments(kind, tensors, index, needed))
             found = suspects.project(kind.axes, positions, tensors, call.region.rounded_to, self._rng)
             if found is not None:
                 taken.projected[positions[0]] = found
 
-    def _backward(self, job: Job, taken: _Taken) -> Judgement | None:
+    def _backward(self, job: Job, taken: Taken) -> Judgement | None:
         kind, call = taken.kind, job.call
         assert isinstance(call, ComparedCall)
         assert job.grads is not None
@@ -366,7 +376,7 @@ class Sampled(_Counts, Judge):
             return Judgement(NOT_COMPARABLE, _CHANGED)
         if taken.observed:
             kind.survives = kind.survives is not False and all(ref() is not None for ref in taken.observed)
-        if len(sent) != len(kind.axes.results) or not kind.fits([g for g in sent if g is not None]):
+        if not kind.fits(sent):
             return None
         of_affine: list[int] = []
         if taken.before is not None:
@@ -399,7 +409,7 @@ class Sampled(_Counts, Judge):
         taken.reservation = None
         return _pending(job, sample) if sample.parts else Judgement(NOT_COMPARABLE, "it is too large to be compared")
 
-    def _way(self, job: Job, kind: Kind, taken: _Taken, cut: Cut, some: Sequence[int]) -> tuple[Index, Slices] | None:
+    def _way(self, job: Job, kind: Kind, taken: Taken, cut: Cut, some: Sequence[int]) -> tuple[Index, Slices] | None:
         """Slices of the arguments for one way to cut, at places some of which stand out; None where there are none."""
         assert job.grads is not None
         sent, found = job.grads
@@ -435,10 +445,10 @@ class Sampled(_Counts, Judge):
     def _stand_in(self, job: Job, each: Reduced, place: int = 0) -> Job:
         call = job.call
         key = (arguments_kind(call), call.numbers, job.phase, job.grad_kind, each.op, place)
-        return reduced_job(job, each, self._number(key) if all(call.numbers) else 0)
+        return reduced_job(job, each, self._number(key) if all(call.numbers) else 0, self._layouts)
 
     def arguments(self, call: ComparedCall) -> Operands | str | None:
-        taken: _Taken | None = call.notes.get(self)
+        taken: Taken | None = call.notes.get(self)
         if taken is None:
             return None
         tensors = [t for t in taken.held if t is not None]

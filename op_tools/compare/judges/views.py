@@ -59,7 +59,8 @@ def places(given: Sequence[Tensor], results: Sequence[Tensor]) -> Places | None:
 def expected_layouts(function: Any, value: Any, sent: Sequence[Tensor | None] | None = None) -> list[Any]:
     """Where results must lie, from a run without memory: (which argument, first byte in its storage, shape, stride).
 
-    With the gradients that came in, where those of the arguments must lie in them. Raises where that cannot be said.
+    With the gradients that came in, where those of the arguments must lie in them. Raises where that cannot be said:
+    a call that writes to its arguments is no view, though its result may lie in one of them.
 
     >>> x = torch.ones(3, 4)
     >>> expected_layouts(torch.Tensor.t, ((x,), {}))
@@ -79,7 +80,11 @@ def expected_layouts(function: Any, value: Any, sent: Sequence[Tensor | None] | 
 
     with quiet(), golden.neutral(sent is not None):
         args, kwargs = map_tensors(value, note if sent is None else leaf)
+        given = list(tensors_in((args, kwargs)))
+        versions = [t._version for t in given]
         found = list(tensors_in(function(*args, **kwargs)))
+        if versions != [t._version for t in given]:
+            raise ValueError("it writes to its arguments")
         if sent is not None:
             pairs = [(o, note(g)) for o, g in zip(found, sent) if g is not None]
             wanted = [each for each in leaves if each.requires_grad]

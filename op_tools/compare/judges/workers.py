@@ -1,8 +1,7 @@
-"""The worker processes as a judge: in a run that lasts they do the golden runs, and answer for calls that are right."""
+"""The worker processes as a judge: in a run that lasts they do the golden runs, and answer where nothing is wrong."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pickle
 import threading
@@ -15,7 +14,7 @@ import torch
 from ... import lifecycle, settings
 from ...call import facts
 from ...copies.operands import Operands
-from ...judge.verdict import NOT_COMPARABLE, RIGHT, Judgement, Row
+from ...judge.verdict import NOT_COMPARABLE, RIGHT, WEAK, Judgement, Row
 from .. import cores, pool
 from ..ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup
 from ..pool import Lease, Pool, needs_gradients, sendable
@@ -24,7 +23,8 @@ from ..worker import Answer, Message, Options
 _MIN_CORES: Final = 8
 _MAX_PROCESSES: Final = 12
 _WORTH_STARTING: Final = 4.0  # seconds that a run lasts, and as many of comparing
-_WORTH_STARTING_SAMPLED: Final = 48  # parts of large calls: who trains a large model waits for more than a few
+_WORTH_STARTING_SAMPLED: Final = 24  # parts of large calls: who trains a large model waits for more than a few
+_MAX_HELD: Final = 1 << 29  # bytes of parts that wait for the processes to start
 _LOST: Final = Judgement(NOT_COMPARABLE, "the worker holding its arguments exited")
 
 
@@ -52,6 +52,8 @@ class Workers(Judge):
         self._busy, self._began = 0.0, time.monotonic()  # seconds of comparing in this process, and since when
         self._device: torch.device | None = None
         self._sampled = 0  # parts of large calls before there were workers
+        self._held: list[Job] | None = None  # parts that wait for the processes, while these start
+        self._held_bytes = 0
 
     def expects(self, call: ComparedCall) -> bool:
         if self._device is None:
@@ -62,13 +64,14 @@ class Workers(Judge):
 
     def _start(self) -> None:
         setup = self.setup
-        rules = dataclasses.replace(setup.rules, allowances=False)  # a worker has other settings
-        options = Options(rules, setup.queue_bytes // 4 // self.processes, setup.max_bytes, setup.max_seconds)
+        options = Options(setup.rules, setup.queue_bytes // 4 // self.processes, setup.max_bytes, setup.max_seconds)
         with self._lock:
             if self.pool is not None or not self.processes:
                 return
             try:
-                self.pool = Pool(self.processes, options, self._device or torch.device("cpu"), self._answered)
+                device = self._device or torch.device("cpu")
+                self.pool = Pool(self.processes, options, device, self._answered, self._release_held)
+                self._held = []
                 _active.add(self)
             except (OSError, ValueError, RuntimeError, pickle.PicklingError) as error:
                 self.processes = 0  # no memory, files or threads left
@@ -80,10 +83,33 @@ class Workers(Judge):
             if self._sampled == _WORTH_STARTING_SAMPLED:
                 self._start()
         if self.pool is not None and (job.phase == FORWARD or job.whole is not None) and self._may_send(job):
-            assert isinstance(job.call, ComparedCall)
-            lease = self.pool.lease(job.nbytes, (job.call.op, job.call.numbers, job.phase))
-            if lease is not None:
-                job.call.notes[self] = lease
+            self._lease(self.pool, job)
+
+    def _lease(self, pool: Pool, job: Job) -> None:
+        assert isinstance(job.call, ComparedCall)
+        lease = pool.lease(job.nbytes, (job.call.op, job.call.numbers, job.phase))
+        if lease is not None:
+            job.call.notes[self] = lease
+
+    def _hold(self, job: Job) -> bool:
+        """Keep a part until the processes are there: threads that judge would compete with the run for the GIL."""
+        if self._held is None or job.whole is None or job.local or not self._may_send(job):
+            return False
+        with self._lock:
+            if self._held is None or self._held_bytes + job.nbytes > _MAX_HELD:
+                return False
+            self._held.append(job)
+            self._held_bytes += job.nbytes
+        return True
+
+    def _release_held(self) -> None:
+        """The first process has started, or nobody should wait for it any more."""
+        with self._lock:
+            held, self._held = self._held or [], None
+        for job in held:
+            if self.pool is not None:
+                self._lease(self.pool, job)
+            self.setup.again(job)
 
     def _may_send(self, job: Job) -> bool:
         """Whether a worker can compare a call and its backward: an operator of PyTorch's, on plain tensors."""
@@ -106,6 +132,8 @@ class Workers(Judge):
                     return PENDING
             finally:
                 lease.tried.set()
+        elif lease is None and self._held is not None and self._hold(job):
+            return PENDING
         return _LOST if job.before is None else None
 
     def _send(self, job: Job, call: ComparedCall, lease: Lease) -> bool:
@@ -134,7 +162,9 @@ class Workers(Judge):
     def _answered(self, job: Job, answer: Answer | None) -> None:
         """A worker has answered for a job, or has exited with it."""
         if answer is not None and answer.rows is not None:
-            job.judgement = Judgement(RIGHT, "", tuple(map(Row._make, answer.rows)))
+            rows = tuple(map(Row._make, answer.rows))
+            weak = next((row for row in rows if row.verdict == WEAK), None)
+            job.judgement = Judgement(RIGHT, "", rows) if weak is None else Judgement(WEAK, weak.reason, rows)
             self.setup.finish(job)
             return
         job.local = True
@@ -161,10 +191,12 @@ class Workers(Judge):
     def drain(self) -> bool:
         if self.pool is None:
             return False
+        self._release_held()
         self.pool.drain()
         return True
 
     def close(self) -> None:
+        self._release_held()
         if self.pool is not None:
             self.pool.close()
         _active.discard(self)

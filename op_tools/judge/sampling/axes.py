@@ -64,7 +64,13 @@ class Axes:
     writes: bool = False  # to its arguments, though its name does not say so
     fixed_gradient: bool = False  # its gradients do not depend on the values of its arguments
     lists: bool = False  # tensors side by side in lists: each has an axis of its own
+    by_trial: bool = False  # found by trial: nothing is known of kernels for other dtypes on the device
     prepare: Prepare | None = None  # writes out an argument that depends on places: a causal mask
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether golden runs take long for what they have of tensors: attention, and operators that no rule knows."""
+        return self.by_trial or self.inner > 0
 
     def sizes(self, tensors: Sequence[Tensor]) -> dict[str, int] | None:
         """How long each axis is; None where the tensors do not fit."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...call.description import Tensor
 from .axes import Arguments, Axes, Names, rule
 
@@ -26,7 +28,19 @@ def convolution(call: Arguments) -> Axes | None:
     return call.axes(("n", outside, *rest), beside=beside)
 
 
-@rule("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "interpolate", "max_pool1d", "avg_pool1d", "pad", "unfold")
+@rule("pad")
+def pad(call: Arguments) -> Axes | None:
+    """All dimensions that stay as long as they are."""
+    x, widths = call.get(0, "input"), call.get(1, "pad")
+    if len(call.tensors) != 1 or not isinstance(widths, Sequence) or not x.dim():
+        return None
+    changed = {x.dim() - 1 - n // 2 for n, width in enumerate(widths) if width != 0}
+    names = tuple([f"a{n}" if size != 1 and n not in changed else None for n, size in enumerate(x.shape)])
+    call.call(x, names)
+    return call.axes(names, fixed_gradient=True)
+
+
+@rule("max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "interpolate", "max_pool1d", "avg_pool1d", "unfold")
 def by_image(call: Arguments) -> Axes | None:
     """Images and channels."""
     x = call.get(0, "input")
@@ -34,7 +48,5 @@ def by_image(call: Arguments) -> Axes | None:
         return None
     channels = None if call.op.endswith(".unfold") else "c"
     rest: Names = (None,) * (x.dim() - 2)
-    if call.op.endswith(".pad") and len(call.get(1, "pad")) > 2 * (x.dim() - 2):
-        return None
     call.call(x, ("n", channels, *rest))
     return call.axes(("n", channels, *(rest if channels else (None,))))

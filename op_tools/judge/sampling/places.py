@@ -24,6 +24,8 @@ def choose(size: int, inner: int, count: int, rng: random.Random) -> list[int]:
     """
     if size <= count:
         return list(range(size))
+    if count == 1:
+        return [rng.choice((0, size - 1, rng.randrange(size)))]
     wanted = [0, size - 1]
     for limit in _LIMITS:
         for edge in (limit // inner, limit):
@@ -46,14 +48,16 @@ def counts(
     tensors: Sequence[Sequence[str | None]],
     rest: Sequence[int],
     flat: bool,
+    slow: bool = False,
 ) -> tuple[dict[str, int], int]:
     """How many places to take along each axis that is cut, and how many more may come from one ranking.
 
     `tensors` are the names of the dimensions of all tensors that are needed, those that are judged last; `rest` are the
-    products of their dimensions that have no name.
+    products of their dimensions that have no name. Of a call that is slow on the CPU, a quarter is taken.
     """
     most = _MAX_ALONG_FLAT if flat else _MAX_ALONG_AXIS
-    limit = _MAX_RESULTS if rest[-1] == 1 else _MAX_IN_ROWS
+    limit = (_MAX_RESULTS if rest[-1] == 1 else _MAX_IN_ROWS) >> (2 * slow)
+    most_elements = _MAX_ELEMENTS >> (2 * slow)
 
     def elements(names: Sequence[str | None], other: int, taken: Mapping[str, int], more: int) -> int:
         for name in names:
@@ -65,7 +69,7 @@ def counts(
     def excess(taken: Mapping[str, int], more: int) -> tuple[float, int]:
         """By how much there are too many, and how many there are."""
         every = [elements(names, other, taken, more) for names, other in zip(tensors, rest)]
-        return max(sum(every) / _MAX_ELEMENTS, every[-1] / limit), sum(every)
+        return max(sum(every) / most_elements, every[-1] / limit), sum(every)
 
     # where even a few are too many, those that stand out take the place of others
     for more, least in ((8 if flat else 2, _MIN_ALONG_AXIS), (0, 1)):

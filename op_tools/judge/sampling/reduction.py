@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ...call.description import Tensor
+from ...call.devices import can_pin
 from . import places
 from .axes import Axes, Names
 
@@ -66,7 +68,7 @@ class Chosen:
             self.counts, self.more = {name: min(sizes[name], each) for name in sorted(cut.axes)}, 0
         else:
             self.counts, self.more = places.counts(
-                sizes, sorted(cut.axes), needed, [*rest, *map(rows, came), rows(judged)], axes.flat
+                sizes, sorted(cut.axes), needed, [*rest, *map(rows, came), rows(judged)], axes.flat, axes.is_slow
             )
         self.some = frozenset([name for name, count in self.counts.items() if count < sizes[name]])
         self.elements = sum([r * self._product(names) for names, r in zip(axes.tensors, rest)])
@@ -85,15 +87,27 @@ class Chosen:
         self._uses += 1
         number = self._uses % VARIANTS
         while len(made) <= number:
-            made.append(self._choose(device, random.Random(len(made))))
+            made.append(self._choose(device, len(made)))
         return made[number]
 
-    def _choose(self, device: torch.device, rng: random.Random) -> Index:
-        found = {}
-        for name, count in self.counts.items():
-            chosen = places.choose(self._sizes[name], self._shape.get(name, 1), count, rng)
-            found[name] = torch.tensor(chosen, dtype=torch.int64).to(device)
-        return found
+    def _choose(self, device: torch.device, variant: int) -> Index:
+        return {
+            name: places_on(device, self._sizes[name], self._shape.get(name, 1), count, 8 * variant + number)
+            for number, (name, count) in enumerate(self.counts.items())
+        }
+
+
+@functools.lru_cache(maxsize=4096)
+def places_on(device: torch.device, size: int, inner: int, count: int, seed: int) -> Tensor:
+    """Some places along an axis, on the device; calls of several kinds share them."""
+    return on_device(torch.tensor(places.choose(size, inner, count, random.Random(seed)), dtype=torch.int64), device)
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A small tensor of the host on the device, which need not finish its work first where memory can be pinned."""
+    if device.type == "cuda" and can_pin("cuda"):
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def _judged_shape(axes: Axes, cut: Cut, tensors: Sequence[Tensor], sizes: dict[str, int]) -> dict[str, int]:

@@ -18,7 +18,7 @@ import torch
 from ...call.description import Tensor, map_tensors, tensors_in
 from ...call.devices import quiet
 from .axes import Axes, Names, Product
-from .reduction import VARIANTS, Index
+from .reduction import VARIANTS, Index, on_device
 
 _AT_ONCE: Final = 1 << 24  # elements of a tensor in a wider dtype
 _HALVES: Final = (torch.float16, torch.bfloat16)
@@ -185,7 +185,7 @@ def _outer(own: Names, left: Names, right: Names) -> tuple[Names | None, Names |
     """The axes that only the left has, those that only the right has, and those that are summed over; or None."""
     a = tuple([n for n in own if n in left and n is not None])
     b = tuple([n for n in own if n in right and n is not None])
-    c = tuple([n for n in left if n in right and n not in own])
+    c = tuple([n for n in left if n in right and n not in own and n is not None])
     if {*a} & {*b} or {*left, *right} - {*a, *b, *c, None} or not (a and b and c):
         return None, None, None
     return a, b, c
@@ -279,7 +279,7 @@ def _by_projection(
 def _signs(size: int, device: torch.device, dtype: torch.dtype, seed: int) -> Tensor:
     """Random signs."""
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randint(0, 2, (size,), generator=generator) * 2 - 1).to(device, dtype)
+    return on_device((torch.randint(0, 2, (size,), generator=generator) * 2 - 1).to(dtype), device)
 
 
 def _summed(

@@ -18,7 +18,7 @@ from ...call.operators.registry import last_name
 from ...compat import foreach_norm
 from .axes import Affine
 from .places import choose
-from .reduction import VARIANTS
+from .reduction import VARIANTS, on_device, places_on
 
 _CHUNKS: Final = 8192
 _CHECKED: Final = 6  # chunks or rows that the CPU does again
@@ -274,7 +274,7 @@ def _places_in(shape: torch.Size, count: int, device: torch.device, seed: int) -
     """Some elements of a tensor of this shape, as one index for each dimension."""
     flat = torch.tensor(choose(shape.numel(), 1, count, random.Random(seed)), dtype=torch.int64)
     found = torch.unravel_index(flat, shape)
-    return tuple([index.to(device) for index in found])
+    return tuple([on_device(index, device) for index in found])
 
 
 class Columns(NamedTuple):
@@ -370,12 +370,7 @@ def _chunks(x: Tensor, most: int = _CHUNKS) -> tuple[Tensor, Tensor]:
 
 
 def _index(size: int, count: int, device: torch.device, rng: random.Random) -> Tensor:
-    return _index_of(size, count, device, rng.randrange(VARIANTS))
-
-
-@functools.lru_cache(maxsize=512)
-def _index_of(size: int, count: int, device: torch.device, seed: int) -> Tensor:
-    return torch.tensor(choose(size, 1, count, random.Random(seed)), dtype=torch.int64).to(device)
+    return places_on(device, size, 1, count, rng.randrange(VARIANTS))
 
 
 def _picked(x: Tensor, places: Tensor) -> Tensor:

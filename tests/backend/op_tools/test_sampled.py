@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ditorch
 import op_tools
+from op_tools.compare import slices
 from op_tools.compare.judges.host import Comparer
 from op_tools.compare.judges.sampled import Sampled
+from op_tools.compare.teller import Teller
 
 soft = pytest.mark.skipif(ditorch.backend.name != "soft", reason="faults are planted in the software accelerator")
 
@@ -189,7 +193,8 @@ class Replaced(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         first = found[0] if isinstance(found, (tuple, list)) else found
-        if func._schema.name == f"aten::{self.kernel}" and isinstance(first, torch.Tensor) and first.is_cuda:
+        named = func._schema.name.partition("::")[2] == self.kernel
+        if named and isinstance(first, torch.Tensor) and first.is_cuda:
             with torch._C.DisableTorchFunction():
                 return self.change(found)
         return found
@@ -270,3 +275,127 @@ def test_a_norm_of_two_million_elements_is_right(device: str, monkeypatch: pytes
     with op_tools.OpAutoCompare() as tool:
         torch.linalg.vector_norm(x)
     assert not tool.blames
+
+
+def _sampled(work: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """A tool that has watched this work with the usual coverage, and the operators that were not compared by parts."""
+    whole = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OP_AUTOCOMPARE_COVERAGE", "auto")
+        compare = Comparer.compare
+
+        def note(self: Any, job: Any, *rest: Any) -> Any:
+            if job.whole is None:
+                whole.append(job.call.op)
+            return compare(self, job, *rest)
+
+        patch.setattr(Comparer, "compare", note)
+        with op_tools.OpAutoCompare() as tool:
+            work()
+    return tool, whole
+
+
+@pytest.mark.parametrize("change", [None, lambda y: y.mul_(1.01)])
+def test_a_large_call_that_works_in_place_is_no_view(device: str, change: Any) -> None:
+    x = torch.randn(600, 1000, device=device, requires_grad=True)
+
+    def work() -> None:
+        with Replaced("relu_", change or (lambda y: y)):
+            y = F.relu(x * 2, inplace=True)
+        y.sum().backward()
+
+    tool, whole = _sampled(work)
+    assert [b.op for b in tool.blames] == (["torch.nn.functional.relu"] if change else [])
+    assert not [op for op in whole if "relu" in op]
+
+
+def test_a_batch_of_one_is_sampled(device: str) -> None:
+    x = torch.randn(1, 600, 1000, device=device, requires_grad=True)
+    w = torch.randn(300, 1000, device=device, requires_grad=True)
+    tool, whole = _sampled(lambda: F.linear(F.pad(x * 2, (0, 0, 1, -1)), w).sum().backward())
+    assert not tool.blames
+    assert not tool.findings()
+    assert not [op for op in whole if "linear" in op or "pad" in op]
+
+
+@torch.library.custom_op("op_tools_sampled::scan", mutates_args=())
+def _scan(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (x * scale).cumsum(1)
+
+
+_scan.register_fake(lambda x, scale: torch.empty_like(x))
+_scan.register_autograd(
+    lambda ctx, g: (g.flip(1).cumsum(1).flip(1) * ctx.scale, None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "scale", inputs[1]),
+)
+
+
+@pytest.mark.parametrize("change", [None, lambda y: torch.cat((y[:-1], y[:1]))])
+def test_operators_of_the_user_are_cut_along_axes_found_by_trial(device: str, change: Any) -> None:
+    x, scale = torch.randn(40, 32, 900, device=device, requires_grad=True), torch.rand(900, device=device)
+
+    def work() -> None:
+        with Replaced("scan", change or (lambda y: y)):
+            y = torch.ops.op_tools_sampled.scan(x, scale)
+        y.sum().backward()
+
+    tool, whole = _sampled(work)
+    assert [b.op for b in tool.blames] == (["op_tools_sampled.scan"] if change else [])
+    assert not [op for op in whole if "scan" in op]
+
+
+class _OnTheHost:
+    """What the kernel that takes slices does, for a device whose memory the host can read."""
+
+    launches = 0
+
+    def __call__(self, pieces: Any, places: Any) -> bool:
+        self.launches += 1
+        for piece, place in zip(pieces, places):
+            addresses = np.zeros((), dtype=np.int64)
+            for size, stride, index in piece.dims:
+                along = np.arange(size) if index is None else index.cpu().numpy()
+                addresses = addresses[..., None] + along * stride
+            nbytes = piece.elements * piece.itemsize
+            result = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(place))
+            if not piece.source or not nbytes:
+                result[:] = 0
+                continue
+            whole = (ctypes.c_uint8 * (int(addresses.max()) + piece.itemsize)).from_address(piece.source)
+            each = addresses.reshape(-1, 1) + np.arange(piece.itemsize)
+            result[:] = np.ctypeslib.as_array(whole)[each].reshape(-1)
+        return True
+
+
+@soft
+def test_slices_that_one_launch_takes_are_judged_like_others(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gather = _OnTheHost()
+    monkeypatch.setattr(slices, "gather_for", lambda place: gather if place.type == "soft" else None)
+    monkeypatch.setattr(slices._Pinned, "room", lambda self, n: (torch.empty(n, dtype=torch.uint8), 0))
+    step = _network(device)
+    with op_tools.OpAutoCompare() as tool:
+        step()
+        step()
+    assert gather.launches > 50, [b.reason for b in tool.blames]
+    assert not tool.blames
+    assert not tool._teller.coverage.missed
+    assert not [f for f in tool.findings() if f.kind != "difference"]
+
+
+def test_jobs_that_wait_to_be_told_hold_no_gradients(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views are settled at once and told in their turn; in a run with a backlog, gradients of many steps piled up."""
+    monkeypatch.setenv("OP_AUTOCOMPARE_COVERAGE", "auto")
+    x, sent = torch.randn(700, 1000, device=device, requires_grad=True), torch.randn(700, 900, device=device)
+    waiting = []
+    tell = Teller.tell
+
+    def note(self: Any, job: Any, *rest: Any, **named: Any) -> None:
+        waiting.append(job.grads)
+        tell(self, job, *rest, **named)
+
+    monkeypatch.setattr(Teller, "tell", note)
+    with op_tools.OpAutoCompare():
+        for _ in range(2):
+            _views(x, sent)
+    assert waiting
+    assert not any(waiting)

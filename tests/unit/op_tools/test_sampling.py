@@ -70,6 +70,7 @@ CALLS: dict[str, Callable[[Make, int], tuple[Any, tuple[Any, ...], dict[str, Any
     "flip": lambda x, n: (torch.flip, (x(60, 9, 70), (1,)), {}),
     "roll": lambda x, n: (torch.roll, (x(60, 9, 70), 3, 1), {}),
     "stack": lambda x, n: (torch.stack, ([x(60, 9), x(60, 9)], 1), {}),
+    "pad": lambda x, n: (F.pad, (x(60, 9, 70), (0, 0, 1, -1)), {}),
     "max_pool2d": lambda x, n: (F.max_pool2d, (x(60, 70, 6, 6), 2), {}),
     "foreach": lambda x, n: (torch._foreach_mul, ([x(60, 90), x(3)], [x(60, 90), x(3)]), {}),
 }

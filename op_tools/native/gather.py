@@ -1,0 +1,104 @@
+"""Slices of several tensors of a GPU in one launch, written straight to pinned memory or to the device.
+
+Each operator of PyTorch hands the GIL to other threads and waits for it afterwards; with worker threads that costs more
+than the slices do. One launch through a function that keeps the GIL takes the place of all of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from ..call.description import Tensor
+from ..compat import cuda_device, cuda_stream
+from .kernels import Kernels
+
+_MAX_PIECES: Final = 20
+MAX_DIMS: Final = 6
+_WORDS: Final = 4 + 3 * MAX_DIMS  # of a piece
+_TABLE_BYTES: Final = 8 * (1 + _MAX_PIECES * _WORDS)
+_THREADS: Final = 256
+_MAX_BLOCKS: Final = 256
+_UNUSED: Final = (1, 0, 0)
+
+Dim = tuple[int, int, Tensor | None]  # places that are taken, bytes from one to the next, which (None: all in order)
+
+
+class Piece(NamedTuple):
+    """Some elements of a tensor; without a source they are zeros."""
+
+    source: int  # the address of its first element
+    itemsize: int
+    dims: Sequence[Dim]  # in the order of the result
+
+    @property
+    def elements(self) -> int:
+        """How many there are."""
+        total = 1
+        for size, _, _ in self.dims:
+            total *= size
+        return total
+
+
+class Gather:
+    """The kernel on one GPU."""
+
+    def __init__(self, index: int, function: int) -> None:
+        self.index, self._function = index, function
+        driver = ctypes.PyDLL("libcuda.so.1")  # keeps the GIL
+        address, number = ctypes.c_void_p, ctypes.c_uint
+        driver.cuLaunchKernel.argtypes = [address, *[number] * 7, address, address, address]
+        self._launch = driver.cuLaunchKernel
+
+    def __call__(self, pieces: Sequence[Piece], places: Sequence[int]) -> bool:
+        """Write each piece to its address, on the current stream; False where that cannot be done."""
+        if cuda_device() != self.index or any(len(p.dims) > MAX_DIMS for p in pieces):
+            return False
+        stream = cuda_stream(self.index)
+        for first in range(0, len(pieces), _MAX_PIECES):
+            some = pieces[first : first + _MAX_PIECES]
+            words, most = [len(some)], 1
+            for piece, place in zip(some, places[first:]):
+                count = piece.elements
+                most = max(most, count)
+                words += (piece.source, place, count, piece.itemsize | len(piece.dims) << 8)
+                for size, stride, index in reversed(piece.dims):
+                    words += (size, stride, 0 if index is None else index.data_ptr())
+                words += _UNUSED * (MAX_DIMS - len(piece.dims))
+            table = (ctypes.c_int64 * (_TABLE_BYTES // 8))(*words)
+            parameters = (ctypes.c_void_p * 1)(ctypes.addressof(table))
+            blocks = min(-(-most // _THREADS), _MAX_BLOCKS)
+            if self._launch(self._function, blocks, len(some), 1, _THREADS, 1, 1, 0, stream, parameters, None):
+                return False
+        return True
+
+
+@functools.cache
+def gather_on(index: int) -> Gather | None:
+    """The kernel on a GPU; None where it cannot be compiled."""
+    try:
+        function = Kernels(index, "gather", 1).in_cuda("slices", [_TABLE_BYTES])
+        return None if function is None else Gather(index, function)
+    except Exception:  # no such driver
+        return None
+
+
+def piece_of(tensor: Tensor, index: Sequence[Tensor | None]) -> Piece:
+    """The elements of a strided tensor at some places along each dimension (`piece_of(x, (rows, None))`)."""
+    size = tensor.element_size()
+    dims: list[Any] = []
+    for length, stride, places in zip(tensor.shape, tensor.stride(), index):
+        if places is not None:
+            dims.append((places.numel(), stride * size, places))
+        elif dims and dims[-1][2] is None and dims[-1][1] == stride * size * length:
+            dims[-1] = (dims[-1][0] * length, stride * size, None)  # the two are one
+        else:
+            dims.append((length, stride * size, None))
+    return Piece(tensor.data_ptr(), size, dims)
+
+
+def dense_piece(address: int, itemsize: int, count: int) -> Piece:
+    """Elements that lie together; zeros where the address is 0 (`dense_piece(x.data_ptr(), 4, x.numel())`)."""
+    return Piece(address, itemsize, [(count, itemsize, None)])
