@@ -202,7 +202,7 @@ class Judge:
         if name in DTYPES:
             return "mapped", "makes tensors on the accelerator"
         if name in ("CUDAGraph", "graph", "make_graphed_callables") and f"torch.cuda.{name}" not in self.backend.gaps:
-            return "emulated", "recorded operators are run again where the vendor has no graphs"
+            return self._judge_graph(name)
         if name in ("memory", "random", "amp", "nvtx", "nccl", "comm", "profiler", "streams", "graphs"):
             return "mapped", "module"
         inner, _, last = name.rpartition(".")
@@ -214,6 +214,16 @@ class Judge:
         if status == "unsupported" and name in STATS:
             return "emulated", "from memory_stats"
         return status, note
+
+    def _judge_graph(self, name: str) -> tuple[str, str]:
+        from ditorch.redirect.graphs import native_graph
+
+        known = recorded(self.backend.name)
+        module = self.backend.find_module() if self._here else known.as_module() if known is not None else None
+        vendor = name if hasattr(module, name) else native_graph(self.backend.device_type, module)
+        if vendor is None or (name == "make_graphed_callables" and vendor != name):
+            return "emulated", "recorded operators are run again where the vendor has no graphs"
+        return "mapped", f"{self.backend.where_module()}.{vendor}"
 
     def _guess(self, name: str) -> tuple[str, str]:
         from ditorch.redirect.emulation import Emulation

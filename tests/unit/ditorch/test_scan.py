@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ditorch.backends import ascend, cpu, cuda
+from ditorch.backends import ascend, cpu, cuda, soft
 from ditorch.scan import Judge, scan, scan_source
 
 LOAD = "torch.utils.cpp_extension.load of CUDA source"
@@ -39,7 +39,7 @@ def found(source: str, judge: Judge = ASCEND) -> dict[str, str]:
         ("dist.init_process_group(backend='cpu:gloo,cuda:nccl')", "'nccl'", "mapped"),
         ("import torch\ntorch.backends.cudnn.benchmark = True", "torch.backends.cudnn.benchmark", "hint"),
         ("import torch\ntorch.cuda.FloatTensor(3)", "torch.cuda.FloatTensor", "mapped"),
-        ("import torch\ntorch.cuda.CUDAGraph()", "torch.cuda.CUDAGraph", "emulated"),
+        ("import torch\ntorch.cuda.CUDAGraph()", "torch.cuda.CUDAGraph", "mapped"),
         ("import triton", "triton", "unsupported"),
         ("from flash_attn import flash_attn_func", "flash_attn", "unsupported"),
         ("os.environ['CUDA_VISIBLE_DEVICES']", "CUDA_VISIBLE_DEVICES", "mapped"),
@@ -57,6 +57,12 @@ def found(source: str, judge: Judge = ASCEND) -> dict[str, str]:
 )
 def test_use_is_found_with_its_status(source: str, name: str, status: str) -> None:
     assert found(source)[name] == status
+
+
+def test_graphs_are_emulated_only_where_the_vendor_has_none() -> None:
+    source = "import torch\nwith torch.cuda.graph(torch.cuda.CUDAGraph()): pass"
+    assert set(found(source).values()) == {"mapped"}
+    assert set(found(source, Judge(soft.BACKEND)).values()) == {"emulated"}
 
 
 def test_lines_are_exact(tmp_path: Path) -> None:
