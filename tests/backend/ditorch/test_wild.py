@@ -167,6 +167,20 @@ def test_attention_kernels_by_name(kind: str, causal: bool) -> None:
 
 
 @on_soft
+@pytest.mark.parametrize("kind", ["efficient", "flash", "cudnn"])
+def test_attention_leaves_the_layout_that_pytorch_expects(kind: str) -> None:
+    """DTensor takes it from PyTorch's description of the kernel; `view` then fails on any other."""
+    forward = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention")
+    strides = []
+    for device in ("cuda", "meta"):
+        whole = torch.empty(2, 6, 4, 8, device=device).transpose(1, 2).requires_grad_()
+        parts = [whole, *(torch.empty(2, 4, 6, 8, device=device, requires_grad=True) for _ in range(2))]
+        result = forward(*parts, *(() if kind == "flash" else (None, True)))[0]
+        strides.append([result.stride(), *(g.stride() for g in torch.autograd.grad(result.sum(), parts))])
+    assert strides[0] == strides[1]
+
+
+@on_soft
 def test_attention_drops_the_same_in_both_passes() -> None:
     query, key, value = (torch.randn(1, 2, 16, 4, device="cuda", dtype=torch.float64) for _ in range(3))
     value.requires_grad_()

@@ -117,6 +117,7 @@ def attention_on_dtensors() -> None:
     sharded = [distribute_tensor(part.detach(), mesh, [Shard(1)]).requires_grad_() for part in parts]
     result = F.scaled_dot_product_attention(*sharded, is_causal=True)
     assert torch.allclose(result.full_tensor(), wanted, atol=1e-5)
+    assert result.transpose(1, 2).contiguous().view(2, 6, -1).shape == (2, 6, 8 * RANKS)
     for mine, gradient in zip(torch.autograd.grad(result.square().sum(), sharded), grads, strict=True):
         assert torch.allclose(mine.full_tensor(), gradient, atol=1e-5)
 
