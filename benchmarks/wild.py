@@ -251,7 +251,11 @@ RECIPES: dict[str, Callable[..., None]] = {
 def environment(command: Command, device: str, seeds: str) -> dict[str, str]:
     known = {**os.environ, "DITORCH_DEVICE": device, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     known |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1", "MPLBACKEND": "Agg"}
-    known |= {"DITORCH_SOFT_DEVICES": str(command.ranks or 1), "WILD_IMPORTS": str(HERE.parent / "ditorch/imports.py")}
+    known |= {
+        "DITORCH_SOFT_SHARED_RANDOM": "1",
+        "DITORCH_SOFT_DEVICES": str(command.ranks or 1),
+        "WILD_IMPORTS": str(HERE.parent / "ditorch/imports.py"),
+    }
     own = dict(command.environment)
     paths = [seeds, own.pop("PYTHONPATH", ""), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     known["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
