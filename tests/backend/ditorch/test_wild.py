@@ -44,7 +44,7 @@ def test_newer_distributed_code_on_four_ranks() -> None:
 
 @on_soft
 def test_device_tensors_in_other_processes() -> None:
-    assert run(str(PROGRAMS / "sharing.py")) == "shared\n"
+    assert run(str(PROGRAMS / "sharing.py"), DITORCH_SOFT_SHARED_RANDOM="1") == "shared\n"
 
 
 @redirected
