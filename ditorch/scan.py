@@ -173,9 +173,6 @@ def scan_source(source: str | bytes, file: str, judge: Judge, *, script: bool = 
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [Use(file, getattr(error, "lineno", None) or 1, "", "unreadable", str(error))]
     visitor = _Visitor(file, judge, {id(statement) for statement in _certain(tree, script)})
-    visitor.sources = any(
-        isinstance(node, ast.Constant) and str(node.value).endswith(tuple(CUDA_SOURCE)) for node in ast.walk(tree)
-    )
     visitor.visit(tree)
     return sorted(visitor.uses, key=lambda use: use.line)
 
@@ -314,14 +311,11 @@ def _modules(roots: list[Path], parts: list[str]) -> Iterator[Path]:
 
 
 class _Visitor(ast.NodeVisitor):
-    sources = False
-    """Whether the file names CUDA source."""
-
     def __init__(self, file: str, judge: Judge, certain: set[int]) -> None:
         self.file, self.judge, self.certain = file, judge, certain
         self.uses: list[Use] = []
         self.names: dict[str, str] = {}
-        self.tries = 0
+        self.tries, self.sources = 0, False
 
     def _add(self, node: ast.AST, name: str, verdict: tuple[str, str] | None = None) -> None:
         status, note = verdict or self.judge(name)
@@ -465,6 +459,7 @@ class _Visitor(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:
+        self.sources |= isinstance(node.value, str) and node.value.endswith(tuple(CUDA_SOURCE))
         if node.value == "CUDA_VISIBLE_DEVICES":
             variable = self.judge.backend.visible_devices
             note = f"means {variable}" if variable else "the backend has no such variable"
@@ -479,13 +474,8 @@ class _Visitor(ast.NodeVisitor):
         for value in _strings(node):
             if "nccl" in value.lower().replace(",", ":").split(":"):
                 collective = self.judge.backend.collective
-                self._add(
-                    node,
-                    form,
-                    ("mapped", f"means {collective}")
-                    if collective
-                    else ("unsupported", "Instead: gloo; the backend has no collectives"),
-                )
+                none = ("unsupported", "Instead: gloo; the backend has no collectives")
+                self._add(node, form, ("mapped", f"means {collective}") if collective else none)
 
 
 def _strings(node: ast.AST) -> Iterable[str]:
