@@ -43,6 +43,8 @@ REASONS = {
     "CUDA source": r"of CUDA source|nvcc|CUDA_HOME|selective_scan_cuda|causal_conv1d_cuda",
 }
 UNEXPLAINED, OWN = "device layer?", "its own: the same error where cuda means the CPU"
+ELSEWHERE = ("CUDA source", "Triton", "a download", "no package", "no checkout")
+"""Reasons for which a command says nothing about the device layer."""
 SEED = """
 import importlib.util, os, random
 spec = importlib.util.spec_from_file_location("_wild_imports", os.environ["WILD_IMPORTS"])
@@ -409,11 +411,17 @@ def report(outcomes: list[Outcome]) -> str:
         said = "fails: " + o.predicted[0] if o.predicted else "runs"
         rows.append(f"| `{shown}` | {'works' if o.works else 'fails'} | {o.losses or o.reason} | {said} |")
     works = sum(o.works for o in outcomes)
-    needs = sum(o.reason in ("CUDA source", "Triton", "a download", "no package", "no checkout") for o in outcomes)
-    projects = len({o.project for o in outcomes})
+    could = [o for o in outcomes if o.reason not in ELSEWHERE]
+    alone = [o for o in could if o.reason != OWN]
     rows.append(
-        f"\n{len(outcomes)} commands of {projects} projects: {works} work; {len(outcomes) - needs} need neither CUDA "
-        f"source, Triton, a download nor a package that is not here"
+        f"\n{len(outcomes)} commands of {len({o.project for o in outcomes})} projects: {works} work. {len(could)} need "
+        f"neither CUDA source, Triton, a download nor a package that is not here: {works / len(could):.1%} of them work, "
+        f"{works / len(alone):.1%} without those that end alike on the CPU."
+    )
+    same = sum(o.losses == "as on the CPU" for o in outcomes)
+    near = sum(o.losses.startswith("within") for o in outcomes)
+    rows.append(
+        f"Losses: {same} as on the CPU to the digit, {near} near them; the others print none or were not compared."
     )
     rows.append("scan: " + ", ".join(f"{key} {value:.3g}" for key, value in judged(outcomes).items()))
     return "\n".join(rows)
