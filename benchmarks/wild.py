@@ -415,8 +415,8 @@ def report(outcomes: list[Outcome]) -> str:
     alone = [o for o in could if o.reason != OWN]
     projects = len({o.project for o in outcomes})
     rows.append(
-        f"\n{len(outcomes)} commands of {projects} projects: {works} work. {len(could)} need neither CUDA source, Triton, "
-        f"a download nor a package that is not here: {works / len(could):.1%} of them work, "
+        f"\n{len(outcomes)} commands of {projects} projects: {works} work. {len(could)} need neither CUDA source, "
+        f"Triton, a download nor a package that is not here: {works / len(could):.1%} of them work, "
         f"{works / len(alone):.1%} without those that end alike on the CPU."
     )
     same = sum(o.losses == "as on the CPU" for o in outcomes)
