@@ -40,6 +40,7 @@ REASONS = {
     "no package": r"ModuleNotFoundError: No module named|PackageNotFoundError|ImportError: .*(?:requires|install)",
     "a download": r"URLError|ConnectionError|Temporary failure in name|HTTPError|Name or service not known|"
     r"MaxRetryError|ProxyError|Couldn't connect|LocalEntryNotFoundError|OfflineModeIsEnabled|couldn't connect to",
+    "too slow for its time limit": r"TimeoutError: not done after",
     "CUDA source": r"of CUDA source|nvcc|CUDA_HOME|selective_scan_cuda|causal_conv1d_cuda",
 }
 UNEXPLAINED, OWN = "device layer?", "its own: the same error where cuda means the CPU"
