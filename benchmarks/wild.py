@@ -40,9 +40,12 @@ REASONS = {
     "no package": r"ModuleNotFoundError: No module named|PackageNotFoundError|ImportError: .*(?:requires|install)",
     "a download": r"URLError|ConnectionError|Temporary failure in name|HTTPError|Name or service not known|"
     r"MaxRetryError|ProxyError|Couldn't connect|LocalEntryNotFoundError|OfflineModeIsEnabled|couldn't connect to",
+    "too slow for its time limit": r"TimeoutError: not done after",
     "CUDA source": r"of CUDA source|nvcc|CUDA_HOME|selective_scan_cuda|causal_conv1d_cuda",
-    "its own bug": r"binary mode of fromstring is removed|TypeError: unhashable type|KeyError: 'final_obs",
 }
+UNEXPLAINED, OWN = "device layer?", "its own: the same error where cuda means the CPU"
+ELSEWHERE = ("CUDA source", "Triton", "a download", "no package", "no checkout")
+"""Reasons for which a command says nothing about the device layer."""
 SEED = """
 import importlib.util, os, random
 spec = importlib.util.spec_from_file_location("_wild_imports", os.environ["WILD_IMPORTS"])
@@ -119,15 +122,15 @@ def mnist(folder: Path, root: str, count: str = "256") -> None:
             (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, size) + labels.tobytes())
 
 
-def images(folder: Path, root: str, side: str = "64", each: str = "8") -> None:
-    """A folder of pictures in two classes, for training and validation."""
+def images(folder: Path, root: str, side: str = "64", each: str = "8", kinds: str = "2") -> None:
+    """A folder of pictures in classes, for training and validation."""
     import numpy
     from PIL import Image
 
     draw = numpy.random.default_rng(0)
     for part in ("train", "val"):
-        for kind in ("cat", "dog"):
-            where = folder / root / part / kind
+        for kind in range(int(kinds)):
+            where = folder / root / part / f"kind{kind}"
             where.mkdir(parents=True, exist_ok=True)
             for number in range(int(each)):
                 pixels = draw.integers(0, 255, (int(side), int(side), 3), dtype="uint8")
@@ -198,7 +201,43 @@ def cora(folder: Path, root: str) -> None:
     (folder / root / "cora.cites").write_text("\n".join(links) + "\n")
 
 
+def language_model(folder: Path, root: str, kind: str = "llama") -> None:
+    """A model of two tiny layers (llama or bert) with a tokenizer of words, as from_pretrained reads them."""
+    import tokenizers
+    import torch
+    import transformers
+
+    marks = {f"{name}_token": f"<{name}>" for name in ("unk", "pad", "bos", "eos", "mask", "cls", "sep")}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="<unk>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    trainer = tokenizers.trainers.WordLevelTrainer(special_tokens=list(marks.values()))
+    words.train_from_iterator([TEXT], trainer)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **marks).save_pretrained(folder / root)
+    size: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    size |= {"num_attention_heads": 2, "max_position_embeddings": 512, "vocab_size": words.get_vocab_size()}
+    torch.manual_seed(0)
+    if kind == "llama":
+        config = transformers.LlamaConfig(**size, bos_token_id=2, eos_token_id=3, pad_token_id=1)
+        transformers.LlamaForCausalLM(config).save_pretrained(folder / root)
+    else:
+        transformers.BertForMaskedLM(transformers.BertConfig(**size)).save_pretrained(folder / root)
+
+
+def samples(folder: Path, root: str, *columns: str) -> None:
+    """Lines of JSON with the named columns, for training and testing; ``label`` is a truth value."""
+    (folder / root).mkdir(parents=True, exist_ok=True)
+    words = TEXT.split()
+    for part in ("train", "test"):
+        rows = []
+        for number in range(16):
+            texts = {c: " ".join(words[number + i : number + i + 12]) for i, c in enumerate(columns)}
+            rows.append(json.dumps(texts | ({"label": number % 2 == 0} if "label" in columns else {})))
+        (folder / root / f"{part}.jsonl").write_text("\n".join(rows) + "\n")
+
+
 RECIPES: dict[str, Callable[..., None]] = {
+    "language_model": language_model,
+    "samples": samples,
     "mnist": mnist,
     "images": images,
     "pairs": pairs,
@@ -215,7 +254,11 @@ RECIPES: dict[str, Callable[..., None]] = {
 def environment(command: Command, device: str, seeds: str) -> dict[str, str]:
     known = {**os.environ, "DITORCH_DEVICE": device, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     known |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "PYTHONUNBUFFERED": "1", "MPLBACKEND": "Agg"}
-    known |= {"DITORCH_SOFT_DEVICES": str(command.ranks or 1), "WILD_IMPORTS": str(HERE.parent / "ditorch/imports.py")}
+    known |= {
+        "DITORCH_SOFT_SHARED_RANDOM": "1",
+        "DITORCH_SOFT_DEVICES": str(command.ranks or 1),
+        "WILD_IMPORTS": str(HERE.parent / "ditorch/imports.py"),
+    }
     own = dict(command.environment)
     paths = [seeds, own.pop("PYTHONPATH", ""), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     known["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
@@ -282,13 +325,20 @@ def compared(mine: list[float], theirs: list[float]) -> str:
 def why(output: str) -> tuple[str, str]:
     """Reason and last line of a failure."""
     rows = [row.strip() for row in output.splitlines() if row.strip()]
+    rows = [re.sub(r"^\[rank\d+\]:\s*", "", row) for row in rows]
     errors = [row for row in rows if re.match(r"[\w.]*(?:Error|Exception|Interrupt)\b", row)]
+    errors = [row for row in errors if "ChildFailedError" not in row] or errors  # torchrun's, after those of its ranks
     tail = "\n".join(rows[-60:])
     last = errors[-1] if errors else rows[-1] if rows else ""
     for reason, pattern in REASONS.items():
         if re.search(pattern, tail):
             return reason, last[:200]
-    return "device layer?", last[:200]
+    return UNEXPLAINED, last[:200]
+
+
+def kind_of(error: str) -> str:
+    """An error without its numbers and addresses, to recognise it again."""
+    return re.sub(r"0x[0-9a-f]+|[\d.]+", "#", error)
 
 
 def attempt(command: Command, checkouts: Path, seeds: str, outcome: Outcome | None, compare: bool) -> Outcome:
@@ -307,6 +357,10 @@ def attempt(command: Command, checkouts: Path, seeds: str, outcome: Outcome | No
         outcome.mine = losses(command, output)
         if code:
             outcome.reason, outcome.last = why(output)
+            if outcome.reason == UNEXPLAINED:
+                code, output = copied(command, source, "cpu", seeds)
+                if code and kind_of(why(output)[1]) == kind_of(outcome.last):
+                    outcome.reason = OWN
     if compare and outcome.works and not outcome.losses:
         theirs = losses(command, copied(command, source, "cpu", seeds)[1]) if outcome.mine else []
         outcome.losses = compared(outcome.mine, theirs)
@@ -338,7 +392,7 @@ def predicted(script: Path) -> list[str]:
 
 def judged(outcomes: list[Outcome]) -> dict[str, float]:
     """Scan's prediction against what happened, where the device decided (no download, no missing package)."""
-    seen = [o for o in outcomes if o.works or o.reason in ("CUDA source", "Triton", "device layer?")]
+    seen = [o for o in outcomes if o.works or o.reason in ("CUDA source", "Triton", UNEXPLAINED)]
     hits = sum(bool(o.predicted) and not o.works for o in seen)
     said = sum(bool(o.predicted) for o in seen)
     failed = sum(not o.works for o in seen)
@@ -358,11 +412,18 @@ def report(outcomes: list[Outcome]) -> str:
         said = "fails: " + o.predicted[0] if o.predicted else "runs"
         rows.append(f"| `{shown}` | {'works' if o.works else 'fails'} | {o.losses or o.reason} | {said} |")
     works = sum(o.works for o in outcomes)
-    needs = sum(o.reason in ("CUDA source", "Triton", "a download", "no package", "no checkout") for o in outcomes)
+    could = [o for o in outcomes if o.reason not in ELSEWHERE]
+    alone = [o for o in could if o.reason != OWN]
     projects = len({o.project for o in outcomes})
     rows.append(
-        f"\n{len(outcomes)} commands of {projects} projects: {works} work; {len(outcomes) - needs} need neither CUDA "
-        f"source, Triton, a download nor a package that is not here"
+        f"\n{len(outcomes)} commands of {projects} projects: {works} work. {len(could)} need neither CUDA source, "
+        f"Triton, a download nor a package that is not here: {works / len(could):.1%} of them work, "
+        f"{works / len(alone):.1%} without those that end alike on the CPU."
+    )
+    same = sum(o.losses == "as on the CPU" for o in outcomes)
+    near = sum(o.losses.startswith("within") for o in outcomes)
+    rows.append(
+        f"Losses: {same} as on the CPU to the digit, {near} near them; the others print none or were not compared."
     )
     rows.append("scan: " + ", ".join(f"{key} {value:.3g}" for key, value in judged(outcomes).items()))
     return "\n".join(rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ def install(ledger: Ledger, devices: Devices) -> None:
         return
     _install_groups(ledger, devices)
     _install_gloo(ledger, devices)
+    _install_comm_hooks(ledger)
     _install_split(ledger, devices)
     in_float32 = DITORCH.read(REDUCE_VARIABLE) != "0"
     fill_gaps(ledger, devices.backend.collective_gaps, in_float32)
@@ -112,6 +114,24 @@ def _install_groups(ledger: Ledger, devices: Devices) -> None:
         return lambda: original() if devices.called_from_inside(2) else True
 
     ledger.redirect(functions.is_nccl_available, nccl_is_there, why)
+
+
+def _install_comm_hooks(ledger: Ledger) -> None:
+    """DDP wants NCCL for a hook that sends bfloat16, known by its name; other collectives take bfloat16, too."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def check(self: Any, hook: Callable[..., Any]) -> None:
+            @functools.wraps(hook)
+            def compress_hook(*args: Any) -> Any:
+                raise AssertionError("only looked at, never called")
+
+            compress_hook.__name__ = "compress_hook"
+            original(self, compress_hook if hook.__name__.startswith("bf16_compress") else hook)
+
+        return check
+
+    check: Any = torch.nn.parallel.DistributedDataParallel._check_comm_hook
+    ledger.redirect(check, make, "bf16_compress_hook without NCCL", what="DistributedDataParallel.register_comm_hook")
 
 
 def _install_gloo(ledger: Ledger, devices: Devices) -> None:

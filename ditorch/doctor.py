@@ -141,6 +141,9 @@ def _devices(backend: Backend) -> list[dict[str, Any]]:
     module = backend.find_module()
     found = []
     for index in range(_ask(module, "device_count") or 0):
+        if not backend.native:
+            # torch_npu aborts in a later backward where a device was asked that holds no tensor yet.
+            _ask(torch, "empty", 1, device=torch.device(backend.device_type, index))
         free, total = _ask(module, "mem_get_info", index) or (None, None)
         capability = _ask(torch.cuda, "get_device_capability", index)  # what CUDA code sees
         found.append(
@@ -165,10 +168,10 @@ def _collectives(backend: Backend) -> dict[str, Any]:
     }
 
 
-def _ask(module: Any, name: str, *args: Any) -> Any:
+def _ask(module: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     # A diagnosis must come out even where half of the vendor's module fails.
     try:
-        return getattr(module, name)(*args)
+        return getattr(module, name)(*args, **kwargs)
     except Exception:
         return None
 

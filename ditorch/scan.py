@@ -44,6 +44,11 @@ CUDA_PACKAGES = {
     "xformers": "torch.nn.functional.scaled_dot_product_attention",
     "bitsandbytes": "the vendor's quantization package",
     "transformer_engine": "torch.nn modules with torch.autocast",
+    "mamba_ssm": "the selective scan written with torch",
+    "causal_conv1d": "torch.nn.functional.conv1d",
+    "fla": "the operator written with torch: its kernels are Triton's",
+    "liger_kernel": "the modules of transformers: its kernels are Triton's",
+    "tensorrt": "torch.compile",
 }
 NO_CUDA_SOURCE = "Instead: operators of torch, a C++ extension, or a kernel in the vendor's own language"
 CUDA_SOURCE = {".cu", ".cuh"}
@@ -154,12 +159,12 @@ def scan(path: str | Path, backend: Backend) -> Scan:
             if not backend.native:
                 uses.append(Use(str(file), 1, "CUDA source", "unsupported", NO_CUDA_SOURCE))
         else:
-            uses.extend(scan_source(file.read_bytes(), str(file), judge))
+            uses.extend(scan_source(file.read_bytes(), str(file), judge, script=file == root))
     return Scan(backend.name, tuple(uses), len(files))
 
 
-def scan_source(source: str | bytes, file: str, judge: Judge) -> list[Use]:
-    """The uses in one file's text; text that is not Python gives one ``unreadable`` use.
+def scan_source(source: str | bytes, file: str, judge: Judge, *, script: bool = False) -> list[Use]:
+    """The uses in one file's text; text that is not Python gives one ``unreadable`` use. A script is run as main.
 
     Example: ``scan_source("import torch; torch.cuda.synchronize()", "a.py", Judge(backend))``
     """
@@ -167,7 +172,7 @@ def scan_source(source: str | bytes, file: str, judge: Judge) -> list[Use]:
         tree = _parsed(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [Use(file, getattr(error, "lineno", None) or 1, "", "unreadable", str(error))]
-    visitor = _Visitor(file, judge)
+    visitor = _Visitor(file, judge, {id(statement) for statement in _certain(tree, script)})
     visitor.visit(tree)
     return sorted(visitor.uses, key=lambda use: use.line)
 
@@ -202,7 +207,7 @@ class Judge:
         if name in DTYPES:
             return "mapped", "makes tensors on the accelerator"
         if name in ("CUDAGraph", "graph", "make_graphed_callables") and f"torch.cuda.{name}" not in self.backend.gaps:
-            return "emulated", "recorded operators are run again where the vendor has no graphs"
+            return self._judge_graph(name)
         if name in ("memory", "random", "amp", "nvtx", "nccl", "comm", "profiler", "streams", "graphs"):
             return "mapped", "module"
         inner, _, last = name.rpartition(".")
@@ -214,6 +219,16 @@ class Judge:
         if status == "unsupported" and name in STATS:
             return "emulated", "from memory_stats"
         return status, note
+
+    def _judge_graph(self, name: str) -> tuple[str, str]:
+        from ditorch.redirect.graphs import native_graph
+
+        known = recorded(self.backend.name)
+        module = self.backend.find_module() if self._here else known.as_module() if known is not None else None
+        vendor = name if hasattr(module, name) else native_graph(self.backend.device_type, module)
+        if vendor is None or (name == "make_graphed_callables" and vendor != name):
+            return "emulated", "recorded operators are run again where the vendor has no graphs"
+        return "mapped", f"{self.backend.where_module()}.{vendor}"
 
     def _guess(self, name: str) -> tuple[str, str]:
         from ditorch.redirect.emulation import Emulation
@@ -242,15 +257,15 @@ def _imported(script: Path) -> list[Path]:
             tree = _parsed(file.read_bytes())
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             continue
-        for name in _certain_imports(tree, file, roots):
+        for name in _certain_imports(tree, file, roots, script=file == script):
             if name not in found:
                 found.append(name)
                 waiting.append(name)
     return found
 
 
-def _certain_imports(tree: ast.Module, file: Path, roots: list[Path]) -> Iterator[Path]:
-    for node in tree.body:  # not those in try, if and functions
+def _certain_imports(tree: ast.Module, file: Path, roots: list[Path], *, script: bool) -> Iterator[Path]:
+    for node in _certain(tree, script):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield from _modules(roots, alias.name.split("."))
@@ -260,6 +275,26 @@ def _certain_imports(tree: ast.Module, file: Path, roots: list[Path]) -> Iterato
             yield from _modules(base, parts)
             for alias in node.names:
                 yield from _modules(base, [*parts, alias.name])
+
+
+def _certain(tree: ast.Module, script: bool) -> Iterator[ast.stmt]:
+    """The statements that run for certain: not those in try and if, but those of functions that such ones call."""
+    functions = {node.name: node.body for node in tree.body if isinstance(node, ast.FunctionDef)}
+    waiting = list(tree.body)
+    while waiting:
+        statement = waiting.pop(0)
+        yield statement
+        if isinstance(statement, ast.If):
+            if script and "__name__" in ast.unparse(statement.test):
+                waiting.extend(statement.body)
+        elif isinstance(statement, (ast.With, ast.ClassDef)):
+            waiting.extend(statement.body)
+        elif not isinstance(statement, (ast.Try, ast.FunctionDef, ast.AsyncFunctionDef, ast.For, ast.While)):
+            for call in (node for node in ast.walk(statement) if isinstance(node, ast.Call)):
+                # Called by its name, or handed to what calls it: spawn(train, ...).
+                named = (getattr(part, "id", "") for part in (call.func, *call.args, *(k.value for k in call.keywords)))
+                for name in named:
+                    waiting.extend(functions.pop(name, ()))
 
 
 def _modules(roots: list[Path], parts: list[str]) -> Iterator[Path]:
@@ -276,11 +311,11 @@ def _modules(roots: list[Path], parts: list[str]) -> Iterator[Path]:
 
 
 class _Visitor(ast.NodeVisitor):
-    def __init__(self, file: str, judge: Judge) -> None:
-        self.file, self.judge = file, judge
+    def __init__(self, file: str, judge: Judge, certain: set[int]) -> None:
+        self.file, self.judge, self.certain = file, judge, certain
         self.uses: list[Use] = []
         self.names: dict[str, str] = {}
-        self.tries = self.functions = 0
+        self.tries, self.sources = 0, False
 
     def _add(self, node: ast.AST, name: str, verdict: tuple[str, str] | None = None) -> None:
         status, note = verdict or self.judge(name)
@@ -304,13 +339,6 @@ class _Visitor(ast.NodeVisitor):
         if "TYPE_CHECKING" in ast.unparse(node.test):
             return
         self.generic_visit(node)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        self.functions += 1
-        self.generic_visit(node)
-        self.functions -= 1
-
-    visit_AsyncFunctionDef = visit_FunctionDef
 
     # imports ---------------------------------------------------------------------------------------
 
@@ -342,8 +370,8 @@ class _Visitor(ast.NodeVisitor):
     def _check_package(self, node: ast.AST, package: str) -> None:
         if package in CUDA_PACKAGES and not self.judge.backend.native:
             note = f"compiled for CUDA. Instead: {CUDA_PACKAGES[package]}"
-            self._add(node, package, ("depends", f"fails when this function runs: {note}") if self.functions
-                      else ("unsupported", note))  # fmt: skip
+            runs = self.tries or id(node) in self.certain
+            self._add(node, package, ("unsupported", note) if runs else ("depends", f"fails when this runs: {note}"))
 
     def _check_feature(self, node: ast.AST, full: str) -> None:
         for feature, note in FEATURES.items():
@@ -417,7 +445,8 @@ class _Visitor(ast.NodeVisitor):
         if "cpp_extension" not in full or self.judge.backend.native:
             return
         written = ast.unparse(node)
-        has_source = any(f"{suffix}'" in written for suffix in CUDA_SOURCE)
+        listed = re.search(r"sources=\w+[,)]|\*\w+", written)  # in a variable
+        has_source = any(f"{suffix}'" in written for suffix in CUDA_SOURCE) or (self.sources and listed)
         if has_source or any(keyword.arg == "cuda_sources" for keyword in node.keywords):
             self._add(node, f"{full} of CUDA source", ("unsupported", NO_CUDA_SOURCE))
         elif "sources" in written and not any(f"{suffix}'" in written for suffix in (".cpp", ".cc")):
@@ -430,6 +459,7 @@ class _Visitor(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:
+        self.sources |= isinstance(node.value, str) and node.value.endswith(tuple(CUDA_SOURCE))
         if node.value == "CUDA_VISIBLE_DEVICES":
             variable = self.judge.backend.visible_devices
             note = f"means {variable}" if variable else "the backend has no such variable"
@@ -444,13 +474,8 @@ class _Visitor(ast.NodeVisitor):
         for value in _strings(node):
             if "nccl" in value.lower().replace(",", ":").split(":"):
                 collective = self.judge.backend.collective
-                self._add(
-                    node,
-                    form,
-                    ("mapped", f"means {collective}")
-                    if collective
-                    else ("unsupported", "Instead: gloo; the backend has no collectives"),
-                )
+                none = ("unsupported", "Instead: gloo; the backend has no collectives")
+                self._add(node, form, ("mapped", f"means {collective}") if collective else none)
 
 
 def _strings(node: ast.AST) -> Iterable[str]:

@@ -252,6 +252,7 @@ _declare(
     "DITORCH_SOFT_DEVICES", "number", "", "number of devices, 1 to 64", computed="1, or torchrun's ranks", minimum=1
 )
 _declare("DITORCH_SOFT_MEMORY_LIMIT", "bytes", "", "bytes that each device may hold", computed="the host's memory")
+_declare("DITORCH_SOFT_SHARED_RANDOM", "flag", 0, "draw from the CPU's generator: a run repeats the CPU's to the digit")
 _declare("DITORCH_SOFT_FAULTS", "faults", "", "faults to plant", computed="none")
 _declare("DITORCH_CACHE_DIR", "path", "", "where compiled libraries are kept", computed="~/.cache/ditorch")
 

@@ -121,14 +121,24 @@ class RecordedCapture:
             self._stream.__exit__(*exception)
 
 
+def native_graph(device_type: str, module: Any) -> str | None:
+    """The vendor's name for ``CUDAGraph``, or None where it has no graphs.
+
+    Example: ``native_graph("npu", torch.npu) == "NPUGraph"``
+    """
+    if not hasattr(module, "graph"):
+        return None
+    return next((name for name in ("CUDAGraph", f"{device_type.upper()}Graph") if hasattr(module, name)), None)
+
+
 def install(ledger: Ledger, devices: Devices) -> None:
     """Map graphs onto the vendor's, or record and run again.
 
     Example: ``install(ledger, devices); torch.cuda.CUDAGraph()``
     """
     module = devices.backend.module
-    vendor = next((n for n in ("CUDAGraph", f"{devices.type.upper()}Graph") if hasattr(module, n)), None)
-    if vendor is not None and hasattr(module, "graph"):
+    vendor = native_graph(devices.type, module)
+    if vendor is not None:
         why, kind = f"{devices.backend.where_module()}.{vendor}", "mapped"
         graph, capture = getattr(module, vendor), module.graph
     else:

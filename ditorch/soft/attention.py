@@ -132,6 +132,18 @@ def _summed_to(gradient: Tensor, shape: torch.Size) -> Tensor:
     return gradient.sum_to_size(shape)
 
 
+def _by_position(tensor: Tensor) -> Tensor:
+    """In memory by (batch, length, heads, width), as the memory-efficient kernels leave it and DTensor expects it."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _like(tensor: Tensor, model: Tensor) -> Tensor:
+    """In memory in the order of `model`, as the other kernels leave it."""
+    order = sorted(range(tensor.dim()), key=model.stride, reverse=True)
+    places = [order.index(dimension) for dimension in range(tensor.dim())]
+    return tensor.permute(order).contiguous().permute(places)
+
+
 # --- scaled_dot_product_attention by (batch, heads, length, width) ---------------------------------
 
 
@@ -139,13 +151,15 @@ def efficient(q: Tensor, k: Tensor, v: Tensor, attn_bias: Any, compute_log_sumex
               is_causal: bool = False, *, scale: float | None = None) -> Any:  # fmt: skip
     seed = _new_seed(dropout_p, q.device)
     out, logs = _forward(q, k, v, attn_bias, dropout_p, _window(is_causal), scale, seed)
-    return out, logs if compute_log_sumexp else logs.new_empty(*logs.shape[:2], 0), seed, torch.zeros_like(seed)
+    logs = logs if compute_log_sumexp else logs.new_empty(*logs.shape[:2], 0)
+    return _by_position(out), logs, seed, torch.zeros_like(seed)
 
 
 def efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, attn_bias: Any, out: Tensor, logsumexp: Tensor,
                        philox_seed: Tensor, philox_offset: Tensor, dropout_p: float, grad_input_mask: list[bool],
                        is_causal: bool = False, *, scale: float | None = None) -> Any:  # fmt: skip
-    *found, scores = _backward(grad, q, k, v, attn_bias, dropout_p, _window(is_causal), scale, philox_seed)
+    *grads, scores = _backward(grad, q, k, v, attn_bias, dropout_p, _window(is_causal), scale, philox_seed)
+    found = map(_by_position, grads)
     of_bias = _summed_to(scores, attn_bias.shape).to(attn_bias.dtype) if attn_bias is not None else None
     return tuple(gradient if wanted else None for gradient, wanted in zip((*found, of_bias), grad_input_mask))
 
@@ -155,13 +169,14 @@ def flash(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, is_causal: bo
     seed = _new_seed(dropout_p, q.device)
     out, logs = _forward(q, k, v, None, dropout_p, _window(is_causal), scale, seed)
     none = q.new_empty(0, dtype=torch.int32)
-    return out, logs, none, none, q.size(2), k.size(2), seed, torch.zeros_like(seed), q.new_empty(0)
+    return _like(out, q), logs, none, none, q.size(2), k.size(2), seed, torch.zeros_like(seed), q.new_empty(0)
 
 
 def flash_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, cum_seq_q: Tensor,
                    cum_seq_k: Tensor, max_q: int, max_k: int, dropout_p: float, is_causal: bool, philox_seed: Tensor,
                    philox_offset: Tensor, *, scale: float | None = None) -> Any:  # fmt: skip
-    return _backward(grad, q, k, v, None, dropout_p, _window(is_causal), scale, philox_seed)[:3]
+    found = _backward(grad, q, k, v, None, dropout_p, _window(is_causal), scale, philox_seed)
+    return tuple(map(_like, found, (q, k, v)))
 
 
 def cudnn(q: Tensor, k: Tensor, v: Tensor, attn_bias: Any, compute_log_sumexp: bool, dropout_p: float = 0.0,
@@ -170,13 +185,14 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, attn_bias: Any, compute_log_sumexp: b
     out, logs = _forward(q, k, v, attn_bias, dropout_p, _window(is_causal), scale, seed)
     none = q.new_empty(0, dtype=torch.int32)
     logs = logs[..., None]  # as cuDNN leaves it
-    return out, logs, none, none, q.size(2), k.size(2), seed, torch.zeros_like(seed), q.new_empty(0)
+    return _like(out, q), logs, none, none, q.size(2), k.size(2), seed, torch.zeros_like(seed), q.new_empty(0)
 
 
 def cudnn_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, philox_seed: Tensor,
                    philox_offset: Tensor, attn_bias: Any, cum_seq_q: Tensor, cum_seq_k: Tensor, max_q: int, max_k: int,
                    dropout_p: float, is_causal: bool, *, scale: float | None = None) -> Any:  # fmt: skip
-    return _backward(grad, q, k, v, attn_bias, dropout_p, _window(is_causal), scale, philox_seed)[:3]
+    found = _backward(grad, q, k, v, attn_bias, dropout_p, _window(is_causal), scale, philox_seed)
+    return tuple(map(_like, found, (q, k, v)))
 
 
 # --- flash attention by (batch, length, heads, width), or by packed sequences ----------------------

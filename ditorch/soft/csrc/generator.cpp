@@ -49,11 +49,20 @@ at::Generator new_generator(c10::DeviceIndex index) {
   return at::make_generator<SoftGenerator>(checked_index(index), at::detail::createCPUGenerator());
 }
 
+static bool shared = false; // the devices draw from the CPU's own generator
+
+void share_random() {
+  shared = true;
+}
+
 const at::Generator& default_generator(c10::DeviceIndex index) {
   static std::array<std::once_flag, kMaxDevices> made;
   static std::array<at::Generator, kMaxDevices> generators;
   const auto device = checked_index(index);
-  std::call_once(made[device], [&] { generators[device] = new_generator(device); });
+  std::call_once(made[device], [&] {
+    generators[device] =
+        shared ? at::make_generator<SoftGenerator>(device, at::detail::getDefaultCPUGenerator()) : new_generator(device);
+  });
   return generators[device];
 }
 

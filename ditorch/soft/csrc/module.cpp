@@ -108,6 +108,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("default_generator", [index](int64_t device) {
     return py::reinterpret_steal<py::object>(THPGenerator_initDefaultGenerator(default_generator(index(device))));
   });
+  m.def("share_random", &share_random);
   m.def("memory_stats", &stats_dict);
   m.def("memory_info", [index](int64_t device) { return memory_info(index(device)); });
   m.def("reset_peak", [index](int64_t device) { reset_peak(index(device)); });

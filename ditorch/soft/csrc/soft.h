@@ -65,6 +65,8 @@ bool is_pinned(const void* ptr);
 // --- generator.cpp ----------------------------------------------------------
 const at::Generator& default_generator(c10::DeviceIndex index);
 at::Generator new_generator(c10::DeviceIndex index);
+// From now on the default generators draw from the CPU's.
+void share_random();
 // The state of a generator that has drawn so many more 32-bit numbers.
 at::Tensor advanced_state(const at::Tensor& state, int64_t numbers);
 // The CPU generator that a soft generator draws from.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -166,5 +167,5 @@ def test_checkpoints_keep_the_cuda_tag(tmp_path: Path) -> None:
     assert b"cuda:0" in path.read_bytes()
     assert torch.load(path)["weight"].device == torch.device("cuda:0")
     assert torch.load(path, map_location="cpu")["weight"].device.type == "cpu"
-    with pytest.raises(RuntimeError, match="map_location"):
+    with pytest.raises((RuntimeError, pickle.UnpicklingError), match="map_location"):  # as the vendor wraps it
         torch.load(path, map_location=f"cuda:{torch.cuda.device_count()}")

@@ -39,12 +39,12 @@ def run(*command: str, **environment: str) -> str:
 @pytest.mark.distributed
 def test_newer_distributed_code_on_four_ranks() -> None:
     output = run(str(PROGRAMS / "wild.py"), DITORCH_SOFT_DEVICES="4")
-    assert output.count(" ok\n") == 11, output
+    assert output.count(" ok\n") == 12, output
 
 
 @on_soft
 def test_device_tensors_in_other_processes() -> None:
-    assert run(str(PROGRAMS / "sharing.py")) == "shared\n"
+    assert run(str(PROGRAMS / "sharing.py"), DITORCH_SOFT_SHARED_RANDOM="1") == "shared\n"
 
 
 @redirected
@@ -164,6 +164,20 @@ def test_attention_kernels_by_name(kind: str, causal: bool) -> None:
     gradient = torch.randn_like(wanted)
     for mine, theirs in zip(*(torch.autograd.grad(x, parts, gradient) for x in (result, wanted)), strict=True):
         assert torch.allclose(mine, theirs)
+
+
+@on_soft
+@pytest.mark.parametrize("kind", ["efficient", "flash", "cudnn"])
+def test_attention_leaves_the_layout_that_pytorch_expects(kind: str) -> None:
+    """DTensor takes it from PyTorch's description of the kernel; `view` then fails on any other."""
+    forward = getattr(torch.ops.aten, f"_scaled_dot_product_{kind}_attention")
+    strides = []
+    for device in ("cuda", "meta"):
+        whole = torch.empty(2, 6, 4, 8, device=device).transpose(1, 2).requires_grad_()
+        parts = [whole, *(torch.empty(2, 4, 6, 8, device=device, requires_grad=True) for _ in range(2))]
+        result = forward(*parts, *(() if kind == "flash" else (None, True)))[0]
+        strides.append([result.stride(), *(g.stride() for g in torch.autograd.grad(result.sum(), parts))])
+    assert strides[0] == strides[1]
 
 
 @on_soft

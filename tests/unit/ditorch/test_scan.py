@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ditorch.backends import ascend, cpu, cuda
+from ditorch.backends import ascend, cpu, cuda, soft
 from ditorch.scan import Judge, scan, scan_source
 
 LOAD = "torch.utils.cpp_extension.load of CUDA source"
@@ -39,7 +39,7 @@ def found(source: str, judge: Judge = ASCEND) -> dict[str, str]:
         ("dist.init_process_group(backend='cpu:gloo,cuda:nccl')", "'nccl'", "mapped"),
         ("import torch\ntorch.backends.cudnn.benchmark = True", "torch.backends.cudnn.benchmark", "hint"),
         ("import torch\ntorch.cuda.FloatTensor(3)", "torch.cuda.FloatTensor", "mapped"),
-        ("import torch\ntorch.cuda.CUDAGraph()", "torch.cuda.CUDAGraph", "emulated"),
+        ("import torch\ntorch.cuda.CUDAGraph()", "torch.cuda.CUDAGraph", "mapped"),
         ("import triton", "triton", "unsupported"),
         ("from flash_attn import flash_attn_func", "flash_attn", "unsupported"),
         ("os.environ['CUDA_VISIBLE_DEVICES']", "CUDA_VISIBLE_DEVICES", "mapped"),
@@ -57,6 +57,43 @@ def found(source: str, judge: Judge = ASCEND) -> dict[str, str]:
 )
 def test_use_is_found_with_its_status(source: str, name: str, status: str) -> None:
     assert found(source)[name] == status
+
+
+MAIN = "if __name__ == '__main__':\n    "
+
+
+@pytest.mark.parametrize(
+    ("source", "status"),
+    [
+        (f"{MAIN}import triton", "unsupported"),
+        (f"def main():\n    import triton\n{MAIN}main()", "unsupported"),
+        (f"def work(rank):\n    import triton\n{MAIN}spawn(work, nprocs=2)", "unsupported"),
+        (f"def a():\n    import triton\ndef main():\n    a()\n{MAIN}main()", "unsupported"),
+        (f"def main():\n    if fast:\n        import triton\n{MAIN}main()", "depends"),
+        (f"def other():\n    import triton\n{MAIN}main()", "depends"),
+        ("if fast:\n    import triton", "depends"),
+    ],
+)
+def test_what_a_script_runs_for_certain(source: str, status: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(source)
+    (use,) = scan(tmp_path / "train.py", ascend.BACKEND).uses
+    assert use.status == status
+    (tmp_path / "train.py").write_text(source.replace("triton", "model"))
+    (tmp_path / "model.py").write_text("import triton")
+    followed = scan(tmp_path / "train.py", ascend.BACKEND).uses
+    assert bool(followed) == (status == "unsupported")
+
+
+def test_cuda_source_in_a_variable() -> None:
+    load = "from torch.utils.cpp_extension import load\nfiles = ['a.cpp', 'a.cu']\nload('a', sources=files)"
+    assert found(load)[LOAD] == "unsupported"
+    assert LOAD not in found(load.replace("'a.cu'", "'b.cpp'"))
+
+
+def test_graphs_are_emulated_only_where_the_vendor_has_none() -> None:
+    source = "import torch\nwith torch.cuda.graph(torch.cuda.CUDAGraph()): pass"
+    assert set(found(source).values()) == {"mapped"}
+    assert set(found(source, Judge(soft.BACKEND)).values()) == {"emulated"}
 
 
 def test_lines_are_exact(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ def build(folder: Path) -> Path:
 
     Example: ``build(Path(".venv-ascend/host_acl"))``
     """
-    source, library = HERE / "host_acl.cpp", folder / "libascendcl.so"
-    if library.exists() and library.stat().st_mtime > max(p.stat().st_mtime for p in (source, Path(__file__))):
+    sources, library = [HERE / "host_acl.cpp", HERE / "host_hccl.cpp"], folder / "libascendcl.so"
+    if library.exists() and library.stat().st_mtime > max(p.stat().st_mtime for p in (*sources, Path(__file__))):
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     package = _home("torch_npu")
@@ -47,7 +47,7 @@ def build(folder: Path) -> Path:
     include = [f"-I{headers}", f"-I{headers / 'third_party'}", f"-I{headers / 'third_party' / 'acl' / 'inc'}"]
     common = ["-shared", "-fPIC", "-O1", "-w"]
     _run("gcc", "-c", "-fPIC", "-w", str(stubs), "-o", str(folder / "stubs.o"))
-    _run("g++", *common, "-std=c++17", *include, str(source), str(folder / "stubs.o"), "-o", str(library))
+    _run("g++", *common, "-std=c++17", *include, *map(str, sources), str(folder / "stubs.o"), "-o", str(library))
     for name in SHELLS:
         link = ["-Wl,--no-as-needed", f"-L{folder}", "-lascendcl"]
         _run("gcc", *common, "-x", "c", "/dev/null", *link, "-o", str(folder / f"lib{name}.so"))

@@ -1,4 +1,4 @@
-"""Device tensors in other processes: a queue each way, and Hogwild training of one model."""
+"""Device tensors in other processes: a queue each way, Hogwild training of one model; then shared random numbers."""
 
 from __future__ import annotations
 
@@ -45,6 +45,10 @@ def main() -> None:
     trainer.join()
     assert trainer.exitcode == 0
     assert model.weight.tolist() == [[-1, -1]]
+    torch.manual_seed(0)
+    drawn = torch.cat([torch.rand(2), torch.rand(2, device="cuda").cpu()])
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.rand(4)), "DITORCH_SOFT_SHARED_RANDOM: one stream of random numbers"
     print("shared")
 
 

@@ -15,6 +15,7 @@ import torch.distributed.optim
 import torch.distributed.rpc as rpc
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -46,6 +47,15 @@ def zero_redundancy() -> None:
     net = nn.parallel.DistributedDataParallel(model().cuda(), device_ids=[torch.cuda.current_device()])
     optimizer = torch.distributed.optim.ZeroRedundancyOptimizer(net.parameters(), torch.optim.AdamW, lr=0.01)
     close(trained(net, optimizer), expected(lambda net: torch.optim.AdamW(net.parameters(), lr=0.01)))
+
+
+def compressed_gradients() -> None:
+    torch.manual_seed(0)
+    net = nn.parallel.DistributedDataParallel(model().cuda(), device_ids=[torch.cuda.current_device()])
+    net.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    mine = trained(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    wanted = expected(lambda net: torch.optim.SGD(net.parameters(), lr=0.1))
+    assert max(abs(a - b) for a, b in zip(mine, wanted, strict=True)) < 1e-2, (mine, wanted)
 
 
 def fsdp_from_meta() -> None:
@@ -117,6 +127,7 @@ def attention_on_dtensors() -> None:
     sharded = [distribute_tensor(part.detach(), mesh, [Shard(1)]).requires_grad_() for part in parts]
     result = F.scaled_dot_product_attention(*sharded, is_causal=True)
     assert torch.allclose(result.full_tensor(), wanted, atol=1e-5)
+    assert result.transpose(1, 2).contiguous().view(2, 6, -1).shape == (2, 6, 8 * RANKS)
     for mine, gradient in zip(torch.autograd.grad(result.square().sum(), sharded), grads, strict=True):
         assert torch.allclose(mine.full_tensor(), gradient, atol=1e-5)
 
@@ -185,6 +196,7 @@ def remote_calls(port: str) -> None:
 
 PARTS: tuple[Callable[[], None], ...] = (
     zero_redundancy,
+    compressed_gradients,
     fsdp_from_meta,
     fsdp_and_tensor_parallel,
     sync_batch_norm,
