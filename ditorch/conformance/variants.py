@@ -42,6 +42,10 @@ _STRUCTURED: Final = (
 )
 
 
+_TRUSTS_INDICES: Final = ("nn.functional.embedding_bag", "nn.functional.ctc_loss", "segment_reduce", "_segment_reduce")
+"""The CPU's own kernels of these do not check what they are given, and take the process down."""
+
+
 @dataclass(frozen=True)
 class Variant:
     """A call made of a sample, and what was changed in it.
@@ -82,7 +86,7 @@ class Variants:
         self._info, self._dtype, self._grad = info, getattr(torch, dtype), grad
         self._random = random.Random(f"{seed}/{info.name}/{info.variant_test_name}/{dtype}/{grad}")
         self._samples: dict[tuple[int, ...], list[Variant]] = {}
-        self._structured = info.name.startswith(_STRUCTURED)  # not any values and sizes will do
+        self._structured = info.name.startswith((*_STRUCTURED, *_TRUSTS_INDICES))  # not any values and sizes will do
 
     def drawn(self) -> Iterator[Variant]:
         """Variants without end; those of an operator without samples end at once."""
