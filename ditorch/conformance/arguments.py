@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ditorch.conformance.cases import WHAT
+from ditorch.conformance.cases import PARTS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ops", metavar="PATTERN", help="only these names (wildcards, several joined by commas)")
     parser.add_argument("--dtypes", help="only these dtypes, as in float32,bfloat16")
     parser.add_argument("--checks", help="only these checks, as in forward,backward")
-    parser.add_argument("--what", default=",".join(WHAT), help=f"parts to run (default: {','.join(WHAT)})")
+    parser.add_argument("--what", default=",".join(PARTS), help=f"parts to run (default: {','.join(PARTS)})")
     parser.add_argument("--jobs", type=int, help="worker processes (default: one per core, on accelerators 12 at most)")
     parser.add_argument(
         "--timeout", type=float, metavar="S", help="seconds for one case (60), for one native test (300)"
@@ -32,6 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fresh", action="store_true", help="replace the results that are in the folder")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder (default: conformance_results/DEVICE)")
     parser.add_argument("--case", metavar="CASE", help="run one case alone and show it in full")
+    parser.add_argument(
+        "--hunt",
+        action="store_true",
+        help="try calls that the databases leave out: layouts, sizes, values, combinations of arguments",
+    )
+    parser.add_argument("--minutes", type=float, default=10.0, metavar="M", help="with --hunt: how long (default: 10)")
     parser.add_argument("--ledger", type=Path, metavar="FILE", help="known failures (default: the backend's own)")
     parser.add_argument("--engine", choices=("local", "ray"), default="local", help="where workers run")
     parser.add_argument("--ray-address", default=None, metavar="A", help="cluster to join; without it, this machine")

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-WHAT = ("ops", "modules", "optimizers", "autograd", "api")
-"""The parts of PyTorch that can be asked for."""
+PARTS = ("ops", "modules", "optimizers", "autograd", "api")
+"""The parts of PyTorch that a plain run asks for."""
+WHAT = (*PARTS, "hunt")
+"""And what is asked for by name."""
 
 PASS = "pass"
 WRONG = "wrong"

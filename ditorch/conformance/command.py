@@ -6,13 +6,14 @@ import argparse
 import contextlib
 import datetime
 import fnmatch
+import itertools
 import json
 import os
 import platform
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 import ditorch
 from ditorch.backend import Backend
 from ditorch.conformance import diff, ledger, native, pack, page, store
-from ditorch.conformance.cases import WHAT, Case, Result, Unit
+from ditorch.conformance.cases import PARTS, WRONG, Case, Result, Unit
 from ditorch.conformance.console import View
 from ditorch.conformance.engines import Engine, LocalEngine
 from ditorch.conformance.slot import Settings
@@ -54,7 +55,11 @@ def main(options: argparse.Namespace, view: View | None = None) -> int:
         raise ValueError("--resume and --fresh exclude each other")
     request = options.devices or DITORCH.read("DITORCH_DEVICE") or None
     backend, devices = chosen_devices(request)
-    folder = options.out or Path("conformance_results") / backend.name
+    if options.hunt and (options.pytorch_src is not None or options.what != ",".join(PARTS)):
+        raise ValueError("--hunt is a run of its own: it goes without --what and --pytorch-src")
+    if not options.minutes > 0:
+        raise ValueError(f"--minutes {options.minutes:g}: expected minutes, more than 0")
+    folder = options.out or Path("conformance_results") / (f"{backend.name}-hunt" if options.hunt else backend.name)
     if options.pytorch_src is not None:
         return run_native(options, view, backend, devices, folder)
     if options.case:
@@ -151,7 +156,7 @@ def _nothing_called(pattern: str, units: Sequence[Unit]) -> str:
 
 def run(options: argparse.Namespace, view: View, backend: Backend, devices: list[str], folder: Path) -> int:
     """Run cases, keep them, write the files; Ctrl-C ends it early, with the same files."""
-    what = _listed(options.what, WHAT, "--what")
+    what = ["hunt"] if options.hunt else _listed(options.what, PARTS, "--what")
     jobs, samples = _jobs(options, backend), number_of_samples(options.samples)
     entries = ledger.load(backend.name, options.ledger)
     settings = Settings(backend.name, devices[0], samples=samples, timeout=_timeout(options, CASE_TIMEOUT))
@@ -178,16 +183,32 @@ def run(options: argparse.Namespace, view: View, backend: Backend, devices: list
             kept, done = store.Store.create(folder, about, options.fresh), {}
         todo = [(engine, _left(selected_in(listed, wanted), done)) for engine, listed in units]
         results = dict(done)
-        complete = _collect(view, kept, todo, results)
+        if options.hunt:
+            todo = [(engine, _in_rounds(left)) for engine, left in todo]
+            view.say(f"hunting for {options.minutes:g} minutes")
+        complete = _collect(view, kept, todo, results, started + 60 * options.minutes if options.hunt else None)
     about["seconds"] = round(time.monotonic() - started, 1)
     about["complete"] = complete
     summary = Summary.of(results.values(), about, ledger.Ledger(entries, torch.__version__))
     summary.write(folder)
     view.summary(summary, folder)
+    if options.hunt:
+        found = _write_scripts(folder, results.values())
+        view.say(f"{found} wrong calls, made small{f': one script each in {folder}/scripts' if found else ''}")
     if not complete:
         view.say("interrupted: --resume goes on with the cases that are left")
         return INTERRUPTED
     return 1 if summary.new_failures or summary.new_passes else 0
+
+
+def _write_scripts(folder: Path, results: Iterable[Result]) -> int:
+    """Each call that a hunt found to be wrong, as a script of its own; how many there are."""
+    found = [result for result in results if result.status == WRONG and len(result.details) > 1]
+    for result in found:
+        path = folder / "scripts" / f"{result.case.name}-{result.case.check}.py".replace("/", "_")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(result.details[1], encoding="utf-8")
+    return len(found)
 
 
 def selected_in(listed: Sequence[Unit], wanted: set[Unit]) -> list[Unit]:
@@ -202,17 +223,31 @@ def _left(units: Sequence[Unit], done: dict[Case, Result]) -> list[Unit]:
     return [unit for unit in left if unit.checks]
 
 
-def _collect(view: View, kept: store.Store, todo: list[tuple[Engine, list[Unit]]], results: dict[Case, Result]) -> bool:
-    """Run everything; False when the user ended it."""
+def _in_rounds(units: Sequence[Unit]) -> list[Unit]:
+    """The first check of every unit, then the second of every unit, and so on."""
+    rounds = itertools.zip_longest(*[[replace(unit, checks=(check,)) for check in unit.checks] for unit in units])
+    return [unit for one in rounds for unit in one if unit is not None]
+
+
+def _collect(
+    view: View,
+    kept: store.Store,
+    todo: list[tuple[Engine, list[Unit]]],
+    results: dict[Case, Result],
+    ends: float | None = None,
+) -> bool:
+    """Run everything, or what there is time for; False when the user ended it."""
     before = len(results)
     total = before + sum(len(unit.checks) for _, units in todo for unit in units)
     try:
-        with kept, _ended_politely(), view.progress(total, before) as bar:
+        with kept, _ended_politely(), view.progress(None if ends else total, before) as bar:
             for engine, units in todo:
                 for result in engine.run(units) if units else ():
                     kept.add(result)
                     results[result.case] = result
                     bar.add(result.failed)
+                    if ends is not None and time.monotonic() > ends:
+                        break
     except KeyboardInterrupt:
         return False
     return True

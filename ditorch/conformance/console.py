@@ -43,7 +43,7 @@ class View:
         self.console.print(escape(text), highlight=False, soft_wrap=True)
 
     @contextmanager
-    def progress(self, total: int, done: int = 0, noun: str = "cases") -> Iterator[Bar]:
+    def progress(self, total: int | None, done: int = 0, noun: str = "cases") -> Iterator[Bar]:
         """A bar with rate, failures so far and time left (`with view.progress(100) as bar: bar.add(result)`)."""
         columns = (
             BarColumn(),

@@ -126,6 +126,10 @@ def units(what: list[str], device_type: str) -> list[Unit]:
             dtypes = sorted({dtype_name(dtype) for dtype in info.supported_dtypes(device_type)})
             checks = ("forward", "backward", "forward-eval") if info.train_and_eval_differ else ("forward", "backward")
             found += [Unit("modules", name, dtype, checks) for dtype in dtypes]
+    if "hunt" in what:
+        from ditorch.conformance import hunt_checks
+
+        found += hunt_checks.units(device_type)
     if "optimizers" in what:
         for name, info in optimizers().items():
             found += [Unit("optimizers", name, d, _implementations(info, device_type)) for d in ("float32", "float64")]

@@ -145,6 +145,10 @@ class Answers:
             from ditorch.conformance.optimizer_checks import OptimizerChecks
 
             return OptimizerChecks(unit, self.device, self.limits)
+        if unit.what == "hunt":
+            from ditorch.conformance.hunt_checks import HuntChecks
+
+            return HuntChecks(unit, self.device, self.limits)
         from ditorch.conformance.op_checks import OperatorChecks
 
         return OperatorChecks(unit, self.device, self.limits)

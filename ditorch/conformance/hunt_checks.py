@@ -1,0 +1,191 @@
+"""The hunt: variants of an operator's samples on the device, one after the other; what is wrong is made small."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+
+from ditorch.conformance import databases, freedoms, hunt_script
+from ditorch.conformance.cases import NO_DTYPE, NOT_COMPARABLE, PASS, WRONG, Case, Limits, Result, Unit
+from ditorch.conformance.op_checks import OperatorChecks, _Exact, _NoWarnings, _Strided
+from ditorch.conformance.trial import Outcome, Skip
+from ditorch.conformance.variants import Variant, Variants, resized
+
+SECONDS: Final = 2.0
+"""For the variants of one operator in one round; operators with many arguments get three times as much."""
+ROUNDS: Final = 40
+"""More than a hunt has time for: it ends by the clock."""
+SHRINKING_SECONDS: Final = 8.0
+_RICH: Final = ("nn.functional.", "conv", "matmul", "mm", "addmm", "bmm", "baddbmm", "index", "scatter", "sum", "sort")
+_DTYPES: Final = ("float32", "float32", "float32", "bfloat16", "float16", "float64", "int64", "complex64", "bool")
+
+
+class HuntChecks:
+    """The rounds of one operator; what a round draws follows from its number alone.
+
+    Example: ``HuntChecks(Unit("hunt", "add", "-", ("round-1",)), "cuda:0", Limits()).run("round-1")``
+    """
+
+    def __init__(self, unit: Unit, device: str, limits: Limits) -> None:
+        found = databases.operators().get(unit.name)
+        if found is None:
+            raise ValueError(f"this version of PyTorch has no operator {unit.name} in its database")
+        self.info, self.unit, self.device, self.limits = found, unit, device, limits
+        device_type = torch.device(device).type
+        self._dtypes = databases.claimed(found, device_type)
+        self._with_gradient = databases.claimed_backward(found, device_type)
+
+    def run(self, check: str) -> Result:
+        """Do one round."""
+        case = Case(self.unit.what, self.unit.name, self.unit.dtype, check)
+        started = time.monotonic()
+        seconds = min(SECONDS * (3 if self.unit.name.startswith(_RICH) else 1), self.limits.timeout / 4)
+        counts = {PASS: 0, WRONG: 0, NOT_COMPARABLE: 0}
+        refused = ""
+        with _NoWarnings():
+            for number, (dtype, way, variant) in enumerate(self._drawn(check)):
+                if time.monotonic() - started > seconds or number == self.limits.samples:
+                    break
+                outcome = self._tried(dtype, way, variant)
+                if outcome.status == WRONG:
+                    return self._found(case, dtype, way, variant, outcome, number + 1)
+                counts[outcome.status if outcome.status in counts else NOT_COMPARABLE] += 1
+                refused = refused or (outcome.message if outcome.status not in counts else "")
+        status = PASS if counts[PASS] else NOT_COMPARABLE
+        note = f"the device refuses what the CPU does: {refused}" if refused else ""
+        unclear = counts[NOT_COMPARABLE]
+        return Result(case, status, "", sum(counts.values()), unclear, note=note)
+
+    # --- one call
+
+    def _drawn(self, check: str) -> Iterator[tuple[str, str, Variant]]:
+        """Dtype, way of calling and variant, without end where the operator has samples."""
+        choose = random.Random(f"{check}/{self.unit.name}")
+        dtypes = [d for d in _DTYPES if d in self._dtypes] or self._dtypes
+        if not dtypes:
+            return
+        drawn: dict[tuple[str, bool], Iterator[Variant]] = {}
+        ways = ["plain", "plain", *(["out"] if self.info.supports_out else [])]
+        ways += ["in place"] if self.info.get_inplace() is not None else []
+        for _ in itertools.count():
+            dtype = choose.choice(dtypes)
+            grad = dtype in self._with_gradient
+            way = choose.choice([*ways, *(["backward"] * 3 if grad else [])])
+            key = (dtype, way == "backward")
+            if key not in drawn:
+                drawn[key] = Variants(self.info, dtype, grad=key[1], seed=check).drawn()
+            variant = next(drawn[key], None)
+            if variant is None:
+                return
+            yield dtype, way, variant
+
+    def _tried(self, dtype: str, way: str, variant: Variant) -> Outcome:
+        """One call; the CPU goes first, since an argument that no kernel checks may take the device down."""
+        checks = OperatorChecks(Unit("ops", self.unit.name, dtype, ("forward",)), self.device, self.limits)
+        sample = _Sample(variant)
+        try:
+            trial = checks._trial(sample)
+            if (why := trial.refused_by_cpu(way == "backward")) or (why := _undefined(trial)):
+                return Outcome(NOT_COMPARABLE, why)
+            if way == "out":
+                expected = checks._trial(sample, lambda *a, **k: self.info.op(*a, **k)).on_cpu()
+                return checks._into(sample, trial, expected, _Strided() if len(variant.told) % 2 else _Exact())
+            if way == "in place":
+                return self._in_place(checks, sample)
+            return checks._free(trial, trial.run(backward=way == "backward", forward=True))
+        except Skip as reason:
+            return Outcome(NOT_COMPARABLE, str(reason))
+
+    def _in_place(self, checks: OperatorChecks, sample: _Sample) -> Outcome:
+        function = self.info.get_inplace()
+        if not isinstance(sample.input, torch.Tensor) or (sample.input.numel() > 1 and 0 in sample.input.stride()):
+            raise Skip("several elements share memory")
+
+        def call(first: Any, *args: Any, **kwargs: Any) -> Any:
+            return sample.output_process_fn_grad(function(first, *args, **kwargs))
+
+        trial = checks._trial(sample, call)
+        if why := trial.refused_by_cpu():
+            return Outcome(NOT_COMPARABLE, why)
+        if sample.input.dtype.is_floating_point or sample.input.dtype.is_complex:
+            trial.reference = checks._kept_dtype(sample)
+            if trial.refused_by_cpu() or trial.on_cpu().shape != sample.input.shape:
+                raise Skip("the result is larger than the tensor that it would replace")
+        return trial.run()
+
+    # --- what was found
+
+    def _found(self, case: Case, dtype: str, way: str, variant: Variant, outcome: Outcome, tried: int) -> Result:
+        if self._tried(dtype, way, variant).status != WRONG:
+            text = f"{way}, {dtype}, {variant.told}: {outcome.message}"
+            return Result(case, WRONG, f"wrong once, right when repeated: {text}", tried, details=(outcome.details,))
+        smallest, outcome = self._shrunk(dtype, way, variant, outcome)
+        script = hunt_script.text(self.info, smallest, way, self.device, outcome.message)
+        message = f"{way}, {dtype}, {hunt_script.in_words(smallest)}: {outcome.message}"
+        return Result(case, WRONG, message, tried, note=f"drawn: {variant.told}", details=(outcome.details, script))
+
+    def _shrunk(self, dtype: str, way: str, variant: Variant, outcome: Outcome) -> tuple[Variant, Outcome]:
+        """The smallest variant that is still wrong, as far as the time goes."""
+        ends = time.monotonic() + min(SHRINKING_SECONDS, self.limits.timeout / 4)
+        again = True
+        while again:
+            again = False
+            for smaller in _smaller(variant):
+                if time.monotonic() > ends:
+                    return variant, outcome
+                found = self._tried(dtype, way, smaller)
+                if found.status == WRONG:
+                    variant, outcome, again = smaller, found, True
+                    break
+        return variant, outcome
+
+
+class _Sample:
+    """What the checks of operators take for a sample of the database."""
+
+    def __init__(self, variant: Variant) -> None:
+        self.input, *self.args = variant.args
+        self.kwargs = variant.kwargs
+        of_database = variant.sample
+        self.output_process_fn_grad: Callable[[Any], Any] = of_database.output_process_fn_grad
+        self.broadcasts_input = of_database.broadcasts_input
+
+
+def _undefined(trial: Any) -> str:
+    """Why a call has no single right result; empty where it has one."""
+    args, _ = trial.before
+    if freedoms.written_twice(trial.name.removeprefix("torch."), args):
+        return "several values go to one place"
+    return ""
+
+
+def _smaller(variant: Variant) -> Iterator[Variant]:
+    """Simpler calls, those that save most first."""
+    sizes = sorted({n for t in variant.tensors if t.layout is torch.strided for n in t.shape if n > 1}, reverse=True)
+    for old in sizes:
+        for new in dict.fromkeys((1, 2, old // 2, old - 1)):
+            if 0 < new < old:
+                yield resized(variant, old, new)
+    for key in variant.kwargs:
+        kwargs = {k: v for k, v in variant.kwargs.items() if k != key}
+        yield Variant(variant.args, kwargs, variant.changes, variant.sample)
+    for chosen, tensor in enumerate(variant.tensors):
+        if tensor.layout is torch.strided and not (tensor.is_contiguous() and tensor.storage_offset() == 0):
+            yield variant.mapped(lambda number, t, chosen=chosen: _plain(t) if number == chosen else t)  # type: ignore[misc]
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_(tensor.requires_grad)
+
+
+def units(device_type: str) -> list[Unit]:
+    """All operators with all rounds, those with many arguments first (`units("cuda")`)."""
+    names = [n for n, info in databases.operators().items() if databases.claimed(info, device_type)]
+    names.sort(key=lambda name: not name.startswith(_RICH))
+    rounds = tuple(f"round-{number + 1}" for number in range(ROUNDS))
+    return [Unit("hunt", name, NO_DTYPE, rounds) for name in names]

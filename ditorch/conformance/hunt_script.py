@@ -1,0 +1,187 @@
+"""A call that a device does wrong, as a script of its own: PyTorch and the device's package are all that it needs."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ditorch.conformance.variants import Variant
+from op_tools.call.description import map_tensors
+
+_MAX_VALUES = 4_096
+
+_SCRIPT = '''"""{title}
+
+Exit status: 0 the device gives what the CPU gives, 1 it does not, 2 it could not be tried.
+"""
+
+import sys
+
+import torch
+
+nan, inf = float("nan"), float("inf")
+DEVICE = sys.argv[1] if len(sys.argv) > 1 else "{device}"
+try:
+    if DEVICE.partition(":")[0] not in ("cpu", "cuda", "xpu", "mps"):
+        import ditorch
+    DEVICE = torch.device(DEVICE)
+    torch.empty(1, device=DEVICE)
+except Exception as error:
+    sys.exit(print(f"could not be tried: {{type(error).__name__}}: {{error}}") or 2)
+
+
+def strided(values, dtype, shape, stride, offset=0, grad=False):
+    """A tensor that lies in memory as it did."""
+    flat = torch.tensor(values, dtype=dtype)
+    return lambda device: flat.to(device).as_strided(shape, stride, offset).detach().requires_grad_(grad)
+
+
+def dense(seed, dtype, shape, grad=False):
+    """Random numbers: the values do not matter."""
+    flat = torch.rand(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return lambda device: flat.to(device).detach().requires_grad_(grad)
+
+
+{function}
+TENSORS = [
+{tensors}
+]
+
+
+def call(device, wider=False):
+    t = [make(device) for make in TENSORS]
+    if wider:  # for the eye: the same in float64
+        t = [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in t]
+{body}
+
+
+try:
+    expected = call("cpu")
+    found = call(DEVICE)
+except Exception as error:
+    sys.exit(print(f"could not be tried: {{type(error).__name__}}: {{error}}") or 2)
+wrong = 0
+for number, (a, b) in enumerate(zip(found, expected)):
+    a, b = a.detach().cpu(), b.detach().cpu()
+    if a.shape != b.shape or a.dtype != b.dtype:
+        print(f"{{number}}: {{tuple(a.shape)}} {{a.dtype}} instead of {{tuple(b.shape)}} {{b.dtype}}")
+        wrong += 1
+        continue
+    rough = {{torch.bfloat16: 2e-2, torch.float16: 2e-3}}.get(a.dtype, 1e-5)
+    size = float(b.abs().nan_to_num(0, 0, 0).max()) if b.numel() else 0.0
+    if not torch.allclose(a, b, rtol=rough, atol=rough * size, equal_nan=True):
+        print(f"{{number}}: the device gives")
+        print(a)
+        print("instead of")
+        print(b)
+        try:
+            print("which is, in float64,")
+            print(call("cpu", wider=True)[number].detach())
+        except Exception as error:
+            print(f"not known: {{type(error).__name__}}")
+        wrong += 1
+print("the difference is still there" if wrong else "the difference is gone")
+sys.exit(1 if wrong else 0)
+'''
+
+
+def text(info: Any, variant: Variant, way: str, device: str, message: str) -> str:
+    """The script (`text(info, variant, "backward", "cuda:0", "off by 0.57")`)."""
+    tensors = variant.tensors
+    numbers = {id(t): number for number, t in reversed(list(enumerate(tensors)))}
+    args, kwargs = map_tensors((variant.args, variant.kwargs), lambda t: _Name(f"t[{numbers[id(t)]}]"))
+    given = [_source(a) for a in args] + [f"{key}={_source(value)}" for key, value in kwargs.items()]
+    name, function = _function(info)
+    if way == "in place":
+        name, function = f"torch.Tensor.{info.name}_", ""
+    if way == "out":
+        body = (
+            f"    expected = {name}({', '.join(given)})\n"
+            "    wide = torch.full((*expected.shape, 2), 7, dtype=expected.dtype, device=device)[..., 0]\n"
+            f"    {name}({', '.join(given)}, out=wide)\n"
+            "    return [wide]"
+        )
+    else:
+        body = f"    results = {name}({', '.join(given)})\n"
+        body += "    results = results if isinstance(results, (list, tuple)) else [results]\n"
+        body += "    results = [r for r in results if isinstance(r, torch.Tensor)]\n"
+        if way == "backward":
+            body += (
+                "    used = [r for r in results if r.requires_grad]\n"
+                "    numbers = torch.Generator().manual_seed(0)\n"
+                "    sent = [torch.randn(r.shape, generator=numbers).to(r.dtype).to(device) for r in used]\n"
+                "    leaves = [x for x in t if x.requires_grad]\n"
+                "    found = torch.autograd.grad(used, leaves, sent, allow_unused=True)\n"
+                "    return [*results, *(g for g in found if g is not None)]"
+            )
+        else:
+            body += "    return results"
+    return _SCRIPT.format(
+        title=f"{info.name}, {way}: {message}".replace('"""', "'''").replace("\\", "\\\\"),
+        device=device,
+        function=function,
+        tensors="\n".join(f"    {_tensor(number, t)}," for number, t in enumerate(tensors)),
+        body=body,
+    )
+
+
+def in_words(variant: Variant) -> str:
+    """Shapes, strides and arguments in short (`"(2, 3) strides (1, 2), padding=1"`)."""
+
+    def short(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return f"{value!r:.60}"
+        layout = "" if value.layout is not torch.strided or value.is_contiguous() else f" strides {value.stride()}"
+        return f"{tuple(value.shape)}{layout}"
+
+    parts = [short(a) for a in variant.args]
+    return ", ".join([*parts, *(f"{key}={short(value)}" for key, value in variant.kwargs.items())])
+
+
+class _Name(str):
+    """Source text of a tensor in the script."""
+
+
+def _source(value: Any) -> str:
+    if isinstance(value, _Name):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        inner = ", ".join(_source(v) for v in value)
+        return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key!r}: {_source(v)}" for key, v in value.items()) + "}"
+    return repr(value)
+
+
+def _function(info: Any) -> tuple[str, str]:
+    """How the script calls the operator, and what it defines for that."""
+    try:
+        if functools.reduce(getattr, info.name.split("."), torch) is info.op:
+            return f"torch.{info.name}", ""
+    except AttributeError:
+        pass
+    lines = (
+        "from torch.testing._internal.common_methods_invocations import op_db",
+        f"NAME = {(info.name, info.variant_test_name)!r}",
+        "OPERATOR = next(o for o in op_db if (o.name, o.variant_test_name) == NAME)",
+    )
+    return "OPERATOR.op", "\n".join(lines) + "\n"
+
+
+def _tensor(number: int, tensor: torch.Tensor) -> str:
+    grad = ", grad=True" if tensor.requires_grad else ""
+    if tensor.layout is not torch.strided:
+        return f"lambda device: {number}  # a {tensor.layout} tensor"
+    plain = torch.empty(0, dtype=tensor.dtype).set_(tensor.detach().untyped_storage(), 0, (_length(tensor),), (1,))
+    if len(plain) > _MAX_VALUES:
+        return f"dense({number}, {tensor.dtype}, {tuple(tensor.shape)}{grad})"
+    return (
+        f"strided({plain.tolist()}, {tensor.dtype}, {tuple(tensor.shape)}, {tuple(tensor.stride())}, "
+        f"{tensor.storage_offset()}{grad})"
+    )
+
+
+def _length(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes() // tensor.element_size()
