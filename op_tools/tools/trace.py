@@ -17,7 +17,7 @@ from ..compat import running_pass
 from ..trace import format as columns
 from ..trace.format import SUFFIX, TraceWriter
 from ..trace.places import Place, place_of_call
-from ..trace.record import Recorder, arguments_of, writer_world
+from ..trace.record import Recorder, writer_world
 from ..watch.intercept import INTERCEPTOR, Call
 from .base import Tool
 
@@ -89,14 +89,15 @@ class OpTrace(Tool):
         traits = call.traits
         if traits.may_write or traits.mutates or "out" in call.kwargs or call.kwargs.get("inplace"):
             with (recorder := self._started()).lock:
-                recorder.module_of(place_of_call(2))  # its parameters are known from here on
+                recorder.module_of(place_of_call(2, recorder.modules.parts))  # its parameters are known from here on
                 versions = [0 if t.is_inference() else t._version for t in call.tensors]
                 call.notes[self] = (recorder.inputs(call.tensors), versions)
+                recorder.launch()
 
     def after(self, call: Call) -> None:
         self.count(call)
         recorder, traits = self._started(), call.traits
-        place = _NOWHERE if traits.by_engine else place_of_call(2)
+        place = _NOWHERE if traits.by_engine else place_of_call(2, recorder.modules.parts)
         phase = columns.FORWARD
         if traits.by_engine:
             phase = columns.BACKWARD
@@ -118,11 +119,12 @@ class OpTrace(Tool):
             number = recorder.operator(
                 *(call.op, phase, place, call.step, call.location),
                 module=module,
-                arguments=arguments_of(call.inputs),
+                arguments=recorder.arguments(call.inputs),
                 group=_group(call) if traits.collective else "",
             )
             recorder.edges(number, columns.INPUT, inputs)
             recorder.outputs(number, module, call.results, written, phase)
+            recorder.launch()
             call.notes[self] = (number, module)
 
     def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
@@ -137,16 +139,18 @@ class OpTrace(Tool):
             )
             recorder.edges(number, columns.INPUT, inputs)
             recorder.gradients(number, module, grad_inputs)
+            recorder.launch()
 
     def after_backward_passes(self, graph_is_kept: bool) -> None:
         if self._recorder is not None and self._in_steps():
             with self._recorder.lock:
                 self._recorder.after_backward()
+                self._recorder.launch()
 
     def after_compiled_code(self) -> None:
         if self._in_steps():
             with (recorder := self._started()).lock:
-                recorder.compiled(place_of_call(2), INTERCEPTOR.step)
+                recorder.compiled(place_of_call(2, recorder.modules.parts), INTERCEPTOR.step)
 
     def _in_steps(self) -> bool:
         return self._steps is None or INTERCEPTOR.step in self._steps

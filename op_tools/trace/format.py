@@ -132,6 +132,14 @@ class TraceWriter:
             self.flush(table)
         return number
 
+    def extend(self, table: str, more: list[tuple[Any, ...]]) -> None:
+        """Append some rows."""
+        rows = self._rows[table]
+        rows += more
+        self.counts[table] += len(more)
+        if len(rows) >= _ROWS:
+            self.flush(table)
+
     def flush(self, *tables: str) -> None:
         """Write the rows that wait, of all tables unless some are named."""
         with self._lock:

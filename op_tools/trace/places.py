@@ -22,29 +22,36 @@ _kinds: dict[CodeType, int] = {}
 
 
 class Place(NamedTuple):
-    """The innermost and the outermost module that are being called, and whether an optimizer steps."""
+    """The innermost and the outermost module that are being called, and whether an optimizer steps.
+
+    The outermost one is not looked for where the innermost is known as a part of a model.
+    """
 
     module: torch.nn.Module | None
     root: torch.nn.Module | None
     optimizer: bool
 
 
-def place_of_call(depth: int = 1) -> Place:
-    """Where the present call is made (`place_of_call()`)."""
+def place_of_call(depth: int, parts: dict[int, weakref.ref[torch.nn.Module]]) -> Place:
+    """Where the present call is made; `parts` are modules that are known as parts of models, by id."""
     frame: FrameType | None = sys._getframe(depth)
     innermost = outermost = None
     optimizer = False
+    known = _kinds.get
     for _ in range(_MAX_FRAMES):
         if frame is None:
             break
         code = frame.f_code
-        kind = _kinds.get(code, -1)
+        kind = known(code, -1)
         if kind < 0:
             kind = _kind_of(code)
         if kind == _MODULE:
             outermost = frame.f_locals.get("self")
             if innermost is None:
                 innermost = outermost
+                part = parts.get(id(innermost))
+                if part is not None and part() is innermost:
+                    break
         elif kind == _OPTIMIZER:
             optimizer = True
         frame = frame.f_back
@@ -114,6 +121,7 @@ class ModuleNames:
     def __init__(self, register: Any) -> None:
         self._register = register  # called with number, parent, path, module
         self._numbers: dict[int, tuple[weakref.ref[torch.nn.Module], int]] = {}
+        self.parts: dict[int, weakref.ref[torch.nn.Module]] = {}  # those that are inside of another one
         self._models = 0
         self._next = 0
 
@@ -121,7 +129,7 @@ class ModuleNames:
         """The number of a module inside a model."""
         known = self._numbers.get(id(module))
         above = self._numbers.get(id(root))
-        inside = above is not None and above[0]() is root  # recomputation calls a part of a model by itself
+        inside = above is not None and above[0]() is root  # a part that recomputation, or a wrapper, calls by itself
         if known is not None and known[0]() is module and inside:
             return known[1]
         if not inside:
@@ -151,5 +159,7 @@ class ModuleNames:
             number = self._next
             self._next += 1
             self._numbers[id(module)] = (weakref.ref(module), number)
+        if parent >= 0:
+            self.parts[id(module)] = self._numbers[id(module)][0]
         self._register(number, parent, path, module)
         return number
