@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -37,7 +38,7 @@ from op_tools.trace import format as columns
 from op_tools.trace.align import Alignment
 from op_tools.trace.diff import Diff, load
 from op_tools.trace.format import TraceWriter
-from op_tools.trace.graph import Graph
+from op_tools.trace.graph import Graph, short_name
 
 
 class Tracing(OpTrace):
@@ -119,10 +120,40 @@ def keys(graph: Graph, renamed: dict[str, str] | None = None) -> dict[Any, int]:
         key = (int(table["step"][operator]) - int(table["step"][0]), int(table["phase"][operator]), path, line, name)
         if int(table["phase"][operator]) == columns.OPTIMIZER:  # all of it is one line of Python
             shape = [graph.look(t)["shape"] for t in graph.outputs(operator).tolist()[:1]]
-            key = (*key, *shape, *(_moved(graph.tensor_title(t), renamed) for t in graph.inputs(operator).tolist()[:1]))
+            used = [graph.tensor_title(t) for t in graph.inputs(operator).tolist()[:1]]
+            key = (*key, *shape, *(_moved(title.replace("._orig_mod", ""), renamed) for title in used))
         seen[key] += 1
         full = (*key, seen[key])
         found[full] = operator
+    return found
+
+
+def keys_of_calls(graph: Graph) -> dict[Any, int]:
+    """The same for an eager and a compiled run: which call of a function it is, as Dynamo counts them (`mul_7`).
+
+    Lines are no truth there: what is computed twice, or never used, is not in a compiled graph.
+    """
+    by_line = keys(graph)
+    found, numbers, counts = {}, dict[int, Any](), Counter[Any]()
+    table, texts = graph.operators, graph.trace.texts
+    for full, operator in by_line.items():
+        step, phase, path, name = full[0], full[1], full[2], graph.names[operator]
+        if not path or phase == columns.OPTIMIZER:
+            found[full] = operator
+            continue
+        word, said = name.rpartition(".")[2], texts[int(table["arguments"][operator])]
+        word = "truediv" if word == "div" else re.sub(r"^__r?(\w+)__$", r"\1", word)
+        forward = int(table["forward"][operator])
+        if name.startswith("torch.compile."):
+            word, _, digits = said.rpartition("_") if said[-1].isdigit() else (said, "", "0")
+            numbers[operator] = (step, word, int(digits))
+        elif phase == columns.BACKWARD and forward >= 0:
+            numbers[operator] = numbers.get(forward)
+        elif phase == columns.FORWARD:
+            numbers[operator] = (step, word, counts[step, word])
+            counts[step, word] += 1
+        if numbers.get(operator) is not None:
+            found[phase, numbers[operator]] = operator
     return found
 
 
@@ -251,7 +282,10 @@ def measure_alignment(only: str = "") -> None:
 def _row(name: str, kind: str, one: Graph, two: Graph, renamed: dict[str, str] | None) -> str:
     diff = Diff(one, two)
     alignment: Alignment = diff.alignment
-    truth_one, truth_two = keys(one, renamed), keys(two)
+    if "compile" in name:
+        truth_one, truth_two = keys_of_calls(one), keys_of_calls(two)
+    else:
+        truth_one, truth_two = keys(one, renamed), keys(two)
     total, right, wrong = judged(truth_one, truth_two, alignment.pairs.tolist())
     _, plain, astray = judged(truth_one, truth_two, by_difflib(one, two))
     _, strict, _ = judged(truth_one, truth_two, strictly(one, two))

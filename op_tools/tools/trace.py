@@ -15,8 +15,9 @@ from ..call.description import Tensor
 from ..call.devices import accelerator_type
 from ..compat import running_pass
 from ..trace import format as columns
+from ..trace.compiled import COMPILED
 from ..trace.format import SUFFIX, TraceWriter
-from ..trace.places import Place, place_of_call
+from ..trace.places import Place, given_to_module, place_of_call
 from ..trace.record import Recorder, writer_world
 from ..watch.intercept import INTERCEPTOR, Call
 from .base import Tool
@@ -66,6 +67,7 @@ class OpTrace(Tool):
     def prepare(self) -> None:
         self._recorder, self._numbers = None, {}
         self.path = None
+        COMPILED.listen(self._recording)
         if self._to is not None:
             self._to.mkdir(parents=True, exist_ok=True)
 
@@ -150,7 +152,14 @@ class OpTrace(Tool):
     def after_compiled_code(self) -> None:
         if self._in_steps():
             with (recorder := self._started()).lock:
-                recorder.compiled(place_of_call(2, recorder.modules.parts), INTERCEPTOR.step)
+                backward = running_pass() != -1
+                given = [] if backward else given_to_module(2)
+                recorder.compiled(place_of_call(2, recorder.modules.parts), INTERCEPTOR.step, backward, given)
+                recorder.launch()
+
+    def _recording(self) -> tuple[Recorder, int] | None:
+        """Who records a graph of compiled code that begins to run, and the step."""
+        return (self._started(), INTERCEPTOR.step) if self._in_steps() else None
 
     def _in_steps(self) -> bool:
         return self._steps is None or INTERCEPTOR.step in self._steps
@@ -158,6 +167,7 @@ class OpTrace(Tool):
     # -- end ------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
+        COMPILED.ignore()
         if self._recorder is not None:
             self._recorder.close()
 

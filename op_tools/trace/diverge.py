@@ -22,6 +22,7 @@ from .prints import distance, smallest_step
 
 _UNITS: Final = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11}
 _SINGLE: Final = 2.0**-24
+_COMPILED: Final = "torch.compile."
 _ESTIMATE: Final = 2.0  # by how much eight projections may misjudge a distance
 _ONE_ELEMENT: Final = 2.5  # units between two right roundings of one number: 2, and what float32 sums add
 _COMPOSITE: Final = 4.0  # roundings inside functions of several steps
@@ -133,6 +134,7 @@ def _edges(one: _Side, two: _Side, pairs: Any, side: int) -> tuple[Any, ...]:
     lengths = np.minimum(starts_one[a + 1] - starts_one[a], starts_two[b + 1] - starts_two[b])
     owner = np.repeat(np.arange(len(pairs)), lengths)
     within = np.arange(len(owner)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    tensors_two = _in_the_same_order(one, two, pairs, side)
     left, right = tensors_one[starts_one[a][owner] + within], tensors_two[starts_two[b][owner] + within]
     looks_one, looks_two = one.graph.tensors["look"][left], two.graph.tensors["look"][right]
     shapes = {text: n for n, text in enumerate(dict.fromkeys([*one.shape, *two.shape]))}
@@ -161,6 +163,34 @@ def _edges(one: _Side, two: _Side, pairs: Any, side: int) -> tuple[Any, ...]:
     apart = distance(rows_one, rows_two)
     size = np.maximum(rows_one[:, _NORM], rows_two[:, _NORM])
     return owner, apart, size, unit, rows_one, rows_two
+
+
+def _in_the_same_order(one: _Side, two: _Side, pairs: Any, side: int) -> Any:
+    """The tensors of the second run; those of compiled code, which has an order of its own, in that of the first."""
+    graphs = (one.graph, two.graph)
+    inside = [
+        np.array([text.startswith(_COMPILED) for text in g.trace.texts], bool)[g.operators["name"]] for g in graphs
+    ]
+    (starts_one, tensors_one), (starts_two, tensors_two) = (g.side(side) for g in graphs)
+    found = tensors_two.copy()
+    for a, b in pairs[inside[0][pairs[:, 0]] | inside[1][pairs[:, 1]]].tolist():
+        mine = tensors_one[starts_one[a] : starts_one[a + 1]].tolist()
+        free = tensors_two[starts_two[b] : starts_two[b + 1]].tolist()
+        order = []
+        for tensor in mine[: len(free)]:
+            best = min(free, key=lambda other: _unlike(one, two, tensor, other))
+            free.remove(best)
+            order.append(best)
+        found[starts_two[b] : starts_two[b] + len(order)] = order
+        found[starts_two[b] + len(order) : starts_two[b + 1]] = free
+    return found
+
+
+def _unlike(one: _Side, two: _Side, a: int, b: int) -> tuple[bool, float]:
+    shapes = (side.shape[int(side.graph.tensors["look"][n])] for side, n in ((one, a), (two, b)))
+    p, q = int(one.where[a]), int(two.where[b])
+    apart = float(distance(one.rows[p], two.rows[q])) if p >= 0 and q >= 0 else float("inf")
+    return len(set(shapes)) > 1, apart
 
 
 def _inputs(ins: tuple[Any, ...], families: Any, count: int) -> tuple[Any, Any, Any]:

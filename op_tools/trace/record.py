@@ -17,7 +17,7 @@ from ..call.description import Described, Group, Tensor, TensorMeta, short
 from ..call.devices import accelerator_type, module_of
 from ..compat import cuda_device, cuda_stream, storage_id
 from . import format as columns
-from .format import BACKWARD, FORWARD, OPTIMIZER, OUTPUT, TraceWriter
+from .format import BACKWARD, FORWARD, INPUT, OPTIMIZER, OUTPUT, TraceWriter
 from .device_prints import DevicePrints, kernel_of
 from .places import ModuleNames, Place, Sharding, sharding_of, stack_of_call
 from .prints import Batch, fingerprint
@@ -65,6 +65,11 @@ class Recorder:
         self._regions: dict[Any, int] = {}
         self._arguments: dict[int, int] = {}  # texts of descriptions, by their number
         self._in_function = -1  # the last operator that was compiled code
+        self._made_by_function = 0  # results of that which have been seen
+        self._backward_function = -1  # the last one in a backward pass
+        self.ran_graphs = False  # whether the operators of the present compiled code are recorded one by one
+        self._by_path: dict[str, int] = {}  # modules
+        self._paths: dict[int, str] = {}
         self.modules = ModuleNames(self._register)
         self.world = writer_world()
         self.operators = 0
@@ -83,6 +88,7 @@ class Recorder:
 
     def _register(self, number: int, parent: int, path: str, module: torch.nn.Module) -> None:
         text = self.writer.text
+        self._by_path[path], self._paths[number] = number, path
         settings = ""
         with contextlib.suppress(Exception):  # the user's code
             settings = " ".join(module.extra_repr().split())[:_MAX_TEXT]
@@ -106,6 +112,12 @@ class Recorder:
         """The number of the module at a place, -1 outside of all."""
         return -1 if place.module is None or place.root is None else self.modules.number(place.module, place.root)
 
+    def module_below(self, module: int, path: str) -> int:
+        """The number of a module by its name inside another one, without what `torch.compile` puts around it."""
+        base = self._paths.get(module, "")
+        words = [base, "_orig_mod", path] if f"{base}._orig_mod" in self._by_path else [base, path]
+        return self._by_path.get(".".join(word for word in words if word), module)
+
     # -- tensors --------------------------------------------------------------------------------------
 
     def tensor(self, tensor: Tensor, producer: int = -1, output: int = 0, module: int = -1, wrote: bool = False) -> int:
@@ -128,8 +140,9 @@ class Recorder:
                 return same.number
         if producer < 0 and not wrote:
             producer = self._writers.get(storage, -1)
-        if producer < 0 and self._in_function >= 0 and type(tensor.grad_fn).__name__.startswith("CompiledFunction"):
-            producer = self._in_function
+        of_function = producer < 0 and self._in_function >= 0 and _is_compiled(tensor)
+        if of_function:
+            producer, output = self._in_function, self._made_by_function
         number = self._add(tensor, sharding, known, producer, output, module)
         reference = _Known(tensor, self._forget)
         reference.key, reference.version, reference.number, reference.memory = key, version, number, memory
@@ -137,6 +150,9 @@ class Recorder:
         if memory is not None:
             self._by_memory[memory] = reference
         self._take_print(number, held, sharding)
+        if of_function:
+            self._made_by_function += 1
+            self.edge(producer, OUTPUT, output, number)
         return number
 
     def _add(
@@ -185,7 +201,12 @@ class Recorder:
             return
         if type(tensor) not in _PLAIN and _storageless(tensor):
             return
-        if self._accelerator == "cuda" and tensor.is_cuda and (sharding is None or sharding.whole is None) and self._gpu(tensor.device) is not None:
+        if (
+            self._accelerator == "cuda"
+            and tensor.is_cuda
+            and (sharding is None or sharding.whole is None)
+            and self._gpu(tensor.device) is not None
+        ):
             self._fresh.append(((number, 0), tensor))
             full = False
         elif sharding is None:
@@ -284,7 +305,9 @@ class Recorder:
         number = self._regions.get(key)
         if number is None:
             words = [] if key[0] else ["inference" if key[1] else "no_grad"]
-            words += [f"autocast({k}, {short(dtype)})" for k, dtype in dict(zip(kinds, on)).items() if dtype is not None]
+            words += [
+                f"autocast({k}, {short(dtype)})" for k, dtype in dict(zip(kinds, on)).items() if dtype is not None
+            ]
             number = self._regions[key] = self.writer.text(" ".join(words))
         return number
 
@@ -298,6 +321,10 @@ class Recorder:
         self.writer.extend(
             "edges", [(operator, side, min(place, 32_767), n) for place, n in enumerate(tensors) if n >= 0]
         )
+
+    def edge(self, operator: int, side: int, place: int, tensor: int) -> None:
+        """Say that a tensor went into an operator, or came out of it."""
+        self.writer.add("edges", (operator, side, min(place, 32_767), tensor))
 
     def inputs(self, tensors: Sequence[Tensor]) -> list[int]:
         """The numbers of arguments."""
@@ -332,22 +359,38 @@ class Recorder:
             self._gradients[_memory(tensor)] = operator
         self.edges(operator, OUTPUT, numbers)
 
-    def compiled(self, place: Place, step: int) -> None:
+    def compiled(self, place: Place, step: int, backward: bool, given: Sequence[Tensor]) -> None:
         """Compiled code ran in a module; what it made is known when it is used."""
+        if self.ran_graphs:
+            self.ran_graphs = False
+            return
+        inputs = self.inputs(given)
         self._known.clear()
         self._by_memory.clear()
+        if backward:
+            self._backward_function = self.operator(
+                "torch.compile", BACKWARD, None, step, "", module=self.last_module, forward=self._in_function
+            )
+            return
         self._in_function = self.operator("torch.compile", FORWARD, place, step, "")
+        self.last_module = self.module_of(place)
+        self._made_by_function = 0
+        self.edges(self._in_function, INPUT, inputs)
 
     def after_backward(self) -> None:
         """Give the gradients of parameters their names."""
-        for name, module, reference in self._parameters:
+        function, self._backward_function = self._backward_function, -1
+        for place, (name, module, reference) in enumerate(self._parameters):
             parameter = reference()
             if parameter is not None and parameter.grad is not None:
                 grad: Tensor = parameter.grad
                 self._names[id(grad)] = (weakref.ref(grad), f"{name}.grad", columns.GRADIENT, module)
                 known = self._known.get(id(grad))
                 if known is None or known() is not grad or known.version != _version(grad):
-                    self.tensor(grad, self._gradients.get(_memory(grad), -1), wrote=True)
+                    producer = self._gradients.get(_memory(grad), function)
+                    number = self.tensor(grad, producer, place, wrote=True)
+                    if producer == function >= 0:
+                        self.edge(function, OUTPUT, place, number)
                 self._allocated(self.operators - 1, module, grad, BACKWARD, columns.GRADIENT)
         self._gradients.clear()
 
@@ -412,6 +455,10 @@ def storage_of(tensor: Tensor) -> int:
         return storage_id(tensor)
     except Exception:
         return _NO_STORAGE
+
+
+def _is_compiled(tensor: Tensor) -> bool:
+    return type(tensor.grad_fn).__name__.startswith("CompiledFunction")
 
 
 def _version(tensor: Tensor) -> int:
