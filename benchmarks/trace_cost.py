@@ -3,8 +3,8 @@
     python -m benchmarks.trace_cost --steps 10            # on the accelerator
     python -m benchmarks.trace_cost --tiny --steps 2      # a smoke test
 
-All-in is from the start of the tool to the end of its stop, the first step included, divided by as many bare steps. Each
-form runs twice: the second time the kernel is compiled and every kind of call has been seen.
+All-in is from the start of the tool to the end of its stop, the first step included, divided by as many bare steps.
+Each form runs twice: the second time the kernel is compiled and every kind of call has been seen.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ def measured(step: Any, steps: int, prints: bool, profile: bool = False) -> str:
         told = tool.summary()[0]
     later = statistics.median(each[1:] or each)
     return (
-        f"prints {'on' if prints else 'off'}: bare {bare * 1e3:.1f} ms, all-in {total / (bare * steps):.2f} x, a later step "
-        f"{later / bare:.2f} x, the first {each[0] * 1e3:.0f} ms, stop {(total - sum(each)) * 1e3:.0f} ms; {told}"
+        f"prints {'on' if prints else 'off'}: bare {bare * 1e3:.1f} ms, all-in {total / (bare * steps):.2f} x, "
+        f"a later step {later / bare:.2f} x, the first {each[0] * 1e3:.0f} ms, "
+        f"stop {(total - sum(each)) * 1e3:.0f} ms; {told}"
     )
 
 

@@ -38,7 +38,7 @@ from op_tools.trace import format as columns
 from op_tools.trace.align import Alignment
 from op_tools.trace.diff import Diff, load
 from op_tools.trace.format import TraceWriter
-from op_tools.trace.graph import Graph, short_name
+from op_tools.trace.graph import Graph
 
 
 class Tracing(OpTrace):
@@ -120,12 +120,31 @@ def keys(graph: Graph, renamed: dict[str, str] | None = None) -> dict[Any, int]:
         key = (int(table["step"][operator]) - int(table["step"][0]), int(table["phase"][operator]), path, line, name)
         if int(table["phase"][operator]) == columns.OPTIMIZER:  # all of it is one line of Python
             shape = [graph.look(t)["shape"] for t in graph.outputs(operator).tolist()[:1]]
-            used = [graph.tensor_title(t) for t in graph.inputs(operator).tolist()[:1]]
-            key = (*key, *shape, *(_moved(title.replace("._orig_mod", ""), renamed) for title in used))
+            used = [_parameter_of(graph, operator)]
+            key = (*key, *shape, *(_moved(title, renamed) for title in used))
         seen[key] += 1
         full = (*key, seen[key])
         found[full] = operator
     return found
+
+
+def _parameter_of(graph: Graph, operator: int) -> str:
+    """The parameter or gradient that an optimizer's operator is for: its first input, or what that is the state of."""
+    for _ in range(100):
+        while operator < graph.count and not len(graph.inputs(operator)):
+            operator += 1
+        if operator == graph.count:
+            return "other"
+        tensor = int(graph.inputs(operator)[0])
+        if graph.tensors["name"][tensor] > 0:
+            path = graph.paths.get(int(graph.tensors["module"][tensor]), "")
+            return f"{path}.{graph.tensor_title(tensor).rpartition('.')[2]}"
+        while graph.tensors["base"][tensor] >= 0:
+            tensor = int(graph.tensors["base"][tensor])
+        operator = int(graph.tensors["producer"][tensor])
+        if operator < 0:
+            return "other"
+    return "other"
 
 
 def keys_of_calls(graph: Graph) -> dict[Any, int]:

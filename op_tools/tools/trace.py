@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 from .. import settings
-from ..call.description import Tensor
+from ..call.description import Tensor, tensors_in
 from ..call.devices import accelerator_type
 from ..compat import running_pass
 from ..trace import format as columns
@@ -116,6 +116,8 @@ class OpTrace(Tool):
                 written = [t for t, v in zip(call.tensors, versions) if not t.is_inference() and t._version != v]
                 if not written and traits.is_optimizer:
                     written = list(call.tensors)
+                elif not written and _in_place(call.op) and call.args:  # below autograd nobody counts versions
+                    written = list(tensors_in(call.args[0]))
             if inputs is None:
                 inputs = recorder.inputs(call.tensors)
             number = recorder.operator(
@@ -180,6 +182,11 @@ class OpTrace(Tool):
             f"{counts['operators']:,} operators, {counts['tensors']:,} tensors, {counts['prints']:,} fingerprints",
             f"trace in {self.path} ({size:.1f} MiB); op_tools trace show {self.path.parent}",
         ]
+
+
+def _in_place(name: str) -> bool:
+    """Whether an operator writes to its first argument (`_in_place("aten.add_.Tensor")`)."""
+    return any(word.endswith("_") and not word.endswith("__") for word in name.split(".")[-2:])
 
 
 def _group(call: Call) -> str:

@@ -62,6 +62,28 @@ class Features:
         self.shape_texts = graph.trace.texts
         self.members = self._first_members(graph)
 
+    def origins(self) -> dict[int, tuple[int, str]]:
+        """Of operators of optimizers: the parameter or gradient that its first input is, or was made from."""
+        graph, members = self.graph, self.members
+        producers = graph.tensors["producer"].tolist()
+        roots: list[int] = []  # what a tensor was before anybody wrote to it
+        for tensor, base in enumerate(graph.tensors["base"].tolist()):
+            roots.append(roots[base] if 0 <= base < tensor else tensor)
+        found: dict[int, tuple[int, str]] = {}
+        waiting: list[int] = []  # those without inputs make what the next one with inputs is for
+        for operator in np.flatnonzero(graph.operators["phase"] == columns.OPTIMIZER).tolist():
+            inputs = graph.inputs(operator).tolist()
+            if not inputs:
+                waiting.append(operator)
+                continue
+            origin = members.get(operator)
+            if origin is None:
+                origin = found.get(producers[roots[inputs[0]]])
+            if origin is not None:
+                found.update((number, origin) for number in (*waiting, operator))
+            waiting = []
+        return found
+
     @staticmethod
     def _first_members(graph: Graph) -> dict[int, tuple[int, str]]:
         """Of operators whose first input is a parameter, a buffer or a gradient: its module, and its own name."""
@@ -106,6 +128,11 @@ def align(first: Graph, second: Graph) -> Alignment:
                 pairs += more
                 led = ({a for a, _ in more}, {b for _, b in more})
             mine, theirs = ([n for n in side if n not in taken] for side, taken in zip((mine, theirs), led))
+        if phase == columns.OPTIMIZER:
+            more = matcher.by_origin(mine, theirs)
+            pairs += more
+            known = ({a for a, _ in more}, {b for _, b in more})
+            mine, theirs = ([n for n in side if n not in taken] for side, taken in zip((mine, theirs), known))
         found, gaps = matcher.sequences(mine, theirs)
         pairs += found
         for left, right in gaps:
@@ -264,6 +291,25 @@ class _Matcher:
         self._shape = {number: texts.get(text, -3) for number, text in enumerate(one.shape_texts)}  # in words of `two`
         self._shape[-1] = -1
         self._comparable: dict[tuple[int, int], bool] = {}
+        self._origins: tuple[dict[int, tuple[int, str]], dict[int, tuple[int, str]]] | None = None
+
+    def by_origin(self, mine: Sequence[int], theirs: Sequence[int]) -> list[tuple[int, int]]:
+        """Pairs of an optimizer's operators that do the same for the same parameter, in whichever order."""
+        if self._origins is None:
+            self._origins = (self.one.origins(), self.two.origins())
+        sides: tuple[dict[Any, list[int]], ...] = (defaultdict(list), defaultdict(list))
+        for side, members, features in zip((0, 1), (mine, theirs), (self.one, self.two)):
+            for operator in members:
+                origin = self._origins[side].get(operator)
+                if origin is not None:
+                    module = origin[0] if side else self._modules.get(origin[0], -2)
+                    sides[side][features.names[operator], module, origin[1]].append(operator)
+        return [
+            pair
+            for key, here in sides[0].items()
+            if len(here) == len(there := sides[1].get(key, []))
+            for pair in zip(here, there)
+        ]
 
     def sequences(
         self, mine: Sequence[int], theirs: Sequence[int], strict: bool = False

@@ -1,7 +1,7 @@
 """Operators inside code that `torch.compile(backend="aot_eager")` made, as the calls of the user's program.
 
-That backend runs a graph of ATen operators one by one. Each node knows the call of the user's program that it comes from,
-its module and its line; the nodes of one call are one operator of the trace, so that it can be compared with an eager run.
+That backend runs a graph of ATen operators one by one. Each node knows the call of the user's program that it comes
+from, its module and its line; the nodes of one call are one operator of the trace, which can be compared with eager's.
 Graphs that were compiled before OpTrace was first started run as they are: they appear as one operator, as all code of
 Inductor does.
 """

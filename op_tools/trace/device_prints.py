@@ -84,7 +84,7 @@ class DevicePrints:
                 if done == len(tensors):
                     break
                 self._send()
-        return left + [pair for pair in zip(keys[done:], tensors[done:])]
+        return left + list(zip(keys[done:], tensors[done:]))
 
     @property
     def sent(self) -> int:
@@ -146,7 +146,7 @@ def _in_one_piece(tensor: Tensor) -> Tensor:
 
 
 def kernel_of(index: int) -> _Kernel | None:
-    """The kernel of a GPU; None where it cannot be compiled, finds other prints than the CPU, or nothing is computed."""
+    """The kernel of a GPU; None where it cannot be compiled, differs from the CPU, or nothing is computed."""
     return None if in_fake_mode() or in_func_transform() else _kernel_of(index)
 
 

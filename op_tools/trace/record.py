@@ -17,8 +17,8 @@ from ..call.description import Described, Group, Tensor, TensorMeta, short
 from ..call.devices import accelerator_type, module_of
 from ..compat import cuda_device, cuda_stream, storage_id
 from . import format as columns
-from .format import BACKWARD, FORWARD, INPUT, OPTIMIZER, OUTPUT, TraceWriter
 from .device_prints import DevicePrints, kernel_of
+from .format import BACKWARD, FORWARD, INPUT, OPTIMIZER, OUTPUT, TraceWriter
 from .places import ModuleNames, Place, Sharding, sharding_of, stack_of_call
 from .prints import Batch, fingerprint
 
