@@ -310,11 +310,13 @@ def measure_scale(operators: int = 1_000_000) -> None:
             "from pathlib import Path; from op_tools.trace.diff import compare\n"
             f"d = compare(Path({str(folder / 'a')!r}), Path({str(folder / 'b')!r})); list(d.lines())\n"
             "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20\n"
-            "print(len(d.alignment.pairs), time.time() - began, peak)"
+            "print(len(d.alignment.pairs), time.time() - began, peak, time.process_time())"
         )
         out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
         size = (folder / "a" / "rank0.optrace").stat().st_size / 2**20
-        found = f"{int(out[0]):,} pairs in {float(out[1]):.1f} s, {float(out[2]):.2f} GiB"
+        found = (
+            f"{int(out[0]):,} pairs in {float(out[1]):.1f} s ({float(out[3]):.1f} s of CPU), {float(out[2]):.2f} GiB"
+        )
         print(f"{operators:,} operators ({size:.0f} MiB): {found}")
 
 

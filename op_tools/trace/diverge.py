@@ -10,6 +10,7 @@ are steep near 0, and how much the other operators of its kind made of a differe
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Final
 
 import numpy as np
@@ -27,6 +28,7 @@ _COMPILED: Final = "torch.compile."
 _ESTIMATE: Final = 2.0  # by how much eight projections may misjudge a distance
 _SMALL: Final = 0.1  # relative differences up to here show a slope
 _UNBOUNDED: Final = 1e30
+_FEW: Final = 8.0  # roundings to float32 that a function of one element may have inside
 _ONE_ELEMENT: Final = 2.5  # units between two right roundings of one number: 2, and what float32 sums add
 _COMPOSITE: Final = 4.0  # roundings inside functions of several steps
 _NORM, _LOW, _HIGH, _NAN, _INF = range(PROJECTIONS + 1, PROJECTIONS + 6)
@@ -89,6 +91,7 @@ def numbers_of(alignment: Alignment) -> Numbers:
     several = np.isin(families, list(_SEVERAL))
     contracts = np.isin(families, list(_PRODUCTS)) | backward
     own = np.where(several, _COMPOSITE, 1.0)
+    roundings = np.maximum(np.sqrt(_terms(first, pairs[:, 0])), _FEW)
     gains = _gains(outs, relative_in, np.where(contracts, product, total), wide, families, backward)
     for pair, apart, size, unit, left, right in zip(*outs):
         compared[pair] = True
@@ -96,7 +99,7 @@ def numbers_of(alignment: Alignment) -> Numbers:
             parted[pair] = True
             reason[pair] = f"{_strange(left)} against {_strange(right)}"
             continue
-        sums = _SINGLE * (product[pair] if contracts[pair] else 8.0 * size)
+        sums = _SINGLE * max(product[pair] if contracts[pair] else 0.0, roundings[pair] * size)
         bound = _ESTIMATE * (own[pair] * unit * size + sums) + gains[pair] * relative_in[pair] * size
         ratio = apart / size if size else 0.0
         if apart > bound:
@@ -112,6 +115,24 @@ def numbers_of(alignment: Alignment) -> Numbers:
             relative_out[pair], allowed[pair] = ratio, bound / size if size else 0.0
     random = np.isin(families, list(_RANDOM))
     return Numbers(compared, relative_in, relative_out, allowed, parted & ~random, reason)
+
+
+def _terms(graph: Graph, operators: Any) -> Any:
+    """How many numbers an operator adds up for one element of its smallest output, at most; also of its forward."""
+    texts = graph.trace.texts
+    numel = np.array([_numel(texts[n]) for n in graph.looks["shape"].tolist()] or [1.0])
+    most, least = np.ones(graph.count), np.full(graph.count, np.inf)
+    for side, found, pick in ((INPUT, most, np.maximum), (OUTPUT, least, np.minimum)):
+        starts, tensors = graph.side(side)
+        owner = np.repeat(np.arange(graph.count), np.diff(starts))
+        pick.at(found, owner, numel[graph.tensors["look"][tensors]])
+    forward = graph.operators["forward"]
+    most = np.maximum(most, np.where(forward >= 0, most[forward], 1.0))
+    return np.maximum(most / np.maximum(least, 1.0), 1.0)[operators]
+
+
+def _numel(shape: str) -> float:
+    return math.prod([float(word) for word in shape[1:-1].split(",") if word.strip()])
 
 
 def _kind(name: str) -> str:
