@@ -452,7 +452,8 @@ def writer_world() -> tuple[int, int]:
 def storage_of(tensor: Tensor) -> int:
     """A number for the memory of a tensor, 0 where it has none (`storage_of(x) == storage_of(x[1:])`)."""
     try:
-        return storage_id(tensor)
+        found: int = storage_id(tensor)
+        return found
     except Exception:
         return _NO_STORAGE
 
