@@ -19,7 +19,7 @@ import numpy as np
 
 from ..settings import SettingsError
 
-VERSION: Final = 1
+VERSION: Final = 2  # 2: fingerprints by chunks
 SUFFIX: Final = ".optrace"
 NAMED: Final = b"op_tools trace "
 PROJECTIONS: Final = 8
