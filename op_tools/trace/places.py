@@ -10,11 +10,13 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..call.description import held_by, tensors_in
+from ..call.description import Described, Group, TensorMeta, held_by, tensors_in
+from ..call.devices import module_of
 from ..call.site import is_user_code, text_of
 from ..compat import MODULE_CALL
 
 _MAX_FRAMES: Final = 256
+MAX_TEXT: Final = 200  # characters of settings and arguments
 _MAX_KNOWN: Final = 50_000
 _OPTIMIZERS: Final = "/torch/optim/"
 _PLAIN, _MODULE, _OPTIMIZER = range(3)
@@ -171,3 +173,29 @@ class ModuleNames:
             self.parts[id(module)] = self._numbers[id(module)][0]
         self._register(number, parent, path, module)
         return number
+
+
+def stream_of(kind: str) -> int:
+    """The number of the current stream of a device type, 0 where it has none (`stream_of("soft")`)."""
+    try:
+        return int(module_of(kind).current_stream().stream_id)
+    except Exception:
+        return 0
+
+
+def arguments_of(described: Described) -> str:
+    """The arguments that are no tensors, as text (`dim=1, keepdim=True`)."""
+
+    def shown(part: Any) -> str:
+        if isinstance(part, TensorMeta):
+            return "_"
+        if isinstance(part, Group):
+            return "[" + ", ".join(shown(p) for p in part.items[:8]) + "]"
+        return str(part)
+
+    words = [shown(part) for part in described.args]
+    if described.kwargs is not None:
+        words += [f"{key}={shown(part)}" for key, part in zip(described.kwargs.keys or (), described.kwargs.items)]
+    while words and words[-1] == "_":
+        words.pop()
+    return ", ".join(words)[:MAX_TEXT]

@@ -13,16 +13,15 @@ from typing import Any, Final
 import torch
 
 from .. import settings
-from ..call.description import Described, Group, Tensor, TensorMeta, short
+from ..call.description import Described, Tensor, short
 from ..call.devices import accelerator_type, module_of
 from ..compat import cuda_device, cuda_stream, storage_id
 from . import format as columns
 from .device_prints import DevicePrints, kernel_of
 from .format import BACKWARD, FORWARD, INPUT, OPTIMIZER, OUTPUT, TraceWriter
-from .places import ModuleNames, Place, Sharding, sharding_of, stack_of_call
+from .places import MAX_TEXT, ModuleNames, Place, Sharding, arguments_of, sharding_of, stack_of_call, stream_of
 from .prints import Batch, fingerprint
 
-_MAX_TEXT: Final = 200
 _NO_STORAGE: Final = 0
 
 
@@ -91,7 +90,7 @@ class Recorder:
         self._by_path[path], self._paths[number] = number, path
         settings = ""
         with contextlib.suppress(Exception):  # the user's code
-            settings = " ".join(module.extra_repr().split())[:_MAX_TEXT]
+            settings = " ".join(module.extra_repr().split())[:MAX_TEXT]
         self.writer.add("modules", (number, parent, text(path), text(type(module).__name__), text(settings)))
         groups: tuple[tuple[int, Iterable[tuple[str, Any]]], ...] = (
             (columns.PARAMETER, module.named_parameters(recurse=False)),
@@ -314,7 +313,7 @@ class Recorder:
     def _stream(self) -> int:
         if self._accelerator == "cuda":
             return cuda_stream(cuda_device()) if torch.cuda.is_initialized() else 0
-        return 0 if self._accelerator == "cpu" else _stream_of(self._accelerator)
+        return 0 if self._accelerator == "cpu" else stream_of(self._accelerator)
 
     def edges(self, operator: int, side: int, tensors: Sequence[int]) -> None:
         """Say which tensors went into an operator, or came out of it; -1 for none at that place."""
@@ -488,28 +487,3 @@ def _memory(tensor: Tensor) -> Any:
     if not address or tensor.layout != torch.strided:
         return None
     return (address, tensor.shape, tensor.stride(), tensor.dtype)
-
-
-def _stream_of(kind: str) -> int:
-    try:
-        return int(module_of(kind).current_stream().stream_id)
-    except Exception:
-        return 0
-
-
-def arguments_of(described: Described) -> str:
-    """The arguments that are no tensors, as text (`dim=1, keepdim=True`)."""
-
-    def shown(part: Any) -> str:
-        if isinstance(part, TensorMeta):
-            return "_"
-        if isinstance(part, Group):
-            return "[" + ", ".join(shown(p) for p in part.items[:8]) + "]"
-        return str(part)
-
-    words = [shown(part) for part in described.args]
-    if described.kwargs is not None:
-        words += [f"{key}={shown(part)}" for key, part in zip(described.kwargs.keys or (), described.kwargs.items)]
-    while words and words[-1] == "_":
-        words.pop()
-    return ", ".join(words)[:_MAX_TEXT]

@@ -129,7 +129,7 @@ def test_operators_of_aot_eager_are_those_of_the_eager_run(tmp_path: Path, devic
     compiled = Graph(load(tmp_path / "compiled"))
     diff = Diff(eager, compiled)
     inside = [n for n in range(eager.count) if int(eager.operators["module"][n]) >= 0]
-    found = {a: b for a, b in diff.alignment.pairs.tolist()}
+    found = dict(diff.alignment.pairs.tolist())
     names = [(eager.names[n].rpartition(".")[2], compiled.names[found[n]].rpartition(".")[2]) for n in inside]
     assert len(inside) == 8  # forward and backward of four layers
     assert all(one == two for one, two in names)
