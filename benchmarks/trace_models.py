@@ -107,11 +107,11 @@ class TimeMix(nn.Module):
         shifted = F.pad(x, (0, 0, 1, -1))
         x = x * self.mix + shifted * (1 - self.mix)
         k, v, r = self.key(x), self.value(x), torch.sigmoid(self.receptance(x))
-        w = torch.exp(self.decay)
+        w, first = torch.exp(self.decay), torch.exp(self.first)
         number, total, out = torch.zeros_like(k[:, 0]), torch.zeros_like(k[:, 0]), []
         for t in range(0, x.shape[1], 4):
             e = torch.exp(k[:, t])
-            out.append((number + e * v[:, t]) / (total + e + 1e-3))
+            out.append((number + first * e * v[:, t]) / (total + first * e + 1e-3))
             number, total = number * torch.exp(-w) + e * v[:, t], total * torch.exp(-w) + e
         y = torch.stack(out, 1).repeat_interleave(4, 1)
         result: Tensor = self.output(r * y)

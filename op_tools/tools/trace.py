@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 import torch
 
 from .. import settings
-from ..call.description import Tensor
+from ..call.description import Tensor, tensors_in
 from ..call.devices import accelerator_type
 from ..compat import running_pass
 from ..trace import format as columns
+from ..trace.compiled import COMPILED
 from ..trace.format import SUFFIX, TraceWriter
-from ..trace.places import Place, place_of_call
-from ..trace.record import Recorder, arguments_of, writer_world
+from ..trace.places import Place, given_to_module, place_of_call
+from ..trace.record import Recorder, writer_world
 from ..watch.intercept import INTERCEPTOR, Call
 from .base import Tool
 
@@ -66,6 +67,7 @@ class OpTrace(Tool):
     def prepare(self) -> None:
         self._recorder, self._numbers = None, {}
         self.path = None
+        COMPILED.listen(self._recording)
         if self._to is not None:
             self._to.mkdir(parents=True, exist_ok=True)
 
@@ -89,14 +91,15 @@ class OpTrace(Tool):
         traits = call.traits
         if traits.may_write or traits.mutates or "out" in call.kwargs or call.kwargs.get("inplace"):
             with (recorder := self._started()).lock:
-                recorder.module_of(place_of_call(2))  # its parameters are known from here on
+                recorder.module_of(place_of_call(2, recorder.modules.parts))  # its parameters are known from here on
                 versions = [0 if t.is_inference() else t._version for t in call.tensors]
                 call.notes[self] = (recorder.inputs(call.tensors), versions)
+                recorder.launch()
 
     def after(self, call: Call) -> None:
         self.count(call)
         recorder, traits = self._started(), call.traits
-        place = _NOWHERE if traits.by_engine else place_of_call(2)
+        place = _NOWHERE if traits.by_engine else place_of_call(2, recorder.modules.parts)
         phase = columns.FORWARD
         if traits.by_engine:
             phase = columns.BACKWARD
@@ -113,16 +116,19 @@ class OpTrace(Tool):
                 written = [t for t, v in zip(call.tensors, versions) if not t.is_inference() and t._version != v]
                 if not written and traits.is_optimizer:
                     written = list(call.tensors)
+                elif not written and _in_place(call.op) and call.args:  # below autograd nobody counts versions
+                    written = list(tensors_in(call.args[0]))
             if inputs is None:
                 inputs = recorder.inputs(call.tensors)
             number = recorder.operator(
                 *(call.op, phase, place, call.step, call.location),
                 module=module,
-                arguments=arguments_of(call.inputs),
+                arguments=recorder.arguments(call.inputs),
                 group=_group(call) if traits.collective else "",
             )
             recorder.edges(number, columns.INPUT, inputs)
             recorder.outputs(number, module, call.results, written, phase)
+            recorder.launch()
             call.notes[self] = (number, module)
 
     def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
@@ -137,16 +143,25 @@ class OpTrace(Tool):
             )
             recorder.edges(number, columns.INPUT, inputs)
             recorder.gradients(number, module, grad_inputs)
+            recorder.launch()
 
     def after_backward_passes(self, graph_is_kept: bool) -> None:
         if self._recorder is not None and self._in_steps():
             with self._recorder.lock:
                 self._recorder.after_backward()
+                self._recorder.launch()
 
     def after_compiled_code(self) -> None:
         if self._in_steps():
             with (recorder := self._started()).lock:
-                recorder.compiled(place_of_call(2), INTERCEPTOR.step)
+                backward = running_pass() != -1
+                given = [] if backward else given_to_module(2)
+                recorder.compiled(place_of_call(2, recorder.modules.parts), INTERCEPTOR.step, backward, given)
+                recorder.launch()
+
+    def _recording(self) -> tuple[Recorder, int] | None:
+        """Who records a graph of compiled code that begins to run, and the step."""
+        return (self._started(), INTERCEPTOR.step) if self._in_steps() else None
 
     def _in_steps(self) -> bool:
         return self._steps is None or INTERCEPTOR.step in self._steps
@@ -154,6 +169,7 @@ class OpTrace(Tool):
     # -- end ------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
+        COMPILED.ignore()
         if self._recorder is not None:
             self._recorder.close()
 
@@ -166,6 +182,11 @@ class OpTrace(Tool):
             f"{counts['operators']:,} operators, {counts['tensors']:,} tensors, {counts['prints']:,} fingerprints",
             f"trace in {self.path} ({size:.1f} MiB); op_tools trace show {self.path.parent}",
         ]
+
+
+def _in_place(name: str) -> bool:
+    """Whether an operator writes to its first argument (`_in_place("aten.add_.Tensor")`)."""
+    return any(word.endswith("_") and not word.endswith("__") for word in name.split(".")[-2:])
 
 
 def _group(call: Call) -> str:

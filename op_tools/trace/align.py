@@ -62,6 +62,28 @@ class Features:
         self.shape_texts = graph.trace.texts
         self.members = self._first_members(graph)
 
+    def origins(self) -> dict[int, tuple[int, str]]:
+        """Of operators of optimizers: the parameter or gradient that its first input is, or was made from."""
+        graph, members = self.graph, self.members
+        producers = graph.tensors["producer"].tolist()
+        roots: list[int] = []  # what a tensor was before anybody wrote to it
+        for tensor, base in enumerate(graph.tensors["base"].tolist()):
+            roots.append(roots[base] if 0 <= base < tensor else tensor)
+        found: dict[int, tuple[int, str]] = {}
+        waiting: list[int] = []  # those without inputs make what the next one with inputs is for
+        for operator in np.flatnonzero(graph.operators["phase"] == columns.OPTIMIZER).tolist():
+            inputs = graph.inputs(operator).tolist()
+            if not inputs:
+                waiting.append(operator)
+                continue
+            origin = members.get(operator)
+            if origin is None:
+                origin = found.get(producers[roots[inputs[0]]])
+            if origin is not None:
+                found.update((number, origin) for number in (*waiting, operator))
+            waiting = []
+        return found
+
     @staticmethod
     def _first_members(graph: Graph) -> dict[int, tuple[int, str]]:
         """Of operators whose first input is a parameter, a buffer or a gradient: its module, and its own name."""
@@ -94,10 +116,23 @@ def align(first: Graph, second: Graph) -> Alignment:
     used: set[tuple[int, int, int]] = set()
     loose_one: dict[tuple[int, int], list[int]] = defaultdict(list)
     loose_two: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for (step, phase, module), mine in groups_one.items():
+    late = sorted(groups_one.items(), key=lambda group: group[0][1] == columns.BACKWARD)
+    led: tuple[set[int], set[int]] | None = None
+    for (step, phase, module), mine in late:
         key = (steps_one[step], phase, modules.get(module, -2))
         theirs = there.get(key, [])
         used.add(key)
+        if phase == columns.BACKWARD:
+            if led is None:  # all forwards are matched by now: the backward of each goes with it
+                more = _by_forward(first, second, dict(pairs))
+                pairs += more
+                led = ({a for a, _ in more}, {b for _, b in more})
+            mine, theirs = ([n for n in side if n not in taken] for side, taken in zip((mine, theirs), led))
+        if phase == columns.OPTIMIZER:
+            more = matcher.by_origin(mine, theirs)
+            pairs += more
+            known = ({a for a, _ in more}, {b for _, b in more})
+            mine, theirs = ([n for n in side if n not in taken] for side, taken in zip((mine, theirs), known))
         found, gaps = matcher.sequences(mine, theirs)
         pairs += found
         for left, right in gaps:
@@ -109,7 +144,7 @@ def align(first: Graph, second: Graph) -> Alignment:
         if key not in used:
             loose_two[key[:2]] += members
     for place, left in loose_one.items():
-        right = loose_two.get(place, [])
+        right = [b for b in loose_two.get(place, []) if led is None or b not in led[1]]
         if left and right and len(left) * len(right) <= 40 * _MAX_CELLS:
             found, _ = matcher.sequences(sorted(left), sorted(right), strict=True)
             pairs += found
@@ -124,6 +159,26 @@ def align(first: Graph, second: Graph) -> Alignment:
     )
     array = np.array(pairs, np.int64).reshape(-1, 2)
     return Alignment(first, second, array, modules, [pair for pair in kept if pair[0] and pair[1]], only)
+
+
+def _by_forward(first: Graph, second: Graph, forward: dict[int, int]) -> list[tuple[int, int]]:
+    """Pairs of backward operators whose forwards are a pair."""
+    waiting: dict[int, list[int]] = defaultdict(list)
+    for b, link in _backwards(second):
+        waiting[link].append(b)
+    found = []
+    for a, link in _backwards(first):
+        there = waiting.get(forward.get(link, -1))
+        if there:
+            found.append((a, there.pop(0)))
+    return found
+
+
+def _backwards(graph: Graph) -> list[tuple[int, int]]:
+    """Backward operators, and the forward of each."""
+    links = graph.operators["forward"]
+    found = np.flatnonzero((links >= 0) & (graph.operators["phase"] == columns.BACKWARD))
+    return list(zip(found.tolist(), links[found].tolist()))
 
 
 def _groups(graph: Graph) -> dict[tuple[int, int, int], list[int]]:
@@ -236,6 +291,25 @@ class _Matcher:
         self._shape = {number: texts.get(text, -3) for number, text in enumerate(one.shape_texts)}  # in words of `two`
         self._shape[-1] = -1
         self._comparable: dict[tuple[int, int], bool] = {}
+        self._origins: tuple[dict[int, tuple[int, str]], dict[int, tuple[int, str]]] | None = None
+
+    def by_origin(self, mine: Sequence[int], theirs: Sequence[int]) -> list[tuple[int, int]]:
+        """Pairs of an optimizer's operators that do the same for the same parameter, in whichever order."""
+        if self._origins is None:
+            self._origins = (self.one.origins(), self.two.origins())
+        sides: tuple[dict[Any, list[int]], ...] = (defaultdict(list), defaultdict(list))
+        for side, members, features in zip((0, 1), (mine, theirs), (self.one, self.two)):
+            for operator in members:
+                origin = self._origins[side].get(operator)
+                if origin is not None:
+                    module = origin[0] if side else self._modules.get(origin[0], -2)
+                    sides[side][features.names[operator], module, origin[1]].append(operator)
+        return [
+            pair
+            for key, here in sides[0].items()
+            if len(here) == len(there := sides[1].get(key, []))
+            for pair in zip(here, there)
+        ]
 
     def sequences(
         self, mine: Sequence[int], theirs: Sequence[int], strict: bool = False
@@ -379,16 +453,16 @@ def aligned(n: int, m: int, score: Callable[[int, int], float], band: int = 0) -
     """
     if not n or not m:
         return []
-    slope = m / n
+    slope = m / n  # from the end to the beginning: of equal ones the first are matched
     previous = [_GAP * j for j in range(m + 1)]
-    choices: list[dict[int, int] | list[int]] = []
+    choices: list[list[int]] = []
     for i in range(1, n + 1):
         low, high = (1, m) if not band else (max(1, int(i * slope) - band), min(m, int(i * slope) + band))
         row = [_NEVER] * (m + 1)
         row[0] = _GAP * i
         choice = [1] * (m + 1)
         for j in range(low, high + 1):
-            both = previous[j - 1] + score(i - 1, j - 1)
+            both = previous[j - 1] + score(n - i, m - j)
             up, left = previous[j] + _GAP, row[j - 1] + _GAP
             if both >= up and both >= left:
                 row[j], choice[j] = both, 0
@@ -402,10 +476,10 @@ def aligned(n: int, m: int, score: Callable[[int, int], float], band: int = 0) -
     while i and j:
         step = choices[i - 1][j]
         if step == 0:
+            pairs.append((n - i, m - j))
             i, j = i - 1, j - 1
-            pairs.append((i, j))
         elif step == 1:
             i -= 1
         else:
             j -= 1
-    return pairs[::-1]
+    return pairs

@@ -2,13 +2,15 @@
 
 The distance of two tensors is estimated from their fingerprints. What rounding may do to an output has two parts. The
 operator's own: a unit of the dtype for each element that is stored, and of float32 for what is added up, whose size the
-norms of the inputs bound. And what the inputs' own difference becomes: a share of the output that is some times as
-large as theirs, and for functions that are steep near 0 as much larger as their arguments come close to it.
+norms of the inputs bound. And what the inputs' own difference becomes, which the run says in three ways: the condition
+of the operator (the norms of what went in, over that of what came out), the range of the arguments of functions that
+are steep near 0, and how much the other operators of its kind made of a difference in the same two runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Final
 
 import numpy as np
@@ -22,15 +24,16 @@ from .prints import distance, smallest_step
 
 _UNITS: Final = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11}
 _SINGLE: Final = 2.0**-24
+_COMPILED: Final = "torch.compile."
 _ESTIMATE: Final = 2.0  # by how much eight projections may misjudge a distance
+_SMALL: Final = 0.1  # relative differences up to here show a slope
+_UNBOUNDED: Final = 1e30
+_FEW: Final = 8.0  # roundings to float32 that a function of one element may have inside
 _ONE_ELEMENT: Final = 2.5  # units between two right roundings of one number: 2, and what float32 sums add
 _COMPOSITE: Final = 4.0  # roundings inside functions of several steps
 _NORM, _LOW, _HIGH, _NAN, _INF = range(PROJECTIONS + 1, PROJECTIONS + 6)
 _PRODUCTS: Final = frozenset(
     {"matmul", "attention", "conv1d", "conv2d", "conv3d", "conv_transpose2d", "wkv", "bilinear"}
-)
-_LINEAR: Final = frozenset(
-    {"add", "view", "cast", "relu", "max", "mask", "pad", "cat", "stack", "embedding", "dropout"}
 )
 _SEVERAL: Final = frozenset({"attention", "update", "wkv"})  # may store what is between their steps
 _STEEP: Final = frozenset({"div", "_foreach_div", "_foreach_addcdiv", "addcdiv", "rsqrt", "reciprocal", "log", "update",
@@ -80,22 +83,24 @@ def numbers_of(alignment: Alignment) -> Numbers:
     outs = _edges(one, two, pairs, OUTPUT)
     families = np.array([_kind(first.names[a]) for a in pairs[:, 0].tolist()], dtype=object)
     backward = first.operators["phase"][pairs[:, 0]] == columns.BACKWARD if count else np.zeros(0, bool)
-    relative_in, propagated, product = _inputs(ins, families, count)
-    _add_forward_inputs(alignment, relative_in, propagated, product)
+    relative_in, total, product, wide = _inputs(ins, families, count)
+    _add_forward_inputs(alignment, relative_in, product)
     allowed, relative_out, parted = np.zeros(count), np.zeros(count), np.zeros(count, bool)
     compared = np.zeros(count, bool)
     reason: dict[int, str] = {}
     several = np.isin(families, list(_SEVERAL))
     contracts = np.isin(families, list(_PRODUCTS)) | backward
     own = np.where(several, _COMPOSITE, 1.0)
+    roundings = np.maximum(np.sqrt(_terms(first, pairs[:, 0])), _FEW)
+    gains = _gains(outs, relative_in, np.where(contracts, product, total), wide, families, backward)
     for pair, apart, size, unit, left, right in zip(*outs):
         compared[pair] = True
         if left[_NAN] != right[_NAN] or left[_INF] != right[_INF]:
             parted[pair] = True
             reason[pair] = f"{_strange(left)} against {_strange(right)}"
             continue
-        sums = _SINGLE * (product[pair] if contracts[pair] else 8.0 * size)
-        bound = _ESTIMATE * (own[pair] * unit * size + sums) + propagated[pair] * (size if propagated[pair] else 0.0)
+        sums = _SINGLE * max(product[pair] if contracts[pair] else 0.0, roundings[pair] * size)
+        bound = _ESTIMATE * (own[pair] * unit * size + sums) + gains[pair] * relative_in[pair] * size
         ratio = apart / size if size else 0.0
         if apart > bound:
             parted[pair] = True
@@ -110,6 +115,24 @@ def numbers_of(alignment: Alignment) -> Numbers:
             relative_out[pair], allowed[pair] = ratio, bound / size if size else 0.0
     random = np.isin(families, list(_RANDOM))
     return Numbers(compared, relative_in, relative_out, allowed, parted & ~random, reason)
+
+
+def _terms(graph: Graph, operators: Any) -> Any:
+    """How many numbers an operator adds up for one element of its smallest output, at most; also of its forward."""
+    texts = graph.trace.texts
+    numel = np.array([_numel(texts[n]) for n in graph.looks["shape"].tolist()] or [1.0])
+    most, least = np.ones(graph.count), np.full(graph.count, np.inf)
+    for side, found, pick in ((INPUT, most, np.maximum), (OUTPUT, least, np.minimum)):
+        starts, tensors = graph.side(side)
+        owner = np.repeat(np.arange(graph.count), np.diff(starts))
+        pick.at(found, owner, numel[graph.tensors["look"][tensors]])
+    forward = graph.operators["forward"]
+    most = np.maximum(most, np.where(forward >= 0, most[forward], 1.0))
+    return np.maximum(most / np.maximum(least, 1.0), 1.0)[operators]
+
+
+def _numel(shape: str) -> float:
+    return math.prod([float(word) for word in shape[1:-1].split(",") if word.strip()])
 
 
 def _kind(name: str) -> str:
@@ -133,6 +156,7 @@ def _edges(one: _Side, two: _Side, pairs: Any, side: int) -> tuple[Any, ...]:
     lengths = np.minimum(starts_one[a + 1] - starts_one[a], starts_two[b + 1] - starts_two[b])
     owner = np.repeat(np.arange(len(pairs)), lengths)
     within = np.arange(len(owner)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    tensors_two = _in_the_same_order(one, two, pairs, side)
     left, right = tensors_one[starts_one[a][owner] + within], tensors_two[starts_two[b][owner] + within]
     looks_one, looks_two = one.graph.tensors["look"][left], two.graph.tensors["look"][right]
     shapes = {text: n for n, text in enumerate(dict.fromkeys([*one.shape, *two.shape]))}
@@ -163,30 +187,81 @@ def _edges(one: _Side, two: _Side, pairs: Any, side: int) -> tuple[Any, ...]:
     return owner, apart, size, unit, rows_one, rows_two
 
 
-def _inputs(ins: tuple[Any, ...], families: Any, count: int) -> tuple[Any, Any, Any]:
-    """Of each pair: the largest relative distance of an input, what it may become, and the product of the norms."""
+def _in_the_same_order(one: _Side, two: _Side, pairs: Any, side: int) -> Any:
+    """The tensors of the second run; those of compiled code, which has an order of its own, in that of the first."""
+    graphs = (one.graph, two.graph)
+    inside = [
+        np.array([text.startswith(_COMPILED) for text in g.trace.texts], bool)[g.operators["name"]] for g in graphs
+    ]
+    (starts_one, tensors_one), (starts_two, tensors_two) = (g.side(side) for g in graphs)
+    found = tensors_two.copy()
+    for a, b in pairs[inside[0][pairs[:, 0]] | inside[1][pairs[:, 1]]].tolist():
+        mine = tensors_one[starts_one[a] : starts_one[a + 1]].tolist()
+        free = tensors_two[starts_two[b] : starts_two[b + 1]].tolist()
+        order = []
+        for tensor in mine[: len(free)]:
+            best = min(free, key=lambda other: _unlike(one, two, tensor, other))
+            free.remove(best)
+            order.append(best)
+        found[starts_two[b] : starts_two[b] + len(order)] = order
+        found[starts_two[b] + len(order) : starts_two[b + 1]] = free
+    return found
+
+
+def _unlike(one: _Side, two: _Side, a: int, b: int) -> tuple[bool, float]:
+    shapes = (side.shape[int(side.graph.tensors["look"][n])] for side, n in ((one, a), (two, b)))
+    p, q = int(one.where[a]), int(two.where[b])
+    apart = float(distance(one.rows[p], two.rows[q])) if p >= 0 and q >= 0 else float("inf")
+    return len(set(shapes)) > 1, apart
+
+
+def _inputs(ins: tuple[Any, ...], families: Any, count: int) -> tuple[Any, Any, Any, Any]:
+    """Of each pair: the largest relative distance of an input, sum and product of the norms, and their range."""
     owner, apart, size, _, _, _ = ins
-    relative, propagated, product = np.zeros(count), np.zeros(count), np.ones(count)
+    relative, total, product, wide = np.zeros(count), np.zeros(count), np.ones(count), np.ones(count)
     if not len(owner):
-        return relative, propagated, np.zeros(count)
+        return relative, total, np.zeros(count), wide
     with np.errstate(divide="ignore", invalid="ignore"):
         share = np.where(size > 0, apart / size, 0.0)
     np.maximum.at(relative, owner, share)
+    np.add.at(total, owner, size)
     np.multiply.at(product, owner, np.where(size > 0, np.minimum(size, 1e60), 1.0))
-    gain = np.where(np.isin(families, list(_LINEAR)), 4.0, 32.0)
-    propagated = gain * relative
     steep = np.isin(families, list(_STEEP))
-    if steep.any():  # near 0 they make much of little: how much, the smallest of the arguments would say
+    if steep.any():  # near 0 they make much of little: how much, the smallest of the arguments says
         last = np.full(count, -1, np.int64)
         last[owner] = np.arange(len(owner))
         rows = ins[4][np.maximum(last, 0)]
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            wide = np.where(rows[:, _LOW] > 0, rows[:, _HIGH] / rows[:, _LOW], 1e30)
-        propagated = np.where(steep & (relative > 0), gain * np.maximum(wide, 1.0) * relative, propagated)
-    return relative, propagated, np.minimum(product, 1e120)
+            ranges = np.where(rows[:, _LOW] > 0, rows[:, _HIGH] / rows[:, _LOW], _UNBOUNDED)
+        wide = np.where(steep, np.maximum(ranges, 1.0), 1.0)
+    return relative, total, np.minimum(product, 1e120), wide
 
 
-def _add_forward_inputs(alignment: Alignment, relative: Any, propagated: Any, product: Any) -> None:
+def _gains(outs: tuple[Any, ...], relative: Any, norms: Any, wide: Any, families: Any, backward: Any) -> Any:
+    """For each pair, how much of its inputs' relative difference its outputs may have."""
+    owner, apart, size = outs[0], outs[1], outs[2]
+    count = len(relative)
+    least, slope = np.full(count, np.inf), np.zeros(count)
+    np.minimum.at(least, owner, np.where(size > 0, size, np.inf))
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        condition = np.where(np.isfinite(least), norms / least, 1.0)
+        small = (relative[owner] > 0) & (relative[owner] < _SMALL) & (size > 0)
+        np.maximum.at(slope, owner[small], (apart[small] / size[small]) / relative[owner][small])
+    largest: dict[
+        Any, list[float]
+    ] = {}  # of each kind of operator the two steepest: the other one counts for the first
+    kinds = list(zip(families.tolist(), backward.tolist()))
+    for kind, one in zip(kinds, slope.tolist()):
+        top = largest.setdefault(kind, [0.0, 0.0])
+        if one > top[0]:
+            top[:] = [one, top[0]]
+        elif one > top[1]:
+            top[1] = one
+    others = np.array([largest[k][one >= largest[k][0]] for k, one in zip(kinds, slope.tolist())] or [0.0])[:count]
+    return _ESTIMATE**2 * np.minimum(np.maximum(np.maximum(condition, others), 1.0) * wide, _UNBOUNDED)
+
+
+def _add_forward_inputs(alignment: Alignment, relative: Any, product: Any) -> None:
     """A backward works on what its forward got: that counts among its inputs."""
     forward_one = alignment.first.operators["forward"]
     place = {int(a): n for n, a in enumerate(alignment.pairs[:, 0].tolist())}
@@ -194,7 +269,6 @@ def _add_forward_inputs(alignment: Alignment, relative: Any, propagated: Any, pr
         source = place.get(int(forward_one[a]), -1) if forward_one[a] >= 0 else -1
         if source >= 0:
             relative[n] = max(relative[n], relative[source])
-            propagated[n] = max(propagated[n], 32.0 * relative[source])
             product[n] = max(product[n] * max(product[source], 1.0), product[n])
 
 

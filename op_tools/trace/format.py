@@ -19,7 +19,7 @@ import numpy as np
 
 from ..settings import SettingsError
 
-VERSION: Final = 1
+VERSION: Final = 2  # 2: fingerprints by chunks
 SUFFIX: Final = ".optrace"
 NAMED: Final = b"op_tools trace "
 PROJECTIONS: Final = 8
@@ -131,6 +131,14 @@ class TraceWriter:
         if len(rows) >= _ROWS:
             self.flush(table)
         return number
+
+    def extend(self, table: str, more: list[tuple[Any, ...]]) -> None:
+        """Append some rows."""
+        rows = self._rows[table]
+        rows += more
+        self.counts[table] += len(more)
+        if len(rows) >= _ROWS:
+            self.flush(table)
 
     def flush(self, *tables: str) -> None:
         """Write the rows that wait, of all tables unless some are named."""

@@ -10,11 +10,13 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..call.description import held_by
+from ..call.description import Described, Group, TensorMeta, held_by, tensors_in
+from ..call.devices import module_of
 from ..call.site import is_user_code, text_of
 from ..compat import MODULE_CALL
 
 _MAX_FRAMES: Final = 256
+MAX_TEXT: Final = 200  # characters of settings and arguments
 _MAX_KNOWN: Final = 50_000
 _OPTIMIZERS: Final = "/torch/optim/"
 _PLAIN, _MODULE, _OPTIMIZER = range(3)
@@ -22,33 +24,48 @@ _kinds: dict[CodeType, int] = {}
 
 
 class Place(NamedTuple):
-    """The innermost and the outermost module that are being called, and whether an optimizer steps."""
+    """The innermost and the outermost module that are being called, and whether an optimizer steps.
+
+    The outermost one is not looked for where the innermost is known as a part of a model.
+    """
 
     module: torch.nn.Module | None
     root: torch.nn.Module | None
     optimizer: bool
 
 
-def place_of_call(depth: int = 1) -> Place:
-    """Where the present call is made (`place_of_call()`)."""
+def place_of_call(depth: int, parts: dict[int, weakref.ref[torch.nn.Module]]) -> Place:
+    """Where the present call is made; `parts` are modules that are known as parts of models, by id."""
     frame: FrameType | None = sys._getframe(depth)
     innermost = outermost = None
     optimizer = False
+    known = _kinds.get
     for _ in range(_MAX_FRAMES):
         if frame is None:
             break
         code = frame.f_code
-        kind = _kinds.get(code, -1)
+        kind = known(code, -1)
         if kind < 0:
             kind = _kind_of(code)
         if kind == _MODULE:
             outermost = frame.f_locals.get("self")
             if innermost is None:
                 innermost = outermost
+                part = parts.get(id(innermost))
+                if part is not None and part() is innermost:
+                    break
         elif kind == _OPTIMIZER:
             optimizer = True
         frame = frame.f_back
     return Place(innermost, outermost, optimizer)
+
+
+def given_to_module(depth: int) -> list[torch.Tensor]:
+    """The tensors among the arguments of the module that is being called."""
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None and frame.f_code is not MODULE_CALL:
+        frame = frame.f_back
+    return [] if frame is None else list(tensors_in((frame.f_locals.get("args"), frame.f_locals.get("kwargs"))))
 
 
 def _kind_of(code: CodeType) -> int:
@@ -114,6 +131,7 @@ class ModuleNames:
     def __init__(self, register: Any) -> None:
         self._register = register  # called with number, parent, path, module
         self._numbers: dict[int, tuple[weakref.ref[torch.nn.Module], int]] = {}
+        self.parts: dict[int, weakref.ref[torch.nn.Module]] = {}  # those that are inside of another one
         self._models = 0
         self._next = 0
 
@@ -121,7 +139,7 @@ class ModuleNames:
         """The number of a module inside a model."""
         known = self._numbers.get(id(module))
         above = self._numbers.get(id(root))
-        inside = above is not None and above[0]() is root  # recomputation calls a part of a model by itself
+        inside = above is not None and above[0]() is root  # a part that recomputation, or a wrapper, calls by itself
         if known is not None and known[0]() is module and inside:
             return known[1]
         if not inside:
@@ -151,5 +169,33 @@ class ModuleNames:
             number = self._next
             self._next += 1
             self._numbers[id(module)] = (weakref.ref(module), number)
+        if parent >= 0:
+            self.parts[id(module)] = self._numbers[id(module)][0]
         self._register(number, parent, path, module)
         return number
+
+
+def stream_of(kind: str) -> int:
+    """The number of the current stream of a device type, 0 where it has none (`stream_of("soft")`)."""
+    try:
+        return int(module_of(kind).current_stream().stream_id)
+    except Exception:
+        return 0
+
+
+def arguments_of(described: Described) -> str:
+    """The arguments that are no tensors, as text (`dim=1, keepdim=True`)."""
+
+    def shown(part: Any) -> str:
+        if isinstance(part, TensorMeta):
+            return "_"
+        if isinstance(part, Group):
+            return "[" + ", ".join(shown(p) for p in part.items[:8]) + "]"
+        return str(part)
+
+    words = [shown(part) for part in described.args]
+    if described.kwargs is not None:
+        words += [f"{key}={shown(part)}" for key, part in zip(described.kwargs.keys or (), described.kwargs.items)]
+    while words and words[-1] == "_":
+        words.pop()
+    return ", ".join(words)[:MAX_TEXT]

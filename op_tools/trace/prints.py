@@ -5,8 +5,9 @@ matter and an exchange of elements shows. The difference of two prints is the pr
 the distance of the tensors, so rounding can be told from an error. The prints of the parts of a tensor, each taken at
 its place in the whole, add up to that of the whole.
 
-Sums are exact. Elements are rounded to a grid that is fine enough for 34 to 41 bits below the largest one, and integers
-add up to the same number in any order: in float64 below 2**53, then in int64. NaN and Inf count as 0 and are counted.
+Elements are taken in chunks of 8192. In a chunk they are rounded to a grid of 36 bits below its largest one: whole
+numbers whose sums stay below 2**53, so they are exact in any order. The rows of chunks are added up in an order that is
+the same everywhere. NaN and Inf count as 0 and are counted. `native/csrc/trace_prints.cu` is the same in one pass.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from ..call.description import Tensor
 from ..call.devices import quiet
 from .format import PROJECTIONS
 
-_BLOCK: Final = 256
+_LANES: Final = 256
+_ROWS: Final = 32  # of lanes in a chunk
+CHUNK: Final = _LANES * _ROWS
+_GRID_BITS: Final = 36
+_CHUNK_SIGNS: Final = 1_000_003  # where the hashes of chunks begin
 _LARGEST: Final = 15  # weights are odd numbers up to it, of either sign
 POWER: Final = sum(k * k for k in range(1, _LARGEST + 1, 2)) / 8.0  # mean square of a weight
 _WIDTH: Final = PROJECTIONS + 1  # and the plain sum
@@ -39,29 +44,37 @@ def _hashed(numbers: Any) -> Any:
         return z ^ (z >> np.uint64(31))
 
 
+def _signs(first: int, count: int) -> Any:
+    """Signs for some numbers, for each projection; the last column is for the plain sum."""
+    bits = _hashed(np.arange(first, first + count))[:, None] >> np.arange(PROJECTIONS, dtype=np.uint64)
+    sign = 1.0 - 2.0 * (bits & np.uint64(1)).astype(np.float64)
+    return np.concatenate([sign, np.ones((count, 1))], axis=1)
+
+
 def weights() -> Any:
-    """The weights of the 256 elements of a block, for each projection; the last column is for the plain sum."""
-    bits = _hashed(np.arange(_BLOCK * PROJECTIONS)).reshape(_BLOCK, PROJECTIONS)
-    size = (bits & np.uint64(7)).astype(np.int64) * 2 + 1
-    sign = 1 - 2 * ((bits >> np.uint64(40)) & np.uint64(1)).astype(np.int64)
-    return np.concatenate([size * sign, np.ones((_BLOCK, 1), np.int64)], axis=1)
-
-
-def signs(level: int) -> Any:
-    """The signs of 256 blocks of one level, for each projection."""
-    bits = _hashed(np.arange(_BLOCK * PROJECTIONS) + (level + 1) * 1_000_003).reshape(_BLOCK, PROJECTIONS)
-    sign = 1 - 2 * ((bits >> np.uint64(40)) & np.uint64(1)).astype(np.int64)
-    return np.concatenate([sign, np.ones((_BLOCK, 1), np.int64)], axis=1)
+    """The weights of the elements of a chunk, for each projection; the last column is for the plain sum."""
+    bits = _hashed(np.arange(_LANES))[:, None] >> (4 * np.arange(PROJECTIONS, dtype=np.uint64)) & np.uint64(15)
+    size = (2.0 * (bits & np.uint64(7)) + 1.0) * np.where(bits & np.uint64(8), -1.0, 1.0)
+    lanes = np.concatenate([size, np.ones((_LANES, 1))], axis=1)
+    return (_signs(_LANES, _ROWS)[:, None] * lanes).reshape(CHUNK, _WIDTH)
 
 
 _tables: dict[Any, Tensor] = {}
 
 
-def _table(level: int, device: torch.device) -> Tensor:
-    found = _tables.get((level, device))
+def _table(device: torch.device) -> Tensor:
+    found = _tables.get(device)
     if found is None:
-        made = torch.from_numpy(weights()).double() if level == 0 else torch.from_numpy(signs(level))
-        found = _tables[level, device] = made.to(device)
+        found = _tables[device] = torch.from_numpy(weights()).to(device)
+    return found
+
+
+def _chunk_signs(chunks: int, device: torch.device) -> Tensor:
+    found = _tables.get((device, chunks))
+    if found is None:
+        found = torch.from_numpy(_signs(_CHUNK_SIGNS, chunks)).to(device)
+        if chunks == 1:
+            _tables[device, chunks] = found
     return found
 
 
@@ -99,28 +112,42 @@ def _of_flat(x: Tensor, counted: Tensor) -> Tensor:
     count = x.numel()
     if not count or not counted.numel():
         return torch.zeros(_WIDTH + 5, dtype=torch.float64, device=x.device)
-    nan = counted.isnan().sum()
-    inf = counted.isinf().sum()
-    x, counted = (torch.nan_to_num(part, 0.0, 0.0, 0.0) for part in (x, counted))
     low, high = torch.aminmax(counted)
-    norm = torch.linalg.vector_norm(counted)
-    levels = max(math.ceil(math.log(count, _BLOCK)), 1)
-    bits = min(41, 62 - 12 - 8 * (levels - 1))
-    largest = torch.maximum(low.abs(), high.abs()).clamp(min=1e-290, max=1e290)
-    exponent = bits - ((largest.view(torch.int64) >> 52) - 1022)
-    exponent = exponent.clamp(-1000, 1000)
-    blocks = -(-count // _BLOCK)
+    if x.is_cpu and math.isfinite(low.item()) and math.isfinite(high.item()):
+        nan = inf = low.new_zeros(())
+    else:
+        nan, inf = counted.isnan().sum(), counted.isinf().sum()
+        x, counted = (torch.nan_to_num(part, 0.0, 0.0, 0.0) for part in (x, counted))
+        low, high = torch.aminmax(counted)
+    chunks = -(-count // CHUNK)
+    size = CHUNK if chunks > 1 else -(-count // _LANES) * _LANES
+    grid = torch.nn.functional.pad(x, (0, chunks * size - count)).view(chunks, size)
+    squares = _in_order((grid * grid).view(chunks, -1, _LANES).transpose(0, 1).unsqueeze(-1))
+    largest = grid.abs().amax(1, keepdim=True).clamp(min=1e-290, max=1e290)
+    exponent = (_GRID_BITS - ((largest.view(torch.int64) >> 52) - 1022)).clamp(-1000, 1000)
     # by a power of two: exact
-    grid = torch.nn.functional.pad((x * _power(exponent)).round_(), (0, blocks * _BLOCK - count)).view(blocks, _BLOCK)
-    sums = (grid @ _table(0, x.device)).to(torch.int64)
-    level = 1
-    while blocks > 1:
-        parts = -(-blocks // _BLOCK)
-        sums = torch.nn.functional.pad(sums, (0, 0, 0, parts * _BLOCK - blocks)).view(parts, _BLOCK, _WIDTH)
-        sums = (sums * _table(level, x.device)).sum(1)
-        blocks, level = parts, level + 1
-    projections = sums.view(_WIDTH).double() * _power(-exponent)
-    return torch.cat([projections, torch.stack([norm, low, high, nan.double(), inf.double()])])
+    rows = ((grid * _power(exponent)).round_() @ _table(x.device)[:size]) * _power(-exponent)
+    rows = torch.cat([rows, squares], 1)
+    rows[:, :_WIDTH] *= _chunk_signs(chunks, x.device)
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, -chunks % _LANES)).view(-1, 1, _LANES, _WIDTH + 1)
+    found = _in_order(padded).view(-1) if chunks > 1 else rows.view(-1)
+    found[-1].sqrt_()
+    return torch.cat([found, torch.stack([low, high, nan.double(), inf.double()])])
+
+
+def _in_order(parts: Tensor) -> Tensor:
+    """Sums of (rows, n, lanes, width) over rows and lanes, one order for all devices: rows, then lanes and warps."""
+    total = parts[0].clone()
+    for row in parts[1:]:
+        total += row
+    n, _, width = total.shape
+    total = total.view(n, _LANES // 32, 32, width)
+    for half in (16, 8, 4, 2, 1):
+        total = total[:, :, :half] + total[:, :, half:]
+    total = total[:, :, 0]
+    for half in (4, 2, 1):
+        total = total[:, :half] + total[:, half:]
+    return total[:, 0]
 
 
 def _power(exponent: Tensor) -> Tensor:

@@ -13,15 +13,15 @@ from typing import Any, Final
 import torch
 
 from .. import settings
-from ..call.description import Described, Group, Tensor, TensorMeta, short
+from ..call.description import Described, Tensor, short
 from ..call.devices import accelerator_type, module_of
-from ..compat import storage_id
+from ..compat import cuda_device, cuda_stream, storage_id
 from . import format as columns
-from .format import BACKWARD, FORWARD, OPTIMIZER, OUTPUT, TraceWriter
-from .places import ModuleNames, Place, Sharding, sharding_of, stack_of_call
+from .device_prints import DevicePrints, kernel_of
+from .format import BACKWARD, FORWARD, INPUT, OPTIMIZER, OUTPUT, TraceWriter
+from .places import MAX_TEXT, ModuleNames, Place, Sharding, arguments_of, sharding_of, stack_of_call, stream_of
 from .prints import Batch, fingerprint
 
-_MAX_TEXT: Final = 200
 _NO_STORAGE: Final = 0
 
 
@@ -46,6 +46,8 @@ class Recorder:
         self.lock = threading.RLock()
         self._prints, self._stacks, self._user_only = prints, stacks, user_only
         self._batch = Batch()
+        self._fresh: list[tuple[tuple[int, int], Tensor]] = []  # on GPUs, of the present call, not printed yet
+        self._on_gpus: dict[torch.device, DevicePrints | None] = {}
         self._known: dict[int, _Known] = {}
         self._by_memory: dict[Any, _Known] = {}
         self._writers: dict[int, int] = {}  # of storages: the operator that wrote last
@@ -58,7 +60,15 @@ class Recorder:
         self._gradients: dict[Any, int] = {}  # memory of gradients that operators sent in this pass: the operator
         self._parameters: list[tuple[str, int, weakref.ref[Tensor]]] = []
         self._began = time.perf_counter()
+        self._accelerator = accelerator_type()
+        self._regions: dict[Any, int] = {}
+        self._arguments: dict[int, int] = {}  # texts of descriptions, by their number
         self._in_function = -1  # the last operator that was compiled code
+        self._made_by_function = 0  # results of that which have been seen
+        self._backward_function = -1  # the last one in a backward pass
+        self.ran_graphs = False  # whether the operators of the present compiled code are recorded one by one
+        self._by_path: dict[str, int] = {}  # modules
+        self._paths: dict[int, str] = {}
         self.modules = ModuleNames(self._register)
         self.world = writer_world()
         self.operators = 0
@@ -77,9 +87,10 @@ class Recorder:
 
     def _register(self, number: int, parent: int, path: str, module: torch.nn.Module) -> None:
         text = self.writer.text
+        self._by_path[path], self._paths[number] = number, path
         settings = ""
         with contextlib.suppress(Exception):  # the user's code
-            settings = " ".join(module.extra_repr().split())[:_MAX_TEXT]
+            settings = " ".join(module.extra_repr().split())[:MAX_TEXT]
         self.writer.add("modules", (number, parent, text(path), text(type(module).__name__), text(settings)))
         groups: tuple[tuple[int, Iterable[tuple[str, Any]]], ...] = (
             (columns.PARAMETER, module.named_parameters(recurse=False)),
@@ -99,6 +110,12 @@ class Recorder:
     def module_of(self, place: Place) -> int:
         """The number of the module at a place, -1 outside of all."""
         return -1 if place.module is None or place.root is None else self.modules.number(place.module, place.root)
+
+    def module_below(self, module: int, path: str) -> int:
+        """The number of a module by its name inside another one, without what `torch.compile` puts around it."""
+        base = self._paths.get(module, "")
+        words = [base, "_orig_mod", path] if f"{base}._orig_mod" in self._by_path else [base, path]
+        return self._by_path.get(".".join(word for word in words if word), module)
 
     # -- tensors --------------------------------------------------------------------------------------
 
@@ -122,8 +139,9 @@ class Recorder:
                 return same.number
         if producer < 0 and not wrote:
             producer = self._writers.get(storage, -1)
-        if producer < 0 and self._in_function >= 0 and type(tensor.grad_fn).__name__.startswith("CompiledFunction"):
-            producer = self._in_function
+        of_function = producer < 0 and self._in_function >= 0 and _is_compiled(tensor)
+        if of_function:
+            producer, output = self._in_function, self._made_by_function
         number = self._add(tensor, sharding, known, producer, output, module)
         reference = _Known(tensor, self._forget)
         reference.key, reference.version, reference.number, reference.memory = key, version, number, memory
@@ -131,6 +149,9 @@ class Recorder:
         if memory is not None:
             self._by_memory[memory] = reference
         self._take_print(number, held, sharding)
+        if of_function:
+            self._made_by_function += 1
+            self.edge(producer, OUTPUT, output, number)
         return number
 
     def _add(
@@ -179,22 +200,61 @@ class Recorder:
             return
         if type(tensor) not in _PLAIN and _storageless(tensor):
             return
-        if sharding is None:
+        if (
+            self._accelerator == "cuda"
+            and tensor.is_cuda
+            and (sharding is None or sharding.whole is None)
+            and self._gpu(tensor.device) is not None
+        ):
+            self._fresh.append(((number, 0), tensor))
+            full = False
+        elif sharding is None:
             full = self._batch.add(number, 0, fingerprint(tensor))
+        if sharding is None:
             if self.world[1] > 1 and tensor.dim():
                 rank, world = self.world
                 whole = (tensor.shape[0] * world, *tensor.shape[1:])
                 part = fingerprint(tensor, whole, (tensor.shape[0] * rank, *[0] * (tensor.dim() - 1)))
                 full = self._batch.add(number, 1, part)
-        else:
+        elif not self._fresh or self._fresh[-1][0][0] != number:
             full = self._batch.add(number, 0, fingerprint(tensor, sharding.whole, sharding.at))
         if full:
             self.land()
+
+    def _gpu(self, device: torch.device) -> DevicePrints | None:
+        if device not in self._on_gpus:
+            kernel = kernel_of(device.index)
+            self._on_gpus[device] = None if kernel is None else DevicePrints(kernel)
+        return self._on_gpus[device]
+
+    def launch(self) -> None:
+        """Print the new tensors of a call that lie on GPUs: before anybody writes to them, with one kernel."""
+        fresh, self._fresh = self._fresh, []
+        while fresh:
+            device = fresh[-1][1].device
+            here, fresh = (fresh, []) if len(fresh) == 1 else _divided(fresh, device)
+            prints = self._on_gpus[device]
+            assert prints is not None
+            for (number, part), tensor in prints.add(here):
+                self._batch.add(number, part, fingerprint(tensor))
+            if prints.sent > 1:
+                self._write_prints(*prints.land())
+
+    def _write_prints(self, keys: list[tuple[int, int]], rows: Any) -> None:
+        for (number, part), row in zip(keys, rows.tolist()):
+            self.writer.add("prints", (number, *row, part))
 
     def land(self) -> None:
         """Fetch the prints that wait on devices."""
         for row in self._batch.land():
             self.writer.add("prints", row)
+
+    def _land_all(self) -> None:
+        self.launch()
+        for prints in self._on_gpus.values():
+            if prints is not None:
+                self._write_prints(*prints.land(wait=True))
+        self.land()
 
     # -- operators ------------------------------------------------------------------------------------
 
@@ -208,7 +268,7 @@ class Recorder:
         *,
         module: int | None = None,
         forward: int = -1,
-        arguments: str = "",
+        arguments: int = 0,
         group: str = "",
     ) -> int:
         """Add an operator; its edges follow."""
@@ -219,19 +279,51 @@ class Recorder:
         if self._stacks > 1 and phase != BACKWARD:
             stack = stack_of_call(self._stacks, self._user_only)
         row = (
-            *(step, phase, text(name), module, text(location), text(stack), text(arguments), text(_region())),
-            *(_stream(), text(group), forward, time.perf_counter() - self._began, 0),
+            *(step, phase, text(name), module, text(location), text(stack), arguments, self._region()),
+            *(self._stream(), text(group), forward, time.perf_counter() - self._began, 0),
         )
         self.operators += 1
-        self._write_frees()
+        if self._frees:
+            self._write_frees()
         return self.writer.add("operators", row)
+
+    def arguments(self, described: Described) -> int:
+        """The number of the text of a call's arguments."""
+        number = self._arguments.get(described.number)
+        if number is None:
+            number = self.writer.text(arguments_of(described))
+            if described.number:
+                self._arguments[described.number] = number
+        return number
+
+    def _region(self) -> int:
+        """The number of the text that says which modes are on: grad, inference, autocast."""
+        kinds = (self._accelerator, "cpu")
+        on = tuple([torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None for kind in kinds])
+        key = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), on)
+        number = self._regions.get(key)
+        if number is None:
+            words = [] if key[0] else ["inference" if key[1] else "no_grad"]
+            words += [
+                f"autocast({k}, {short(dtype)})" for k, dtype in dict(zip(kinds, on)).items() if dtype is not None
+            ]
+            number = self._regions[key] = self.writer.text(" ".join(words))
+        return number
+
+    def _stream(self) -> int:
+        if self._accelerator == "cuda":
+            return cuda_stream(cuda_device()) if torch.cuda.is_initialized() else 0
+        return 0 if self._accelerator == "cpu" else stream_of(self._accelerator)
 
     def edges(self, operator: int, side: int, tensors: Sequence[int]) -> None:
         """Say which tensors went into an operator, or came out of it; -1 for none at that place."""
-        add = self.writer.add
-        for place, number in enumerate(tensors):
-            if number >= 0:
-                add("edges", (operator, side, min(place, 32_767), number))
+        self.writer.extend(
+            "edges", [(operator, side, min(place, 32_767), n) for place, n in enumerate(tensors) if n >= 0]
+        )
+
+    def edge(self, operator: int, side: int, place: int, tensor: int) -> None:
+        """Say that a tensor went into an operator, or came out of it."""
+        self.writer.add("edges", (operator, side, min(place, 32_767), tensor))
 
     def inputs(self, tensors: Sequence[Tensor]) -> list[int]:
         """The numbers of arguments."""
@@ -266,22 +358,38 @@ class Recorder:
             self._gradients[_memory(tensor)] = operator
         self.edges(operator, OUTPUT, numbers)
 
-    def compiled(self, place: Place, step: int) -> None:
+    def compiled(self, place: Place, step: int, backward: bool, given: Sequence[Tensor]) -> None:
         """Compiled code ran in a module; what it made is known when it is used."""
+        if self.ran_graphs:
+            self.ran_graphs = False
+            return
+        inputs = self.inputs(given)
         self._known.clear()
         self._by_memory.clear()
+        if backward:
+            self._backward_function = self.operator(
+                "torch.compile", BACKWARD, None, step, "", module=self.last_module, forward=self._in_function
+            )
+            return
         self._in_function = self.operator("torch.compile", FORWARD, place, step, "")
+        self.last_module = self.module_of(place)
+        self._made_by_function = 0
+        self.edges(self._in_function, INPUT, inputs)
 
     def after_backward(self) -> None:
         """Give the gradients of parameters their names."""
-        for name, module, reference in self._parameters:
+        function, self._backward_function = self._backward_function, -1
+        for place, (name, module, reference) in enumerate(self._parameters):
             parameter = reference()
             if parameter is not None and parameter.grad is not None:
                 grad: Tensor = parameter.grad
                 self._names[id(grad)] = (weakref.ref(grad), f"{name}.grad", columns.GRADIENT, module)
                 known = self._known.get(id(grad))
                 if known is None or known() is not grad or known.version != _version(grad):
-                    self.tensor(grad, self._gradients.get(_memory(grad), -1), wrote=True)
+                    producer = self._gradients.get(_memory(grad), function)
+                    number = self.tensor(grad, producer, place, wrote=True)
+                    if producer == function >= 0:
+                        self.edge(function, OUTPUT, place, number)
                 self._allocated(self.operators - 1, module, grad, BACKWARD, columns.GRADIENT)
         self._gradients.clear()
 
@@ -318,7 +426,7 @@ class Recorder:
     def close(self) -> None:
         """Fetch what waits and complete the file."""
         with self.lock:
-            self.land()
+            self._land_all()
             self._write_frees()
             facts: dict[str, Any] = {}
             with contextlib.suppress(Exception):
@@ -330,6 +438,11 @@ class Recorder:
 _PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", Tensor)})
 
 
+def _divided(fresh: list[Any], device: torch.device) -> tuple[list[Any], list[Any]]:
+    here = [pair for pair in fresh if pair[1].device == device]
+    return here, [pair for pair in fresh if pair[1].device != device]
+
+
 def writer_world() -> tuple[int, int]:
     """This rank and how many there are (`writer_world() == (0, 1)`)."""
     return settings.rank(), settings.world_size()
@@ -338,13 +451,21 @@ def writer_world() -> tuple[int, int]:
 def storage_of(tensor: Tensor) -> int:
     """A number for the memory of a tensor, 0 where it has none (`storage_of(x) == storage_of(x[1:])`)."""
     try:
-        return int(storage_id(tensor))
+        found: int = storage_id(tensor)
+        return found
     except Exception:
         return _NO_STORAGE
 
 
+def _is_compiled(tensor: Tensor) -> bool:
+    return type(tensor.grad_fn).__name__.startswith("CompiledFunction")
+
+
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:  # inference tensors count none
+        return 0
 
 
 def _address(tensor: Tensor) -> int:
@@ -366,40 +487,3 @@ def _memory(tensor: Tensor) -> Any:
     if not address or tensor.layout != torch.strided:
         return None
     return (address, tensor.shape, tensor.stride(), tensor.dtype)
-
-
-def _region() -> str:
-    words = []
-    if not torch.is_grad_enabled():
-        words.append("no_grad" if not torch.is_inference_mode_enabled() else "inference")
-    for kind in {accelerator_type(), "cpu"}:
-        if torch.is_autocast_enabled(kind):
-            words.append(f"autocast({kind}, {short(torch.get_autocast_dtype(kind))})")
-    return " ".join(words)
-
-
-def _stream() -> int:
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
-        return 0
-    try:
-        return int(torch.cuda.current_stream().cuda_stream)
-    except Exception:
-        return 0
-
-
-def arguments_of(described: Described) -> str:
-    """The arguments that are no tensors, as text (`dim=1, keepdim=True`)."""
-
-    def shown(part: Any) -> str:
-        if isinstance(part, TensorMeta):
-            return "_"
-        if isinstance(part, Group):
-            return "[" + ", ".join(shown(p) for p in part.items[:8]) + "]"
-        return str(part)
-
-    words = [shown(part) for part in described.args]
-    if described.kwargs is not None:
-        words += [f"{key}={shown(part)}" for key, part in zip(described.kwargs.keys or (), described.kwargs.items)]
-    while words and words[-1] == "_":
-        words.pop()
-    return ", ".join(words)[:_MAX_TEXT]

@@ -118,6 +118,34 @@ def test_the_commands_show_and_compare(tmp_path: Path, device: str, capsys: pyte
     assert "No divergence" in capsys.readouterr().out
 
 
+def test_operators_of_aot_eager_are_those_of_the_eager_run(tmp_path: Path, device: str) -> None:
+    eager = _traced(tmp_path / "eager", device)
+    model = _model().to(device)
+    x = torch.randn(24, 16, generator=torch.Generator().manual_seed(1)).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=True)
+    with op_tools.OpTrace(to=tmp_path / "compiled"):
+        torch.compile(model, backend="aot_eager")(x).square().mean().backward()
+        optimizer.step()
+    compiled = Graph(load(tmp_path / "compiled"))
+    diff = Diff(eager, compiled)
+    inside = [n for n in range(eager.count) if int(eager.operators["module"][n]) >= 0]
+    found = dict(diff.alignment.pairs.tolist())
+    names = [(eager.names[n].rpartition(".")[2], compiled.names[found[n]].rpartition(".")[2]) for n in inside]
+    assert len(inside) == 8  # forward and backward of four layers
+    assert all(one == two for one, two in names)
+    assert diff.divergence is None
+
+
+def test_a_write_below_autograd_makes_a_new_tensor(tmp_path: Path, device: str) -> None:
+    x = torch.ones(8, device=device)
+    with op_tools.OpTrace(to=tmp_path), torch._C._AutoDispatchBelowADInplaceOrView():  # type: ignore[attr-defined]
+        torch._foreach_mul_([x], 3.0)
+    graph = Graph(load(tmp_path))
+    rows, where = graph.prints()
+    before, after = (int(graph_side(0)[0]) for graph_side in (graph.inputs, graph.outputs))
+    assert [rows[where[t]][11] for t in (before, after)] == [1.0, 3.0]
+
+
 def test_the_run_stays_bit_identical(tmp_path: Path, device: str) -> None:
     def weights(traced: bool) -> list[torch.Tensor]:
         model = _model().to(device)

@@ -15,7 +15,7 @@ from op_tools.trace.format import SUFFIX, TraceError, TraceWriter, files_of, rea
 from op_tools.trace.graph import Graph
 from op_tools.trace.merge import merged
 from op_tools.trace.oneflow_log import import_log
-from op_tools.trace.prints import distance, fingerprint, smallest_step
+from op_tools.trace.prints import CHUNK, _signs, distance, fingerprint, smallest_step, weights
 from op_tools.trace.show import lines
 
 LOG = """\
@@ -86,7 +86,7 @@ def test_another_version_a_foreign_file_and_runs_with_nothing_in_common(
     newer, foreign = tmp_path / f"a{SUFFIX}", tmp_path / f"b{SUFFIX}"
     newer.write_bytes(b"op_tools trace 99\n")
     foreign.write_bytes(b"\x80\x04pickle")
-    with pytest.raises(TraceError, match="version 99; this op_tools reads version 1"):
+    with pytest.raises(TraceError, match="version 99; this op_tools reads version 2"):
         read(newer)
     with pytest.raises(TraceError, match="is not an op_tools trace"):
         read(foreign)
@@ -124,6 +124,19 @@ def test_nan_and_inf_are_counted_and_do_not_spread() -> None:
     found = fingerprint(x).tolist()
     assert found[12:] == [1.0, 1.0]
     assert all(np.isfinite(found))
+
+
+def test_prints_follow_one_order_of_chunks_and_their_signs() -> None:
+    x = torch.randn(20_000, generator=torch.Generator().manual_seed(1)).double()
+    chunks = [x[k : k + CHUNK] for k in range(0, len(x), CHUNK)]
+    signs = np.stack([_signs(1_000_003 + k, 1)[0] for k in range(3)])
+    rows = np.stack([c.numpy() @ weights()[: len(c)] for c in chunks]) * signs
+    assert np.allclose(fingerprint(x).numpy()[:9], rows.sum(0), rtol=1e-8, atol=1e-6)
+    assert np.unique(np.abs(weights()[:, :8])).tolist() == [1, 3, 5, 7, 9, 11, 13, 15]
+
+
+def test_of_equal_operators_the_first_are_matched() -> None:
+    assert aligned(4, 2, lambda i, j: 1.0 if "aabb"[i] == "ab"[j] else -1e9) == [(0, 0), (2, 1)]
 
 
 def test_sequences_align_around_what_only_one_has() -> None:

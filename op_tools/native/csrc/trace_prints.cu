@@ -1,0 +1,174 @@
+// Fingerprints of tensors, many of them in one launch; `trace/prints.py` says what they are and computes the same numbers.
+// Each block takes 8192 elements of one tensor, read once, and leaves a row. `trace_prints_together` makes one row of each
+// tensor's rows. `front_ledger.h` fills the table, as it does for statistics.cu; NVRTC compiles it, so there is no header.
+
+using Word = long long;  // every number has 64 bits
+using Bits = unsigned long long;
+constexpr int kThreads = 256;
+constexpr int kEach = 32;  // elements of a thread
+constexpr int kChunk = kThreads * kEach;
+constexpr int kMaxEntries = 32;
+constexpr int kProjections = 8;
+constexpr int kSum = 8, kSquares = 9, kLow = 10, kHigh = 11, kNan = 12, kInf = 13, kWidth = 14, kStride = 16;
+constexpr int kGridBits = 36;
+
+struct Entry {
+  Word data, numel, share, first;  // `first`: its first block
+  Word inner, step;                // not used: elements lie one after the other
+  Word kind;
+};
+struct Table {
+  Word count, rows;
+  Entry entries[kMaxEntries];
+};
+
+__device__ inline Bits hashed(Bits number) {
+  Bits z = number * 0x9E3779B97F4A7C15ull + 0x9E3779B97F4A7C15ull;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  return z ^ (z >> 31);
+}
+
+__device__ inline double infinity() { return __longlong_as_double(0x7FF0000000000000ll); }
+
+__device__ inline double power_of_two(int exponent) { return __longlong_as_double(Word(exponent + 1023) << 52); }
+
+struct Half {
+  unsigned short bits;
+};
+struct Brain {
+  unsigned short bits;
+};
+__device__ inline float wide(Brain value) { return __uint_as_float(unsigned(value.bits) << 16); }
+__device__ inline float wide(Half value) {
+  float found;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(found) : "h"(value.bits));
+  return found;
+}
+__device__ inline float wide(float value) { return value; }
+__device__ inline double wide(double value) { return value; }
+
+// The sum, least or largest of all threads, in a fixed order: lanes by halves, then warps by halves.
+__device__ inline void reduce(double *mine, double (*shared)[kThreads / 32], double *row) {
+#pragma unroll
+  for (int k = 0; k < kWidth; ++k) {
+#pragma unroll
+    for (int apart = 16; apart > 0; apart /= 2) {
+      const double other = __shfl_xor_sync(0xFFFFFFFFu, mine[k], apart);
+      if (k == kLow) mine[k] = other < mine[k] ? other : mine[k];
+      else if (k == kHigh) mine[k] = other > mine[k] ? other : mine[k];
+      else mine[k] = __dadd_rn(mine[k], other);
+    }
+    if (threadIdx.x % 32 == 0) shared[k][threadIdx.x / 32] = mine[k];
+  }
+  __syncthreads();
+  if (threadIdx.x < kWidth) {
+    const int k = threadIdx.x;
+    double some[kThreads / 32];
+    for (int w = 0; w < kThreads / 32; ++w) some[w] = shared[k][w];
+    for (int half = kThreads / 64; half > 0; half /= 2)
+      for (int w = 0; w < half; ++w) {
+        const double other = some[w + half];
+        if (k == kLow) some[w] = other < some[w] ? other : some[w];
+        else if (k == kHigh) some[w] = other > some[w] ? other : some[w];
+        else some[w] = __dadd_rn(some[w], other);
+      }
+    row[k] = some[0];
+  }
+}
+
+template <typename T, typename Held>
+__device__ void print_chunk(const T *data, int count, double *row) {
+  __shared__ double shared[kWidth][kThreads / 32];
+  __shared__ double most[kThreads / 32];
+  Held values[kEach];
+  double mine[kWidth] = {};
+  mine[kLow] = infinity();
+  mine[kHigh] = -infinity();
+  double largest = 0.0;
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    const int at = j * kThreads + threadIdx.x;
+    values[j] = at < count ? wide(data[at]) : Held(0);
+  }
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    if (j * kThreads + int(threadIdx.x) < count) {
+      double value = values[j];
+      if (value - value != 0.0) {
+        if (value != value) mine[kNan] += 1.0;
+        else mine[kInf] += 1.0;
+        values[j] = 0;
+        value = 0.0;
+      }
+      mine[kSquares] = __dadd_rn(mine[kSquares], __dmul_rn(value, value));
+      mine[kLow] = value < mine[kLow] ? value : mine[kLow];
+      mine[kHigh] = value > mine[kHigh] ? value : mine[kHigh];
+      const double size = value < 0.0 ? -value : value;
+      largest = size > largest ? size : largest;
+    }
+  }
+  for (int apart = 16; apart > 0; apart /= 2) {
+    const double other = __shfl_xor_sync(0xFFFFFFFFu, largest, apart);
+    largest = other > largest ? other : largest;
+  }
+  if (threadIdx.x % 32 == 0) most[threadIdx.x / 32] = largest;
+  __syncthreads();
+  for (int w = 0; w < kThreads / 32; ++w) largest = most[w] > largest ? most[w] : largest;
+  largest = largest < 1e-290 ? 1e-290 : largest > 1e290 ? 1e290 : largest;
+  int exponent = kGridBits - (int(__double_as_longlong(largest) >> 52) - 1022);
+  exponent = exponent < -1000 ? -1000 : exponent > 1000 ? 1000 : exponent;
+  const double scale = power_of_two(exponent);
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    const double whole = rint(__dmul_rn(double(values[j]), scale));
+    const Bits signs = hashed(kThreads + j);
+#pragma unroll
+    for (int k = 0; k < kProjections; ++k) mine[k] += (signs >> k) & 1 ? -whole : whole;  // whole numbers: exact
+    mine[kSum] += whole;
+  }
+  const Bits weights = hashed(threadIdx.x);
+  const double back = power_of_two(-exponent);
+#pragma unroll
+  for (int k = 0; k < kProjections; ++k) {
+    const int bits = int(weights >> (4 * k)) & 15;
+    const double weight = 2 * (bits & 7) + 1;
+    mine[k] *= bits & 8 ? -weight : weight;
+  }
+  reduce(mine, shared, row);
+  if (threadIdx.x <= kSum) row[threadIdx.x] *= back;  // the thread that wrote it
+}
+
+extern "C" __global__ void trace_prints_table(const __grid_constant__ Table table) {
+  const Word block = blockIdx.x;
+  int at = 0;
+  while (at + 1 < table.count && table.entries[at + 1].first <= block) ++at;
+  const Entry &entry = table.entries[at];
+  const Word begin = (block - entry.first) * kChunk;
+  const int count = entry.numel - begin < kChunk ? int(entry.numel - begin) : kChunk;
+  double *row = reinterpret_cast<double *>(table.rows) + block * kStride;
+  if (entry.kind == 0) print_chunk<Brain, float>(reinterpret_cast<const Brain *>(entry.data) + begin, count, row);
+  else if (entry.kind == 1) print_chunk<Half, float>(reinterpret_cast<const Half *>(entry.data) + begin, count, row);
+  else if (entry.kind == 2) print_chunk<float, float>(reinterpret_cast<const float *>(entry.data) + begin, count, row);
+  else print_chunk<double, double>(reinterpret_cast<const double *>(entry.data) + begin, count, row);
+}
+
+// One block for each tensor: its rows are those from starts[i] up to starts[i + 1]. The norm is still a sum of squares.
+extern "C" __global__ void trace_prints_together(Word rows, Word starts, Word results) {
+  __shared__ double shared[kWidth][kThreads / 32];
+  const Word *first = reinterpret_cast<const Word *>(starts) + blockIdx.x;
+  const double *row = reinterpret_cast<const double *>(rows);
+  double mine[kWidth] = {};
+  mine[kLow] = infinity();
+  mine[kHigh] = -infinity();
+  for (Word i = first[0] + threadIdx.x; i < first[1]; i += kThreads) {
+    const Bits signs = hashed(1000003 + Bits(i - first[0]));
+    for (int k = 0; k < kWidth; ++k) {
+      const double value = row[i * kStride + k];
+      if (k == kLow) mine[k] = value < mine[k] ? value : mine[k];
+      else if (k == kHigh) mine[k] = value > mine[k] ? value : mine[k];
+      else mine[k] = __dadd_rn(mine[k], k < kProjections && ((signs >> k) & 1) ? -value : value);
+    }
+  }
+  reduce(mine, shared, reinterpret_cast<double *>(results) + Word(blockIdx.x) * kWidth);
+}
