@@ -37,8 +37,8 @@ def after_fork_in_child(callback: _Callback) -> None:
     _in_child.append(callback)
 
 
-def ignore_ctrl_c() -> None:
-    """In a worker process: Ctrl-C and SIGTERM are for its parent, which ends it (`ignore_ctrl_c()`)."""
+def leave_signals_to_parent() -> None:
+    """In a worker process: Ctrl-C and SIGTERM are for its parent, which ends it (`leave_signals_to_parent()`)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 

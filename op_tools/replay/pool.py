@@ -299,7 +299,7 @@ def _limited_threads(threads: int) -> Iterator[None]:
 
 def _work(connection: Connection, options: Options, jobs: int) -> None:
     """The loop of a worker: captures in, outcomes out, until the pipe closes."""
-    lifecycle.ignore_ctrl_c()
+    lifecycle.leave_signals_to_parent()
     torch.set_num_threads(min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // jobs)))
     try:
         name = activate(options.device)

@@ -153,6 +153,11 @@ class OpTrace(Tool):
 
     # -- end ------------------------------------------------------------------------------------------
 
+    def read_late(self) -> None:
+        if self._recorder is not None:
+            with self._recorder.lock:
+                self._recorder.writer.flush()
+
     def finish(self) -> None:
         if self._recorder is not None:
             self._recorder.close()
