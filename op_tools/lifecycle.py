@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from enum import IntEnum
+from typing import Any, Final
 
 _Callback = Callable[[], None]
 
@@ -60,7 +63,38 @@ def _terminate(number: int, frame: object) -> None:
     global _is_terminated
     _is_terminated = os.getpid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the process at once
+    threading.Thread(target=_insist, name="op_tools-end", daemon=True).start()
     raise Terminated(128 + number)
+
+
+_INSIST_SECONDS: Final = 0.5
+_INSIST_TIMES: Final = 3
+
+
+def _insist() -> None:
+    """Raise again in the main thread: what is raised in a destructor, or under C++, may be dropped there."""
+    for _ in range(_INSIST_TIMES):
+        _is_dropped.clear()
+        time.sleep(_INSIST_SECONDS)
+        ctypes.pythonapi.Py_AddPendingCall(_look_in_main_thread, None)
+        if _is_dropped.wait(_INSIST_SECONDS) and not _is_ending:
+            thread = ctypes.c_ulong(threading.main_thread().ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(Terminated))
+
+
+def _look(_: Any) -> int:
+    """In the main thread, between two instructions: is the end under way, in `finally` blocks say?"""
+    error: BaseException | None = sys.exc_info()[1]
+    while error is not None and not isinstance(error, Terminated):
+        error = error.__context__
+    if error is None and not _is_ending:
+        _is_dropped.set()
+    return 0
+
+
+_look_in_main_thread = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_look)
+_is_dropped = threading.Event()
+_is_ending = False
 
 
 def _default_in_child() -> None:
@@ -92,6 +126,8 @@ def _run(callbacks: list[_Callback]) -> None:
 
 
 def _exit() -> None:
+    global _is_ending
+    _is_ending = True
     try:
         _run([callback for _, callback in sorted(_at_exit, key=lambda pair: pair[0])])
     finally:

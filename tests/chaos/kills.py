@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import faulthandler
 import json
 import os
 import random
@@ -97,7 +98,8 @@ def start(work: Callable[[], None], log: str) -> int:
         opened = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(opened, 1)
         os.dup2(opened, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        sys.stdout, sys.stderr = (os.fdopen(n, "w", buffering=1, closefd=False) for n in (1, 2))
+        faulthandler.register(signal.SIGUSR1, file=2)  # where it is, if it does not end
         work()
         code = 0
     except (KeyboardInterrupt, lifecycle.Terminated):
@@ -159,8 +161,10 @@ class Run:
         over = (self.killed and now > self.killed + _PATIENCE) or now > self.began + self.seconds + 2 * _PATIENCE
         if over and self.children:
             self.stubborn += len(self.children)
-            for child in self.children:
-                self._send(child, signal.SIGKILL)
+            for number in (signal.SIGUSR1, signal.SIGKILL):
+                for child in self.children:
+                    self._send(child, number)
+                time.sleep(0.5)
         return not self.children
 
     @staticmethod
@@ -264,7 +268,7 @@ _RECORDING: Final = ("OpObserve", "OpTimeMeasure", "OpCapture", "OpTrace", "OpFa
 
 def _end_of(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return " / ".join(lines[-2:])[-300:]
+    return " / ".join(lines[-2 if len(lines) < 9 else -40 :])[-2000:]
 
 
 def _last_recorded(path: Path) -> int | None:
