@@ -160,7 +160,7 @@ class Run:
                 self.children.remove(child)
         over = (self.killed and now > self.killed + _PATIENCE) or now > self.began + self.seconds + 2 * _PATIENCE
         if over and self.children:
-            self.stubborn += len(self.children)
+            self.stubborn = len(self.children)
             for number in (signal.SIGUSR1, signal.SIGKILL):
                 for child in self.children:
                     self._send(child, number)
