@@ -275,7 +275,11 @@ def read(path: Path, tables: Iterable[str] | None = None, partial: bool = False)
     found = {name: _joined(name, parts[name]) for name in wanted}
     for name, columns in found.items():
         for column, kind in TABLES[name].items():
-            if kind == "text" and len(columns[column]) and not 0 <= columns[column].min() <= columns[column].max() < len(texts):
+            if (
+                kind == "text"
+                and len(columns[column])
+                and not 0 <= columns[column].min() <= columns[column].max() < len(texts)
+            ):
                 raise TraceError(f"{path}: damaged (a text that is not there)")
     return Trace(found, texts, facts, path)
 

@@ -106,7 +106,7 @@ def _of_type(kind: str, choose: random.Random) -> Any:
     if kind.startswith("Optional[") and choose.random() < 0.4:
         return None
     kind = kind.removeprefix("Optional[").rstrip("]") if kind.startswith("Optional[") else kind
-    if kind.startswith("List[") or kind.startswith("List"):
+    if kind.startswith("List["):
         inner = kind[5:].rstrip("]")
         return [_of_type(inner, choose) for _ in range(choose.choice((0, 1, 2, 2, 3)))]
     made: dict[str, Any] = {
@@ -218,7 +218,7 @@ def recorded(count: int, folder: Path, choose: random.Random) -> Counter[str]:
 
 
 def traced(count: int, folder: Path, choose: random.Random) -> Counter[str]:
-    """Damage traces, and make small ones that claim to be large; `op_tools trace show` and `diff` must refuse or read."""
+    """Damage traces, and make small ones that claim to be large; `trace show` and `diff` must refuse or read them."""
     path = folder / "rank0.optrace"
     with trace_format.TraceWriter(path, {"rank": 0, "world": 1}) as writer:
         recorder = Recorder(writer, prints=False)
@@ -242,7 +242,7 @@ def traced(count: int, folder: Path, choose: random.Random) -> Counter[str]:
 def _changed(sound: bytes, choose: random.Random) -> bytes:
     """Some bytes changed, or the numbers in the lines between the blocks."""
     if choose.random() < 0.5:
-        numbers = list(re.finditer(rb'(?<=: )\d+(?=[,}])', sound))
+        numbers = list(re.finditer(rb"(?<=: )\d+(?=[,}])", sound))
         at = choose.choice(numbers)
         return sound[: at.start()] + str(choose.choice((*_NUMBERS, -5))).encode() + sound[at.end() :]
     content = bytearray(sound)
@@ -281,15 +281,39 @@ def _answer(words: list[str]) -> str:
             return "raised"
 
 
+def _filtered(text: str) -> object:
+    return OpFilter(text).matches("torch.add")
+
+
+def _casts(text: str) -> object:
+    return settings.parse_dtype_map(text, "OP_DTYPE_CAST_DICT")
+
+
 def listed(count: int, choose: random.Random) -> Counter[str]:
     """Lists of operators and of dtypes to compute in, from the environment: taken, or refused with a SettingsError."""
-    pieces = ["torch.add", ".*", "(", "[", "a+", "->", "torch.float32", "half", ",", ";", "\0", "é", " ", "{1000}", "\\"]
+    pieces = [
+        "torch.add",
+        ".*",
+        "(",
+        "[",
+        "a+",
+        "->",
+        "torch.float32",
+        "half",
+        ",",
+        ";",
+        "\0",
+        "é",
+        " ",
+        "{1000}",
+        "\\",
+    ]
     found: Counter[str] = Counter()
     for _ in range(count):
         text = "".join(choose.choice(pieces) for _ in range(choose.randrange(8)))
-        for take in (lambda: OpFilter(text).matches("torch.add"), lambda: settings.parse_dtype_map(text, "OP_DTYPE_CAST_DICT")):
+        for take in (_filtered, _casts):
             try:
-                take()
+                take(text)
                 found["taken"] += 1
             except SettingsError:
                 found["refused"] += 1

@@ -1,7 +1,7 @@
 """Trainings under each tool, ended at random moments: is every file readable, and how much is lost?
 
 The process that calls these functions has imported PyTorch; each run is a fork of it, so a run costs no second start of
-Python. It must have no threads and must not have used the device. What is killed is a real process with all its threads.
+Python. It must have no threads and must not have used the device. What is killed is a real process with its threads.
 """
 
 from __future__ import annotations
@@ -45,26 +45,31 @@ _STEP: Final = 0.03  # seconds between two steps
 Trouble = Callable[[Path], None]
 
 
-def train(tool: str, folder: Path, seconds: float, ranks: tuple[int, int] = (0, 1), trouble: Trouble | None = None) -> None:
-    """In a child: train under a tool until somebody ends it; after each step note its time and the next call's number."""
+def train(
+    tool: str, folder: Path, seconds: float, ranks: tuple[int, int] = (0, 1), trouble: Trouble | None = None
+) -> None:
+    """In a child: train under a tool until somebody ends it; note the time of each step and the next call's number."""
     os.environ.update(OP_TOOLS_RESULTS_DIR=str(folder), OP_TOOLS_CONSOLE="off")
     os.environ["OP_DTYPE_CAST_DICT"] = "torch.float32->torch.float64"  # so that it has something to do
     rank, world = ranks
     device = "cuda"
     if world > 1:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank))
-        torch.distributed.init_process_group("nccl", init_method=f"file://{folder}.rendezvous", rank=rank, world_size=world)
+        torch.distributed.init_process_group(
+            "nccl", init_method=f"file://{folder}.rendezvous", rank=rank, world_size=world
+        )
         torch.cuda.set_device(rank)
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4)).to(device)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     x = torch.ones(4, 8, device=device)
     notes = os.open(f"{folder}.steps{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    if trouble is not None:
-        trouble(folder)
+    results = os.open(f"{folder}.losses{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
     end = time.monotonic() + seconds
     losses = []
     with getattr(op_tools, tool)():
+        if trouble is not None:  # a folder that cannot be written from the start is told by `start()`
+            trouble(folder)
         while time.monotonic() < end:
             loss = net(x).square().mean()
             loss.backward()
@@ -77,7 +82,7 @@ def train(tool: str, folder: Path, seconds: float, ranks: tuple[int, int] = (0, 
             with contextlib.suppress(OSError):
                 os.write(notes, f"{next(ids)} {time.monotonic()}\n".encode())
             time.sleep(_STEP)
-    (folder.parent / f"{folder.name}.losses{rank}").write_text(json.dumps(losses))
+    os.write(results, json.dumps(losses).encode())
 
 
 def warm_up() -> None:
@@ -124,7 +129,7 @@ class Run:
     world: int
     moment: float  # seconds after the first step
     seconds: float = 60.0
-    trouble: Trouble | None = None
+    trouble: Callable[[Path], None] | None = None
     children: list[int] = dataclasses.field(default_factory=list)
     codes: list[int] = dataclasses.field(default_factory=list)
     began: float = 0.0
@@ -261,14 +266,14 @@ def checked(run: Run) -> Counter[str]:
 
 BAD: Final = (
     *("unreadable", "partial", "lost more than a second", "not ended by the signal", "other exit code", "failed"),
-    *("without a CSV file", "ended before the signal"),
+    *("without a CSV file", "ended before the signal", "other losses"),
 )
 _RECORDING: Final = ("OpObserve", "OpTimeMeasure", "OpCapture", "OpTrace", "OpFallback", "OpDtypeCast", "OpAutoCompare")
 
 
 def _end_of(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return " / ".join(lines[-2 if len(lines) < 9 else -40 :])[-2000:]
+    return " / ".join(lines[-2 if "Thread" not in str(lines) else -60 :])[-3000:]
 
 
 def _last_recorded(path: Path) -> int | None:
@@ -310,28 +315,81 @@ def _lost(folder: Path, last: int, killed: float) -> float:
     return 0.0
 
 
-def full_disk(limit: int) -> Trouble:
-    """As a quota, or a full disk: no file grows beyond so many bytes."""
+# --- what can go wrong around a run that ends by itself --------------------------------------------------------
 
-    def trouble(folder: Path) -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    return trouble
+def full_disk(folder: Path) -> None:
+    """As a quota, or a full disk: no file grows beyond 64 KiB."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
+
+
+def no_permission(folder: Path) -> None:
+    """From the first step on nothing can be made in the folder: it is another user's."""
+    folder.chmod(0o700)
+    os.seteuid(65534)
 
 
 def read_only(folder: Path) -> None:
-    """Nothing can be written any more to a folder whose files are there; root is not asked for permission, so a system call."""
-    fail_writes(folder, errno.EROFS)
-
-
-def fail_writes(folder: Path, number: int) -> None:
-    """From now on no file can be made in a folder."""
+    """Opening a file to write is the error of a file system that is mounted read-only."""
     opened = os.open
 
     def refused(path: Any, flags: int, *more: Any, **options: Any) -> int:
-        if isinstance(path, (str, Path)) and str(path).startswith(str(folder)) and flags & (os.O_WRONLY | os.O_RDWR):
-            raise OSError(number, os.strerror(number), str(path))
+        if str(path).startswith(str(folder)) and flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
         return opened(path, flags, *more, **options)
 
     os.open = refused  # type: ignore[assignment]
+
+
+def slow_disk(folder: Path) -> None:
+    """Making a file takes 50 ms."""
+    opened = os.open
+
+    def slow(*given: Any, **options: Any) -> int:
+        time.sleep(0.05)
+        return opened(*given, **options)
+
+    os.open = slow
+
+
+def jumping_clock(folder: Path) -> None:
+    """The time of day goes forth and back by days."""
+    real = time.time
+    time.time = lambda: real() + random.choice((-86400.0, 0.0, 86400.0))
+
+
+def few_files(folder: Path) -> None:
+    """Hardly any file can be opened any more."""
+    limit = len(os.listdir("/proc/self/fd")) + 4
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+
+
+def little_memory(folder: Path) -> None:
+    """The host has 300 MB more, and no more."""
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (300 << 20),) * 2)
+
+
+TROUBLES: Final = (full_disk, no_permission, read_only, slow_disk, jumping_clock, few_files, little_memory)
+
+
+def troubled(tools: Iterable[str], folder: Path) -> dict[str, Counter[str]]:
+    """Runs of a second under each tool in each trouble: they end by themselves, and compute what they would have."""
+    found: dict[str, Counter[str]] = {}
+    for trouble in TROUBLES:
+        runs = [Run(tool, 0, folder / f"{tool}-{trouble.__name__}", 1, 0.0, 1.0, trouble) for tool in tools]
+        for name, counts in all_of(iter(runs)).items():
+            found.setdefault(f"{trouble.__name__.replace('_', ' ')}, {name.partition(',')[0]}", Counter()).update(
+                counts
+            )
+        losses = [_losses(run.folder) for run in runs if run.tool != "OpDtypeCast"]
+        for run, mine in zip((run for run in runs if run.tool != "OpDtypeCast"), losses):
+            longest = max(losses, key=len)
+            found[f"{trouble.__name__.replace('_', ' ')}, {run.tool}"]["other losses"] += mine != longest[: len(mine)]
+    return found
+
+
+def _losses(folder: Path) -> list[float]:
+    file = Path(f"{folder}.losses0")
+    return list(json.loads(file.read_text() or "[]")) if file.exists() else []

@@ -127,7 +127,10 @@ class Row:
 
 
 def _table(found: dict[str, dict[str, str]]) -> str:
-    lines = ["| torch | " + " | ".join(f"Python {python}" for python in PYTHON) + " |", "| --- |" + " --- |" * len(PYTHON)]
+    lines = [
+        "| torch | " + " | ".join(f"Python {python}" for python in PYTHON) + " |",
+        "| --- |" + " --- |" * len(PYTHON),
+    ]
     for torch, cells in found.items():
         lines.append(f"| {torch} | " + " | ".join(cells.get(python, "not run") for python in PYTHON) + " |")
     return "\n".join(lines)
