@@ -6,6 +6,7 @@ Python. It must have no threads and must not have used the device. What is kille
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dataclasses
 import errno
@@ -42,6 +43,7 @@ SIGNALS: Final = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 MAX_LOST: Final = 1.0  # seconds of records
 _PATIENCE: Final = 60.0  # seconds until a process that was told to end is killed
 _STEP: Final = 0.03  # seconds between two steps
+_MIN_STEPS: Final = 40  # of a run in trouble
 Trouble = Callable[[Path], None]
 
 
@@ -65,12 +67,12 @@ def train(
     x = torch.ones(4, 8, device=device)
     notes = os.open(f"{folder}.steps{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     results = os.open(f"{folder}.losses{rank}", os.O_WRONLY | os.O_CREAT, 0o600)
-    end = time.monotonic() + seconds
     losses = []
     with getattr(op_tools, tool)():
         if trouble is not None:  # a folder that cannot be written from the start is told by `start()`
             trouble(folder)
-        while time.monotonic() < end:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end or (trouble is not None and len(losses) < _MIN_STEPS):
             loss = net(x).square().mean()
             loss.backward()
             if world > 1:
@@ -332,14 +334,21 @@ def no_permission(folder: Path) -> None:
 
 def read_only(folder: Path) -> None:
     """Opening a file to write is the error of a file system that is mounted read-only."""
-    opened = os.open
+    opened, opened_file = os.open, builtins.open
+
+    def check(path: Any, writes: bool) -> None:
+        if writes and str(path).startswith((str(folder), "/proc/self/fd")):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     def refused(path: Any, flags: int, *more: Any, **options: Any) -> int:
-        if str(path).startswith(str(folder)) and flags & (os.O_WRONLY | os.O_RDWR):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+        check(path, bool(flags & (os.O_WRONLY | os.O_RDWR)))
         return opened(path, flags, *more, **options)
 
-    os.open = refused  # type: ignore[assignment]
+    def refused_file(path: Any, mode: str = "r", *more: Any, **options: Any) -> Any:
+        check(path, bool(set(mode) & set("wax+")))
+        return opened_file(path, mode, *more, **options)
+
+    os.open, builtins.open = refused, refused_file  # type: ignore[assignment]
 
 
 def slow_disk(folder: Path) -> None:
