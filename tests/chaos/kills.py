@@ -235,7 +235,9 @@ def checked(run: Run) -> Counter[str]:
             last = max(last, number or -1)
         elif path.suffix == trace_format.SUFFIX:
             try:
-                steps = trace_format.read(path, partial=run.number == signal.SIGKILL)["operators"]["step"]
+                steps = trace_format.read(path, partial=run.number == signal.SIGKILL or run.trouble is not None)[
+                    "operators"
+                ]["step"]
                 last = max(last, _first_call_after(folder, int(steps.max())) if len(steps) else -1)
             except SettingsError:
                 found["unreadable"] += 1
