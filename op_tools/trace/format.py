@@ -232,21 +232,21 @@ def read(path: Path, tables: Iterable[str] | None = None, partial: bool = False)
     try:
         with path.open("rb") as file:
             _check_head(path, file.readline(_MAX_LINE))
-            budget = _MAX_RATIO * os.fstat(file.fileno()).st_size + (1 << 20)
+            file_size = os.fstat(file.fileno()).st_size
+            budget = _MAX_RATIO * file_size + (1 << 20)
             while line := file.readline(_MAX_LINE):
                 try:
                     head = json.loads(line)
                     size = int(head["bytes"])
                     if size < 0:
                         raise ValueError("a negative size")
+                    if size > file_size - file.tell():
+                        raise EOFError
                     if head.get("table") in TABLES and head["table"] not in wanted:
                         packed = b""
-                        if file.seek(size, os.SEEK_CUR) > os.fstat(file.fileno()).st_size:
-                            raise EOFError
+                        file.seek(size, os.SEEK_CUR)
                     else:
                         packed = file.read(size)
-                        if len(packed) < size:
-                            raise EOFError
                     facts.update(head.get("facts", {}))
                     if "end" in head:
                         complete = True

@@ -199,6 +199,12 @@ def test_a_hostile_trace_is_one_clear_line(head: dict[str, object], body: bytes,
         read(path, partial=True)
 
 
+def test_a_trace_that_claims_to_be_huge_is_cut_off(tmp_path: Path) -> None:
+    path = _hostile(tmp_path / "rank0.optrace", {"texts": 1, "bytes": 2**62}, b"[]")
+    with pytest.raises(TraceError, match="its end is missing"):
+        read(path)
+
+
 def test_a_text_that_is_not_there_is_damage(tmp_path: Path) -> None:
     with TraceWriter(tmp_path / "rank0.optrace", {}) as writer:
         writer.add("modules", (0, -1, 5, 0, 0))
