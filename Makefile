@@ -57,7 +57,7 @@ test-ascend:  ## the device layer on the real torch_npu wheel, without a chip (a
 test-matrix:  ## a quick suite for each version of PyTorch and Python (ARGS="--torch 2.10.0 --python 3.12" and the like)
 	@$(PYTHON) -m tests.matrix $(ARGS)
 
-test-chaos: $(VENV)/.ready-dev  ## kills, full disks, hostile files: minutes, bounded (ARGS="--minutes 5 --seed 1")
+test-chaos: $(VENV)/.ready-dev  ## kills, full disks, hostile files: minutes, bounded (ARGS="--kills 100 --captures 10000 --seed 1")
 	@$(ONE_THREAD) $(PY) -m tests.chaos $(ARGS)
 
 lint: $(VENV)/.ready-dev  ## ruff, mypy and the import contract

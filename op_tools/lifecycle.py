@@ -12,8 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from enum import IntEnum
-from types import CodeType, FrameType
-from typing import Any
+from typing import Any, Final
 
 _Callback = Callable[[], None]
 
@@ -41,8 +40,8 @@ def after_fork_in_child(callback: _Callback) -> None:
     _in_child.append(callback)
 
 
-def ignore_ctrl_c() -> None:
-    """In a worker process: Ctrl-C and SIGTERM are for its parent, which ends it (`ignore_ctrl_c()`)."""
+def leave_signals_to_parent() -> None:
+    """In a worker process: Ctrl-C and SIGTERM are for its parent, which ends it (`leave_signals_to_parent()`)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
@@ -67,34 +66,40 @@ def _terminate(number: int, frame: object) -> None:
     global _is_terminated
     _is_terminated = os.getpid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the process at once
-    sys.unraisablehook = _insist_on_the_end(sys.unraisablehook)
+    report = sys.unraisablehook
+    sys.unraisablehook = lambda found: None if isinstance(found.exc_value, Terminated) else report(found)
+    threading.Thread(target=_insist, name="op_tools-end", daemon=True).start()
     raise Terminated
 
 
-def _insist_on_the_end(report: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """Python ignores what is raised in a destructor or a weak reference's callback: raise it again after that."""
-
-    def hook(ignored: Any) -> None:
-        if isinstance(ignored.exc_value, Terminated):
-            threading.Thread(target=_raise_after, args=(hook.__code__,), daemon=True).start()
-        else:
-            report(ignored)
-
-    return hook
+_INSIST_SECONDS: Final = 0.5
+_INSIST_TIMES: Final = 3
 
 
-def _raise_after(code: CodeType) -> None:
-    """Raise Terminated in the main thread as soon as it is not in this function any more."""
-    main = threading.main_thread().ident or 0
-    frame: FrameType | None
-    while True:
-        time.sleep(0.01)
-        frame = sys._current_frames().get(main)
-        while frame is not None and frame.f_code is not code:
-            frame = frame.f_back
-        if frame is None:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(Terminated))
-            return
+def _insist() -> None:
+    """Raise again in the main thread: what is raised in a destructor, or under C++, may be dropped there."""
+    for _ in range(_INSIST_TIMES):
+        _is_dropped.clear()
+        time.sleep(_INSIST_SECONDS)
+        ctypes.pythonapi.Py_AddPendingCall(_look_in_main_thread, None)
+        if _is_dropped.wait(_INSIST_SECONDS) and not _is_ending:
+            thread = ctypes.c_ulong(threading.main_thread().ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(Terminated))
+
+
+def _look(_: Any) -> int:
+    """In the main thread, between two instructions: is the end under way, in `finally` blocks say?"""
+    error: BaseException | None = sys.exc_info()[1]
+    while error is not None and not isinstance(error, Terminated):
+        error = error.__context__
+    if error is None and not _is_ending:
+        _is_dropped.set()
+    return 0
+
+
+_look_in_main_thread = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_look)
+_is_dropped = threading.Event()
+_is_ending = False
 
 
 def _default_in_child() -> None:
@@ -127,6 +132,8 @@ def _run(callbacks: list[_Callback]) -> None:
 
 
 def _exit() -> None:
+    global _is_ending
+    _is_ending = True
     try:
         _run([callback for _, callback in sorted(_at_exit, key=lambda pair: pair[0])])
     finally:

@@ -78,8 +78,21 @@ def load() -> None:
         faults.from_environment()
 
 
+def _pin_for_this_device() -> None:
+    """Storages are pinned for the accelerator that is here; until 2.12 PyTorch pins them for CUDA unless told."""
+    from torch import TypedStorage, UntypedStorage
+
+    for kind in (UntypedStorage, TypedStorage):
+        for name in ("is_pinned", "pin_memory"):
+            method: Any = getattr(kind, name)
+            if method.__defaults__ == ("cuda",):
+                method.__defaults__ = (None,)
+
+
 def _register() -> None:
     import torch
+
+    _pin_for_this_device()
     from torch.utils import backend_registration
 
     from ..imports import AfterImport

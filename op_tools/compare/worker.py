@@ -139,7 +139,7 @@ class Worker:
 
 def main(socket: int, memory: int, size: int) -> None:
     """Serve the process that holds the other end of a socket; both map `size` bytes of a file."""
-    lifecycle.ignore_ctrl_c()  # this process ends when the run does
+    lifecycle.leave_signals_to_parent()  # this process ends when the run does
     torch.set_num_threads(1)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # only the run knows what it allows
     connection = Connection(socket)

@@ -97,7 +97,8 @@ class Writer:
         while True:
             with self._change:
                 while not self._may_begin():
-                    self._change.wait(self.patience / 2 if self._jobs else None)
+                    oldest = self._jobs[0][0] if self._jobs else None
+                    self._change.wait(None if oldest is None else oldest + self.patience - time.monotonic() + 1e-3)
                 item = self._jobs.popleft()
                 self._busy = bool(self._jobs)
                 if item is _STOP:

@@ -32,7 +32,9 @@ from .outcome import ERROR, IDENTICAL, NOT_COMPARABLE, RAN, RIGHT, WRONG, Option
 
 
 def replay(folder: Path, options: Options | None = None, rules: verdict.Rules | None = None) -> Outcome:
-    """Run one captured call again and judge it; never raises for what a file holds.
+    """Run one captured call again, in this process, and judge it; never raises for what a file holds.
+
+    A kernel that crashes takes this process along: `pool.replay_all` is for captures that one does not trust.
 
     >>> replay(Path("op_tools_results/.../torch.add/1/1/t"), Options(acc_check=True)).status  # doctest: +SKIP
     'bit-identical'

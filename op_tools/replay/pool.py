@@ -29,12 +29,20 @@ from .outcome import ERROR, Options, Outcome, op_from
 
 
 def replay_all(
-    folders: Sequence[Path], options: Options, jobs: int = 0, ready: Callable[[str], None] = lambda name: None
+    folders: Sequence[Path],
+    options: Options,
+    jobs: int | None = None,
+    ready: Callable[[str], None] = lambda name: None,
 ) -> Iterator[Outcome]:
-    """Replay captures in order; with `jobs`, in that many worker processes. `ready` gets the name of their device.
+    """Replay captures in order, in so many worker processes. `ready` gets the name of their device.
+
+    By default in one, since a hostile capture may crash whoever runs it, and in this process if `options.trusted`
+    says that the captures are one's own; `jobs=0` is this process in any case.
 
     >>> [outcome.status for outcome in replay_all(folders, Options(acc_check=True), jobs=4)]  # doctest: +SKIP
     """
+    if jobs is None:
+        jobs = 0 if options.trusted else 1
     if jobs < 1:
         ready(activate(options.device))
         check_device(options.device)
@@ -299,7 +307,7 @@ def _limited_threads(threads: int) -> Iterator[None]:
 
 def _work(connection: Connection, options: Options, jobs: int) -> None:
     """The loop of a worker: captures in, outcomes out, until the pipe closes."""
-    lifecycle.ignore_ctrl_c()
+    lifecycle.leave_signals_to_parent()
     torch.set_num_threads(min(torch.get_num_threads(), max(1, (os.cpu_count() or 1) // jobs)))
     try:
         name = activate(options.device)

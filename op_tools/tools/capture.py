@@ -29,7 +29,7 @@ from ..watch.intercept import Call
 from .base import Tool
 
 _MEBI: Final = 1 << 20
-_PATIENCE: Final = 1.0  # seconds before writing starts, so that a burst of captures is not slowed down
+_PATIENCE: Final = 0.4  # seconds before writing starts: a burst of captures is not slowed down, a kill costs little
 _GIVE_UP_AFTER: Final = 3  # failed writes in a row
 _DROPPED: Final = "captures were dropped: the queue was full (OP_CAPTURE_WHEN_FULL)"
 _MAX_JOBS: Final = 50_000  # in the queue of a store, where a call may need no copies at all

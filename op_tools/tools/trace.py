@@ -168,6 +168,11 @@ class OpTrace(Tool):
 
     # -- end ------------------------------------------------------------------------------------------
 
+    def read_late(self) -> None:
+        if self._recorder is not None:
+            with self._recorder.lock:
+                self._recorder.writer.flush()
+
     def finish(self) -> None:
         COMPILED.ignore()
         if self._recorder is not None:

@@ -25,6 +25,7 @@ NAMED: Final = b"op_tools trace "
 PROJECTIONS: Final = 8
 _ROWS: Final = 16_384  # of a table that wait to be written
 _MAX_LINE: Final = 1 << 20
+_MAX_RATIO: Final = 200  # of a file unpacked to the file: zlib packs rows of numbers to a fiftieth at best
 
 TABLES: Final[dict[str, dict[str, str]]] = {
     "modules": {"id": "i4", "parent": "i4", "name": "text", "class": "text", "settings": "text"},
@@ -111,6 +112,7 @@ class TraceWriter:
         self._file: BinaryIO | None = path.open("wb")
         self._file.write(NAMED + f"{VERSION}\n".encode())
         self._block({"facts": facts}, b"")
+        self._file.flush()
 
     def text(self, text: str) -> int:
         """The number of a text; each is written once."""
@@ -154,6 +156,8 @@ class TraceWriter:
                         for kind, values in zip(TABLES[table].values(), zip(*rows))
                     ]
                     self._block({"table": table, "rows": len(rows)}, b"".join(columns))
+            if self._file is not None:
+                self._file.flush()  # what is written outlives this process
 
     def _block(self, head: dict[str, Any], body: bytes) -> None:
         if self._file is not None:
@@ -236,29 +240,37 @@ def read(path: Path, tables: Iterable[str] | None = None, partial: bool = False)
     try:
         with path.open("rb") as file:
             _check_head(path, file.readline(_MAX_LINE))
+            file_size = os.fstat(file.fileno()).st_size
+            budget = _MAX_RATIO * file_size + (1 << 20)
             while line := file.readline(_MAX_LINE):
                 try:
                     head = json.loads(line)
                     size = int(head["bytes"])
+                    if size < 0:
+                        raise ValueError("a negative size")
+                    if size > file_size - file.tell():
+                        raise EOFError
                     if head.get("table") in TABLES and head["table"] not in wanted:
                         packed = b""
-                        if file.seek(size, os.SEEK_CUR) > os.fstat(file.fileno()).st_size:
-                            raise EOFError
+                        file.seek(size, os.SEEK_CUR)
                     else:
                         packed = file.read(size)
-                        if len(packed) < size:
-                            raise EOFError
                     facts.update(head.get("facts", {}))
                     if "end" in head:
                         complete = True
                     elif "texts" in head:
-                        texts += [str(text) for text in json.loads(zlib.decompress(packed))]
+                        body = _unpacked(packed, budget)
+                        budget -= len(body)
+                        texts += [str(text) for text in json.loads(body)]
                     elif head.get("table") in wanted:
                         name = head["table"]
-                        parts[name].append(_columns(name, int(head["rows"]), zlib.decompress(packed)))
+                        rows = int(head["rows"])
+                        body = _unpacked(packed, min(budget, rows * _row_bytes(name)))
+                        budget -= len(body)
+                        parts[name].append(_columns(name, rows, body))
                 except EOFError:
                     break
-                except (ValueError, KeyError, TypeError, zlib.error) as error:
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
                     raise TraceError(f"{path}: damaged after byte {file.tell():,} ({type(error).__name__})") from None
     except OSError as error:
         raise TraceError(f"{path}: cannot be read ({error.strerror or error})") from None
@@ -268,7 +280,16 @@ def read(path: Path, tables: Iterable[str] | None = None, partial: bool = False)
             f"{path}: its end is missing (the run was stopped, or the file is cut off); --partial reads the "
             f"{rows:,} operators that are there"
         )
-    return Trace({name: _joined(name, parts[name]) for name in wanted}, texts, facts, path)
+    found = {name: _joined(name, parts[name]) for name in wanted}
+    for name, columns in found.items():
+        for column, kind in TABLES[name].items():
+            if (
+                kind == "text"
+                and len(columns[column])
+                and not 0 <= columns[column].min() <= columns[column].max() < len(texts)
+            ):
+                raise TraceError(f"{path}: damaged (a text that is not there)")
+    return Trace(found, texts, facts, path)
 
 
 def _check_head(path: Path, line: bytes) -> None:
@@ -277,6 +298,19 @@ def _check_head(path: Path, line: bytes) -> None:
     version = line[len(NAMED) :].strip().decode("ascii", "replace")
     if version != str(VERSION):
         raise TraceError(f"{path}: a trace of version {version[:20]}; this op_tools reads version {VERSION}")
+
+
+def _unpacked(packed: bytes, limit: int) -> bytes:
+    """A block unpacked, which may not be larger than it says: a small file must not cost gigabytes."""
+    unpacking = zlib.decompressobj()
+    body = unpacking.decompress(packed, max(0, limit) + 1)
+    if len(body) > limit or not unpacking.eof:
+        raise ValueError("a block of another size")
+    return body
+
+
+def _row_bytes(table: str) -> int:
+    return sum(np.dtype(_NUMPY.get(kind, kind)).itemsize for kind in TABLES[table].values())
 
 
 def _columns(table: str, rows: int, body: bytes) -> list[Any]:

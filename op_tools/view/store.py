@@ -28,7 +28,7 @@ from .. import lifecycle, settings
 _BATCH_ROWS: Final = 4_000
 ASK_EVERY: Final = 64  # rows: so often whoever adds them calls `flush_when_due`
 _MAX_SITES: Final = 50_000
-_FLUSH_SECONDS: Final = 0.4  # between two writes: what a killed process loses is younger than twice this
+_FLUSH_SECONDS: Final = 0.4  # between two writes: what a killed process loses is not much older
 
 Rows = deque[tuple[Any, ...]]
 
@@ -122,7 +122,7 @@ class Store:
             rows.clear()
 
     def _write_forever(self) -> None:
-        while not self._wake.wait(_FLUSH_SECONDS):
+        while not self._wake.wait(_FLUSH_SECONDS / 2):
             self._ask_sources()
             if any(rows for _, rows in self._tables.copy().values()) and time.monotonic() > self._due:
                 self.flush()

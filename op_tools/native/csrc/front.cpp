@@ -4,6 +4,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <frameobject.h>  // PyFrame_GetBack, before Python 3.11
 #include <structmember.h>
 
 #include <cstdint>

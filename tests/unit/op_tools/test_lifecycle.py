@@ -145,3 +145,32 @@ def test_a_killed_run_loses_less_than_a_second_of_times(tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGKILL
     assert _rows(tmp_path) == 40
     assert "op_elasped" not in done.stdout
+
+
+@pytest.mark.parametrize("handled", [False, True])
+def test_a_sigterm_that_a_destructor_drops_ends_the_process_all_the_same(tmp_path: Path, handled: bool) -> None:
+    """Slurm sends it once. An orderly end, which may take its time, is not disturbed."""
+    script = f"""
+import importlib.util, os, signal, time
+found = importlib.util.spec_from_file_location("lifecycle", {str(ROOT / "op_tools/lifecycle.py")!r})  # without PyTorch
+lifecycle = importlib.util.module_from_spec(found)
+found.loader.exec_module(lifecycle)
+lifecycle.finish_on_sigterm()
+class Closing:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+try:
+    if {handled}:
+        os.kill(os.getpid(), signal.SIGTERM)
+    Closing()
+    for _ in range(1000):
+        time.sleep(0.01)
+    print("not ended")
+finally:
+    for _ in range(150):
+        time.sleep(0.01)
+    print("in order")
+"""
+    done = _run(script, tmp_path)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "in order\n"), done.stderr

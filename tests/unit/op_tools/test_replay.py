@@ -678,7 +678,7 @@ def test_judging_beside_the_next_run_changes_nothing() -> None:
     folders = varied_captures() * 6
     before = torch.get_rng_state()
     apart = [replay(folder, CPU).as_dict() for folder in folders]
-    together = [outcome.as_dict() for outcome in pool.replay_all(folders, CPU)]
+    together = [outcome.as_dict() for outcome in pool.replay_all(folders, CPU, jobs=0)]
     for outcome in apart + together:
         outcome.pop("seconds")
     assert repr(together) == repr(apart)
@@ -703,7 +703,7 @@ def test_large_captures_are_alone_in_memory(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(Check, "run", run)
     monkeypatch.setattr(Check, "conclude", conclude)
-    assert len(list(pool.replay_all(varied_captures(), CPU))) == 8
+    assert len(list(pool.replay_all(varied_captures(), CPU, jobs=0))) == 8
 
 
 # -- processes ----------------------------------------------------------------------------------------
@@ -814,7 +814,7 @@ def test_an_operator_that_trusts_its_indices_is_refused_or_checked(
 
 def test_a_crash_in_a_kernel_costs_one_capture_and_the_report_goes_on() -> None:
     folders = [save_exp("a"), save("crash", "aten.remainder.int", (1, 0)), save_exp("b")]
-    outcomes = list(pool.replay_all(folders, CPU, jobs=1))
+    outcomes = list(pool.replay_all(folders, CPU))  # in a process of its own unless told otherwise
     assert [o.status for o in outcomes] == [IDENTICAL, ERROR, IDENTICAL]
     assert outcomes[1].reason == "the process that ran it died (SIGFPE)"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -184,3 +186,48 @@ def test_ranks_are_put_together_by_their_placements(tmp_path: Path) -> None:
         traces.append(read(path))
     rows, _ = Graph(merged(traces)).prints()
     assert np.allclose(rows[0][:9], fingerprint(whole).numpy()[:9], rtol=1e-9, atol=1e-9)
+
+
+def _hostile(path: Path, head: dict[str, object], body: bytes) -> Path:
+    packed = zlib.compress(body, 9)
+    line = json.dumps({"bytes": len(packed), **head}).encode()
+    path.write_bytes(columns.NAMED + f"{columns.VERSION}\n".encode() + line + b"\n" + packed)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("head", "body"),
+    [
+        ({"texts": 1}, b'["' + b"a" * 10**8 + b'"]'),  # a hundred megabytes in a hundred kilobytes
+        ({"table": "operators", "rows": 1}, bytes(10**8)),
+        ({"texts": 1}, b"[" * 10**5),
+        ({"texts": 1, "bytes": -100}, b"[]"),
+        ({"table": "operators", "rows": 1, "bytes": -100}, b""),
+        ({"table": "texts", "rows": 1, "bytes": [1]}, b""),
+    ],
+)
+def test_a_hostile_trace_is_one_clear_line(head: dict[str, object], body: bytes, tmp_path: Path) -> None:
+    path = _hostile(tmp_path / "rank0.optrace", head, body)
+    with pytest.raises(TraceError, match="damaged after byte"):
+        read(path, partial=True)
+
+
+def test_a_trace_that_claims_to_be_huge_is_cut_off(tmp_path: Path) -> None:
+    path = _hostile(tmp_path / "rank0.optrace", {"texts": 1, "bytes": 2**62}, b"[]")
+    with pytest.raises(TraceError, match="its end is missing"):
+        read(path)
+
+
+def test_a_text_that_is_not_there_is_damage(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "rank0.optrace", {}) as writer:
+        writer.add("modules", (0, -1, 5, 0, 0))
+    with pytest.raises(TraceError, match="a text that is not there"):
+        read(tmp_path / "rank0.optrace")
+
+
+def test_what_was_flushed_outlives_the_process(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path / "rank0.optrace", {"rank": 0})
+    assert read(writer.path, partial=True).facts == {"rank": 0}
+    writer.add("modules", (0, -1, writer.text("model"), 0, 0))
+    writer.flush()
+    assert read(writer.path, partial=True).words("modules", "name") == ["model"]
