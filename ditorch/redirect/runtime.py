@@ -98,41 +98,23 @@ def _install_generator(ledger: Ledger, devices: Devices) -> None:
 
 
 def _install_streams(ledger: Ledger, devices: Devices) -> None:
-    def shown(get: Callable[[Any], torch.device]) -> Any:
-        def device(self: Any) -> torch.device:
-            real = get(self)
-            return real if devices.called_from_inside(1) else devices.shown(real)
-
-        return property(device)
-
-    class Event(torch.Event):
-        """An event whose device is shown as cuda, with CUDA's name for its handle (0 until it is recorded)."""
-
-        device = shown(torch.Event.device.__get__)
-
-        @property
-        def cuda_event(self) -> int:
-            return self.event_id
+    get = torch.Stream.device.__get__
 
     class Stream(torch.Stream):
         """A stream whose device is shown as cuda, with CUDA's name for its handle."""
 
-        device = shown(torch.Stream.device.__get__)
+        @property
+        def device(self) -> torch.device:  # type: ignore[override]
+            real = get(self)
+            return real if devices.called_from_inside(1) else devices.shown(real)
 
         @property
         def cuda_stream(self) -> int:
             return self.stream_id
 
-        def record_event(self, event: torch.Event | None = None) -> torch.Event:
-            event = Event(device=get_device(self)) if event is None else event
-            event.record(self)
-            return event
-
-    get_device = torch.Stream.device.__get__
-    for cls in (Stream, Event):
-        cls.__module__ = "torch"
-    kinds = (Stream, Event) if devices.show_as_cuda else (torch.Stream, torch.Event)
-    makers = dict(zip(("Stream", "Event"), kinds, strict=True))
+    Stream.__module__ = "torch"
+    # Events stay PyTorch's own: elapsed_time and record_event take no subclass.
+    makers = {"Stream": Stream if devices.show_as_cuda else torch.Stream, "Event": torch.Event}
     for name, maker in makers.items():
         original = getattr(torch, name)
 

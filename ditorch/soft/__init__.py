@@ -68,7 +68,7 @@ def load() -> None:
         extension.set_device_count(devices)
         for index in range(devices if limit else 0):
             extension.set_memory_limit(index, limit)
-        if DITORCH.read("DITORCH_SOFT_SHARED_RANDOM"):
+        if DITORCH.flag("DITORCH_SOFT_SHARED_RANDOM"):
             extension.share_random()
         _native = extension
         _register()

@@ -39,17 +39,6 @@ def test_streams_show_cuda_and_have_its_handle() -> None:
 
 
 @accelerator
-def test_events_show_cuda_and_have_its_handle() -> None:
-    timed = torch.cuda.Event(enable_timing=True)
-    timed.record()
-    for event in (timed, torch.cuda.current_stream().record_event(), torch.Event(device="cuda")):
-        assert event.device.type == "cuda"
-        assert isinstance(event.cuda_event, int)  # type: ignore[union-attr]
-    assert torch.cuda.current_stream().record_event(timed) is timed
-    assert timed.query()
-
-
-@accelerator
 def test_operators_registered_for_cuda_are_found() -> None:
     @torch.library.custom_op("vendor_doors::twice", mutates_args=(), device_types="cuda")
     def twice(x: torch.Tensor) -> torch.Tensor:
