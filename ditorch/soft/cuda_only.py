@@ -6,6 +6,7 @@ operators. What is left out is in ``REFUSED``, with the reason.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -37,9 +38,11 @@ def register() -> None:
     """Give the device a kernel for each operator that this release of PyTorch has."""
     global _library
     _library = torch.library.Library("aten", "IMPL")
-    for name, kernel in {**KERNELS, **attention.KERNELS}.items():
-        if torch._C._dispatch_has_kernel(f"aten::{name}"):
-            _library.impl(name, kernel, "PrivateUse1")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning only once for all operators")  # histc has the CPU's kernel
+        for name, kernel in {**KERNELS, **attention.KERNELS}.items():
+            if torch._C._dispatch_has_kernel(f"aten::{name}"):
+                _library.impl(name, kernel, "PrivateUse1")
 
 
 def operators() -> list[str]:
@@ -310,7 +313,35 @@ def affine_grid_backward(grad: Tensor, N: int, C: int, H: int, W: int) -> Tensor
     return of_theta
 
 
+# --- whole numbers, which the CPU's kernel refuses ------------------------------------------------
+
+
+def histc(self: Tensor, bins: int = 100, min: Any = 0, max: Any = 0) -> Tensor:
+    """Routers of mixtures of experts count tokens of integer indices with it (transformers' Mixtral)."""
+    if self.dtype.is_floating_point or bins <= 0:
+        return torch.histc(self.cpu(), bins, min, max).to(self.device)
+    if not (min == max and self.numel()):
+        low, high = int(min), int(max)
+    else:
+        low, high = int(self.min()), int(self.max())
+    if low == high:
+        low, high = low - 1, high + 1
+    if low > high:
+        raise RuntimeError("max must be larger than min")
+    values = self.reshape(-1).long()
+    values = values[(values >= low) & (values <= high)]
+    places = torch.div((values - low) * bins, high - low, rounding_mode="floor").clamp(max=bins - 1)
+    return torch.bincount(places, minlength=bins).to(self.dtype)
+
+
+def histc_out(*args: Any, out: Tensor, **kwargs: Any) -> Tensor:
+    found = histc(*args, **kwargs)
+    return out.resize_(found.shape).copy_(found)
+
+
 KERNELS: dict[str, Callable[..., Any]] = {
+    "histc": histc,
+    "histc.out": histc_out,
     "batch_norm_stats": batch_norm_stats,
     "batch_norm_elemt": batch_norm_elemt,
     "batch_norm_elemt.out": batch_norm_elemt_out,

@@ -254,6 +254,16 @@ def test_every_operator_of_cuda_alone_is_provided_or_refused_with_a_reason() -> 
     assert not missing
 
 
+def test_histograms_of_whole_numbers() -> None:
+    """CUDA counts them, the CPU does not; routers of transformers' mixtures of experts do it."""
+    chosen = torch.tensor([0, 3, 3, 1, 7, 2, 3], dtype=torch.int32, device="cuda")
+    assert torch.histc(chosen, bins=8, min=0, max=7).tolist() == [1, 1, 1, 3, 0, 0, 0, 1]
+    assert torch.histc(chosen, bins=2, min=0, max=7).dtype is torch.int32
+    assert torch.histc(chosen, bins=4).tolist() == torch.histc(chosen.cpu().double(), bins=4).tolist()
+    values = torch.linspace(-1, 1, 33)
+    assert torch.equal(torch.histc(values.cuda(), 7).cpu(), torch.histc(values, 7))
+
+
 # --- training by hand ------------------------------------------------------------------------------
 
 
