@@ -56,6 +56,13 @@ class ComparedCall(Invocation):
     doubts: dict[str, str] | None = None  # by phase: why a wrong result would not be the call's fault
     notes: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what judges remember until the backward
 
+    def continue_for(self, earlier: ComparedCall, live: Any) -> Any:
+        """Stand for an earlier call in its backward alone; the states of generators that were taken for this one."""
+        states, self.drawn, self.live, self.gradients_only = self.drawn, earlier.drawn, live, True
+        for name in ("region", "numbers", "record_site", "event"):
+            setattr(self, name, getattr(earlier, name))
+        return states
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Job:

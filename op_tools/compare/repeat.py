@@ -81,11 +81,15 @@ class Repeater:
             self._never.add((call.op, call.inputs.number))
         return None
 
-    def stopped(self, call: Any, compared: ComparedCall, states: tuple[Tensor, Tensor]) -> Drawn | None:
-        """What a call drew that did not return, since checkpointing needed no more of it; None if unknown."""
-        if compared.before is None or not _may_be_repeated(compared) or not self._is_repeatable(call.device):
-            return None
-        return self._repeat(call, compared, states)
+    def stopped(self, call: Any, compared: ComparedCall, states: tuple[Tensor, Tensor] | None) -> bool:
+        """Find out what a call drew that did not return, since checkpointing needed no more; whether it worked."""
+        if states is None or call.result is not None or compared.before is None or not _may_be_repeated(compared):
+            return False
+        drawn = self._repeat(call, compared, states) if self._is_repeatable(call.device) else None
+        if drawn is None or drawn.staged is None:
+            return False
+        compared.drawn = drawn
+        return True
 
     def _repeat(self, call: Any, compared: ComparedCall, states: tuple[Tensor, Tensor]) -> Drawn | None:
         device = call.device

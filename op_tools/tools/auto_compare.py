@@ -300,22 +300,14 @@ class OpAutoCompare(Tool):
             return
         if reused:  # its result is not judged: it is the first one's, or nobody has it
             del again.notes[self]
-            compared.notes.pop(Guarded, None)
-            compared.gradients_only = True
             if compared.before is None:
                 staged = self._stage(again.inputs.number, again.tensors, (again.args, again.kwargs))
                 if not self._keep_arguments(compared, staged):
                     return
-            states, compared.drawn = compared.drawn, earlier.drawn
-            for name in ("region", "numbers", "record_site", "event"):
-                setattr(compared, name, getattr(earlier, name))
-            if states is not None and again.result is None:
-                drawn = self._repeater.stopped(again, compared, states)
-                if drawn is not None and drawn.staged is not None:  # what it saved is made of what it drew
-                    compared.drawn, doubt = drawn, ""
-            compared.live = weakref.proxy(again)
-        if doubt:
-            compared.doubts = {BACKWARD if reused else FORWARD: doubt}
+            compared.notes.pop(Guarded, None)
+            if self._repeater.stopped(again, compared, compared.continue_for(earlier, weakref.proxy(again))):
+                doubt = ""  # what it saved is made of what it drew
+        compared.doubts = {BACKWARD if reused else FORWARD: doubt} if doubt else compared.doubts
         first.notes[self] = compared
 
     def doubts_gradients(self, call: Call, reason: str) -> None:

@@ -17,10 +17,9 @@ from ..call.description import Described, Tensor, short
 from ..call.devices import accelerator_type, module_of
 from ..compat import cuda_device, cuda_stream, storage_id
 from . import format as columns
-from .device_prints import DevicePrints, kernel_of
 from .format import BACKWARD, FORWARD, INPUT, OPTIMIZER, OUTPUT, TraceWriter
 from .places import MAX_TEXT, ModuleNames, Place, Sharding, arguments_of, sharding_of, stack_of_call, stream_of
-from .prints import Batch, fingerprint
+from .printing import PLAIN, Printing
 
 _NO_STORAGE: Final = 0
 
@@ -44,10 +43,9 @@ class Recorder:
     def __init__(self, writer: TraceWriter, prints: bool = True, stacks: int = 1, user_only: bool = True) -> None:
         self.writer = writer
         self.lock = threading.RLock()
-        self._prints, self._stacks, self._user_only = prints, stacks, user_only
-        self._batch = Batch()
-        self._fresh: list[tuple[tuple[int, int], Tensor]] = []  # on GPUs, of the present call, not printed yet
-        self._on_gpus: dict[torch.device, DevicePrints | None] = {}
+        self._stacks, self._user_only = stacks, user_only
+        self.world = writer_world()
+        self._printing = Printing(writer, self.world) if prints else None
         self._known: dict[int, _Known] = {}
         self._by_memory: dict[Any, _Known] = {}
         self._writers: dict[int, int] = {}  # of storages: the operator that wrote last
@@ -70,7 +68,6 @@ class Recorder:
         self._by_path: dict[str, int] = {}  # modules
         self._paths: dict[int, str] = {}
         self.modules = ModuleNames(self._register)
-        self.world = writer_world()
         self.operators = 0
         self.last_module = -1  # of the last backward: autograd adds up what that sends
         known = self._known
@@ -129,7 +126,7 @@ class Recorder:
                 return known.number
         else:
             known = None
-        sharding = sharding_of(tensor) if type(tensor) not in _PLAIN else None
+        sharding = sharding_of(tensor) if type(tensor) not in PLAIN else None
         held = tensor if sharding is None else sharding.local
         storage = storage_of(held)
         memory = _memory(held)
@@ -148,7 +145,8 @@ class Recorder:
         self._known[key] = reference
         if memory is not None:
             self._by_memory[memory] = reference
-        self._take_print(number, held, sharding)
+        if self._printing is not None:
+            self._printing.take(number, held, sharding)
         if of_function:
             self._made_by_function += 1
             self.edge(producer, OUTPUT, output, number)
@@ -195,66 +193,10 @@ class Recorder:
             found = self._looks[key] = self.writer.add("looks", row)
         return found
 
-    def _take_print(self, number: int, tensor: Tensor, sharding: Sharding | None) -> None:
-        if not self._prints or tensor.is_meta or tensor.layout != torch.strided or tensor.is_nested:
-            return
-        if type(tensor) not in _PLAIN and _storageless(tensor):
-            return
-        if (
-            self._accelerator == "cuda"
-            and tensor.is_cuda
-            and (sharding is None or sharding.whole is None)
-            and self._gpu(tensor.device) is not None
-        ):
-            self._fresh.append(((number, 0), tensor))
-            full = False
-        elif sharding is None:
-            full = self._batch.add(number, 0, fingerprint(tensor))
-        if sharding is None:
-            if self.world[1] > 1 and tensor.dim():
-                rank, world = self.world
-                whole = (tensor.shape[0] * world, *tensor.shape[1:])
-                part = fingerprint(tensor, whole, (tensor.shape[0] * rank, *[0] * (tensor.dim() - 1)))
-                full = self._batch.add(number, 1, part)
-        elif not self._fresh or self._fresh[-1][0][0] != number:
-            full = self._batch.add(number, 0, fingerprint(tensor, sharding.whole, sharding.at))
-        if full:
-            self.land()
-
-    def _gpu(self, device: torch.device) -> DevicePrints | None:
-        if device not in self._on_gpus:
-            kernel = kernel_of(device.index)
-            self._on_gpus[device] = None if kernel is None else DevicePrints(kernel)
-        return self._on_gpus[device]
-
     def launch(self) -> None:
-        """Print the new tensors of a call that lie on GPUs: before anybody writes to them, with one kernel."""
-        fresh, self._fresh = self._fresh, []
-        while fresh:
-            device = fresh[-1][1].device
-            here, fresh = (fresh, []) if len(fresh) == 1 else _divided(fresh, device)
-            prints = self._on_gpus[device]
-            assert prints is not None
-            for (number, part), tensor in prints.add(here):
-                self._batch.add(number, part, fingerprint(tensor))
-            if prints.sent > 1:
-                self._write_prints(*prints.land())
-
-    def _write_prints(self, keys: list[tuple[int, int]], rows: Any) -> None:
-        for (number, part), row in zip(keys, rows.tolist()):
-            self.writer.add("prints", (number, *row, part))
-
-    def land(self) -> None:
-        """Fetch the prints that wait on devices."""
-        for row in self._batch.land():
-            self.writer.add("prints", row)
-
-    def _land_all(self) -> None:
-        self.launch()
-        for prints in self._on_gpus.values():
-            if prints is not None:
-                self._write_prints(*prints.land(wait=True))
-        self.land()
+        """Print the new tensors of a call that lie on GPUs, before anybody writes to them."""
+        if self._printing is not None and self._printing.fresh:
+            self._printing.launch()
 
     # -- operators ------------------------------------------------------------------------------------
 
@@ -396,7 +338,7 @@ class Recorder:
     # -- memory ---------------------------------------------------------------------------------------
 
     def _allocated(self, operator: int, module: int, tensor: Tensor, phase: int, kind: int | None = None) -> None:
-        if type(tensor) not in _PLAIN or tensor.is_meta:
+        if type(tensor) not in PLAIN or tensor.is_meta:
             return
         storage = storage_of(tensor)
         if storage == _NO_STORAGE or storage in self._blocks:
@@ -426,21 +368,14 @@ class Recorder:
     def close(self) -> None:
         """Fetch what waits and complete the file."""
         with self.lock:
-            self._land_all()
+            if self._printing is not None:
+                self._printing.land_all()
             self._write_frees()
             facts: dict[str, Any] = {}
             with contextlib.suppress(Exception):
                 facts["peak_bytes"] = int(module_of(accelerator_type()).max_memory_allocated())
             self._references.clear()
             self.writer.close(**facts)
-
-
-_PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", Tensor)})
-
-
-def _divided(fresh: list[Any], device: torch.device) -> tuple[list[Any], list[Any]]:
-    here = [pair for pair in fresh if pair[1].device == device]
-    return here, [pair for pair in fresh if pair[1].device != device]
 
 
 def writer_world() -> tuple[int, int]:
@@ -473,13 +408,6 @@ def _address(tensor: Tensor) -> int:
         return tensor.data_ptr()
     except Exception:
         return 0
-
-
-def _storageless(tensor: Tensor) -> bool:
-    try:
-        return tensor.data_ptr() == 0 and tensor.numel() > 0
-    except Exception:
-        return True
 
 
 def _memory(tensor: Tensor) -> Any:

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import random
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -161,7 +161,7 @@ class Sampled(_Counts, Judge):
         plain = [is_plain(t) and not t.is_complex() for t in live.tensors]
         if not all(plain) or any(t.device != live.device and t.dim() for t in live.tensors):
             return None
-        axes = axes_of(call.op, live.args, live.kwargs) if stock else self._tried(call)
+        axes = axes_of(call.op, live.args, live.kwargs) if stock else _tried(call, self.setup.max_bytes, self._is_large)
         if axes is None and not stock:
             return None
         if axes is None:
@@ -176,28 +176,6 @@ class Sampled(_Counts, Judge):
         if not self._is_large(kind.elements, kind.work) or not chosen.counts:
             return None
         return None if chosen.elements > max(kind.elements // 2, _MAX_WHOLE) else kind
-
-    def _tried(self, call: ComparedCall) -> Axes | None:
-        """The axes of an operator of the user's own, found by golden runs."""
-        live, traits = call.live, call.traits
-        if traits.mutates or facts.may_mutate(call.op, live.kwargs) or traits.facts.writes:
-            return None
-        if not self._is_large(2 * sum([t.numel() for t in live.tensors])):
-            return None
-        options: dict[str, Any] = {
-            "name": call.op,
-            "traits": traits,
-            "device": call.region.device,
-            "max_bytes": self.setup.max_bytes,
-        }
-
-        def run(value: tuple[Any, Any]) -> list[Tensor] | None:
-            found = golden.run(call.function, *value, **options)
-            return list(tensors_in(found.outputs)) if found.comparable and not found.random else None
-
-        with quiet():
-            value = map_tensors((live.args, live.kwargs), lambda t: t.detach().cpu())
-            return axes_by_trial(value, run)
 
     def _is_large(self, elements: int | None, work: int = 0) -> bool:
         if self._always or elements is None:
@@ -487,3 +465,26 @@ def _no_autocast(device: str) -> Iterator[None]:
 def _pending(job: Job, sample: Sample) -> Judgement:
     job.parts = sample.parts
     return PENDING
+
+
+def _tried(call: ComparedCall, max_bytes: int, is_large: Callable[[int], bool]) -> Axes | None:
+    """The axes of an operator of the user's own, found by golden runs."""
+    live, traits = call.live, call.traits
+    if traits.mutates or facts.may_mutate(call.op, live.kwargs) or traits.facts.writes:
+        return None
+    if not is_large(2 * sum([t.numel() for t in live.tensors])):
+        return None
+    options: dict[str, Any] = {
+        "name": call.op,
+        "traits": traits,
+        "device": call.region.device,
+        "max_bytes": max_bytes,
+    }
+
+    def run(value: tuple[Any, Any]) -> list[Tensor] | None:
+        found = golden.run(call.function, *value, **options)
+        return list(tensors_in(found.outputs)) if found.comparable and not found.random else None
+
+    with quiet():
+        value = map_tensors((live.args, live.kwargs), lambda t: t.detach().cpu())
+        return axes_by_trial(value, run)

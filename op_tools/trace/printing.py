@@ -1,0 +1,106 @@
+"""Fingerprints of the tensors of a run: computed where the tensors lie, written when they have arrived."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from ..call.description import Tensor
+from ..call.devices import accelerator_type
+from .device_prints import DevicePrints, kernel_of
+from .format import TraceWriter
+from .places import Sharding
+from .prints import Batch, fingerprint
+
+PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", Tensor)})
+"""Types of tensors that wrap no others."""
+
+
+class Printing:
+    """Takes the print of each tensor once and writes it to the trace.
+
+    >>> Printing(writer, (0, 1)).take(3, x, None)                      # doctest: +SKIP
+    """
+
+    def __init__(self, writer: TraceWriter, world: tuple[int, int]) -> None:
+        self._writer, self._world = writer, world
+        self._on_cuda = accelerator_type() == "cuda"
+        self._batch = Batch()
+        self.fresh: list[tuple[tuple[int, int], Tensor]] = []  # on GPUs, of the present call, not printed yet
+        self._on_gpus: dict[torch.device, DevicePrints | None] = {}
+
+    def take(self, number: int, tensor: Tensor, sharding: Sharding | None) -> None:
+        """Print one tensor: now, with the next launch, or not where it has no values (`printing.take(3, x, None)`)."""
+        if tensor.is_meta or tensor.layout != torch.strided or tensor.is_nested:
+            return
+        if type(tensor) not in PLAIN and _storageless(tensor):
+            return
+        if (
+            self._on_cuda
+            and tensor.is_cuda
+            and (sharding is None or sharding.whole is None)
+            and self._gpu(tensor.device) is not None
+        ):
+            self.fresh.append(((number, 0), tensor))
+            full = False
+        elif sharding is None:
+            full = self._batch.add(number, 0, fingerprint(tensor))
+        if sharding is None:
+            if self._world[1] > 1 and tensor.dim():
+                rank, world = self._world
+                whole = (tensor.shape[0] * world, *tensor.shape[1:])
+                part = fingerprint(tensor, whole, (tensor.shape[0] * rank, *[0] * (tensor.dim() - 1)))
+                full = self._batch.add(number, 1, part)
+        elif not self.fresh or self.fresh[-1][0][0] != number:
+            full = self._batch.add(number, 0, fingerprint(tensor, sharding.whole, sharding.at))
+        if full:
+            self.land()
+
+    def _gpu(self, device: torch.device) -> DevicePrints | None:
+        if device not in self._on_gpus:
+            kernel = kernel_of(device.index)
+            self._on_gpus[device] = None if kernel is None else DevicePrints(kernel)
+        return self._on_gpus[device]
+
+    def launch(self) -> None:
+        """Print the new tensors of a call that lie on GPUs: before anybody writes to them, with one kernel."""
+        fresh, self.fresh = self.fresh, []
+        while fresh:
+            device = fresh[-1][1].device
+            here, fresh = (fresh, []) if len(fresh) == 1 else _divided(fresh, device)
+            prints = self._on_gpus[device]
+            assert prints is not None
+            for (number, part), tensor in prints.add(here):
+                self._batch.add(number, part, fingerprint(tensor))
+            if prints.sent > 1:
+                self._write_prints(*prints.land())
+
+    def _write_prints(self, keys: list[tuple[int, int]], rows: Any) -> None:
+        for (number, part), row in zip(keys, rows.tolist()):
+            self._writer.add("prints", (number, *row, part))
+
+    def land(self) -> None:
+        """Fetch the prints that wait on devices."""
+        for row in self._batch.land():
+            self._writer.add("prints", row)
+
+    def land_all(self) -> None:
+        """Wait for all prints and write them (`printing.land_all()`)."""
+        self.launch()
+        for prints in self._on_gpus.values():
+            if prints is not None:
+                self._write_prints(*prints.land(wait=True))
+        self.land()
+
+
+def _divided(fresh: list[Any], device: torch.device) -> tuple[list[Any], list[Any]]:
+    here = [pair for pair in fresh if pair[1].device == device]
+    return here, [pair for pair in fresh if pair[1].device != device]
+
+
+def _storageless(tensor: Tensor) -> bool:
+    try:
+        return tensor.data_ptr() == 0 and tensor.numel() > 0
+    except Exception:
+        return True
