@@ -292,20 +292,9 @@ def _casts(text: str) -> object:
 def listed(count: int, choose: random.Random) -> Counter[str]:
     """Lists of operators and of dtypes to compute in, from the environment: taken, or refused with a SettingsError."""
     pieces = [
-        "torch.add",
-        ".*",
-        "(",
-        "[",
-        "a+",
-        "->",
-        "torch.float32",
-        "half",
-        ",",
-        ";",
-        "\0",
-        "é",
+        *["torch.add", ".*", "(", "[", "a+", "->", "torch.float32", "half", ",", ";", "é", "{1000}"],
+        "\x00",
         " ",
-        "{1000}",
         "\\",
     ]
     found: Counter[str] = Counter()
@@ -328,22 +317,8 @@ def planted(count: int, choose: random.Random) -> Counter[str]:
     from ditorch.soft import faults
 
     pieces = [
-        "add",
-        "mm",
-        ":",
-        ";",
-        ",",
-        "=",
-        "wrong",
-        "slow",
-        "nan",
-        "1e-3",
-        "every",
-        "99999999999",
-        "\0",
-        "*",
-        "(",
-        "é",
+        *["add", "mm", ":", ";", ",", "=", "wrong", "slow", "nan", "1e-3", "every", "99999999999", "*", "(", "é"],
+        "\x00",
     ]
     found: Counter[str] = Counter()
     for _ in range(count):

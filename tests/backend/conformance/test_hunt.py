@@ -7,21 +7,16 @@ from typing import Any
 import pytest
 
 import ditorch
-from ditorch.conformance import databases
 from ditorch.conformance.cases import PASS, WRONG, Limits, Unit
 from ditorch.conformance.hunt_checks import HuntChecks
+from tests.databases import load
 
 LIMITS = Limits(samples=40, timeout=60)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def operators() -> None:
-    """PyTorch's database, which makes functions for CUDA when it is imported."""
-    ditorch.deactivate()
-    try:
-        databases.operators()
-    finally:
-        ditorch.activate()
+    load()
 
 
 def hunted(name: str, rounds: int = 4) -> list[Any]:

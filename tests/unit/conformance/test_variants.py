@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import ditorch
 from ditorch.conformance import databases, hunt_script
 from ditorch.conformance.variants import LAYOUTS, MAX_ELEMENTS, VALUES, Variant, Variants, resized
+from tests.databases import load
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
@@ -23,12 +23,7 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool
 
 @pytest.fixture(scope="module", autouse=True)
 def operators() -> None:
-    """PyTorch's database, which makes functions for CUDA when it is imported."""
-    ditorch.deactivate()
-    try:
-        databases.operators()
-    finally:
-        ditorch.activate()
+    load()
 
 
 @settings(deadline=None, max_examples=60)
