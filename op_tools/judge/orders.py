@@ -45,7 +45,7 @@ class InOrder(DispatchMode):
             return redispatched(self, func, args, kwargs)
         name = op_facts.base_name(func)
         handler = _HANDLERS.get(name)
-        if handler is not None and all(_plain(a) for a in args):
+        if handler is not None and all(_plain(a, name in _COMPLEX) for a in args):
             given = {key: value for key, value in kwargs.items() if key != "out"}
             found = handler(self, func, *args, **given)
             if isinstance(found, Tensor) and func._schema.is_mutable:  # out=, or in place
@@ -109,8 +109,10 @@ def _added(rows: Any) -> Any:
         return np.add.reduce(rows, axis=0)
 
 
-def _plain(value: Any) -> bool:
-    return not isinstance(value, Tensor) or (value.layout == torch.strided and not value.is_complex())
+def _plain(value: Any, may_be_complex: bool = False) -> bool:
+    return not isinstance(value, Tensor) or (
+        value.layout == torch.strided and (may_be_complex or not value.is_complex())
+    )
 
 
 def drift(
@@ -136,6 +138,9 @@ def drift(
 
 
 def _sum(mode: InOrder, func: Any, x: Tensor, dim: Any = (), keepdim: bool = False, **more: Any) -> Any:
+    if x.is_complex():
+        parts = [_sum(mode, func, part, dim, keepdim) for part in (x.real, x.imag)]
+        return torch.complex(*parts).to(more.get("dtype") or x.dtype)
     if not x.is_floating_point():
         return NotImplemented
     dims = [dim] if isinstance(dim, int) else list(dim or ())
@@ -177,14 +182,20 @@ def _cumsum(mode: InOrder, func: Any, x: Tensor, dim: int, *, dtype: Any = None)
 def _norm(
     mode: InOrder, func: Any, x: Tensor, order: Any = 2, dim: Any = (), keepdim: bool = False, **more: Any
 ) -> Any:
-    if order != 2 or more.get("dtype") is not None:
+    order = 2 if order is None else order
+    if not isinstance(order, (int, float)) or order == 0 or math.isinf(order) or more.get("dtype") is not None:
         return NotImplemented
-    return _sum(mode, func, x.square(), dim, keepdim).sqrt()
+    sizes = x.abs()
+    if order == 2:
+        return _sum(mode, func, sizes.square(), dim, keepdim).sqrt()
+    return _sum(mode, func, sizes.pow(order), dim, keepdim).pow(1 / order)
 
 
 def _norms(mode: InOrder, func: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
-    """Those of the tensors in a list."""
-    if isinstance(tensors, Tensor) or not all(map(_plain, tensors)):
+    """Those of the tensors in a list, or of one."""
+    if isinstance(tensors, Tensor):
+        return _norm(mode, func, tensors, *args, **kwargs)
+    if not all(_plain(x, True) for x in tensors):
         return NotImplemented
     found = [_norm(mode, func, x, *args, **kwargs) for x in tensors]
     return NotImplemented if any(norm is NotImplemented for norm in found) else found
@@ -217,13 +228,19 @@ def _addmv(mode: InOrder, func: Any, c: Tensor, a: Tensor, b: Tensor, *, beta: A
 
 
 def _in_float32(mode: InOrder, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """The CPU adds these up in the order of the indices, in the dtype that it is given."""
-    if func._schema.is_mutable:
+    """The CPU adds these up one by one, in the order of the indices, in the dtype that it is given."""
+    if any(argument.is_out for argument in func._schema.arguments):
         return NotImplemented
     if op_facts.base_name(func) == "index_put" and not (args[3] if len(args) > 3 else kwargs.get("accumulate")):
         return NotImplemented
-    low = [a.to(torch.float32) if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
-    return func(*low, **kwargs).to(torch.float64)
+    found = func(*[_with_dtype(a, torch.float32) for a in args], **kwargs)
+    if isinstance(found, Tensor):
+        return _with_dtype(found, torch.float64)
+    return type(found)(_with_dtype(result, torch.float64) for result in found)
+
+
+def _with_dtype(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 # -- convolutions --------------------------------------------------------------------------------------------------
@@ -312,6 +329,7 @@ def _convolution_backward(
     return to_x, to_weight, to_bias
 
 
+# By names without the underscores at their ends (`op_facts.base_name`).
 _HANDLERS: Final[dict[str, Callable[..., Any]]] = {
     "sum": _sum,
     "mean": _mean,
@@ -329,15 +347,27 @@ _HANDLERS: Final[dict[str, Callable[..., Any]]] = {
     "addmv": _addmv,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
-    "index_add": _in_float32,
-    "scatter_add": _in_float32,
-    "index_put": _in_float32,
-    "embedding_dense_backward": _in_float32,
+    **dict.fromkeys(
+        (
+            *("index_add", "index_put", "index_reduce", "scatter_add", "scatter_reduce", "bincount", "renorm"),
+            *("embedding_dense_backward", "embedding_bag", "embedding_bag_forward_only", "embedding_bag_backward"),
+            *(
+                "embedding_bag_dense_backward",
+                "avg_pool2d",
+                "avg_pool2d_backward",
+                "avg_pool3d",
+                "avg_pool3d_backward",
+            ),
+            *("cdist_forward", "cdist_backward", "pdist_forward", "pdist_backward"),
+        ),
+        _in_float32,
+    ),
 }
+_COMPLEX: Final = frozenset({"sum", "mean", "linalg_vector_norm", "norm"})
 _TAKEN_APART: Final = frozenset(
     {
         *("native_batch_norm", "native_batch_norm_backward", "native_layer_norm", "native_layer_norm_backward"),
         *("native_group_norm", "native_group_norm_backward", "std", "std_mean", "nll_loss_forward", "mse_loss"),
-        *("_softmax_backward_data", "_log_softmax_backward_data"),
+        *("softmax_backward_data", "log_softmax_backward_data"),
     }
 )

@@ -351,6 +351,6 @@ def test_the_whole_matrix(device: str, backend: str, case: str) -> None:
         expected = train(CASES[case], device, backend)
     except Exception as error:
         pytest.skip(f"fails without a tool: {error}"[:200])
-    for name in all_tools():
+    for name in _TOOLS:
         for start in STARTS:
             assert train(CASES[case], device, backend, getattr(op_tools, name)(), start) == expected, (name, start)

@@ -34,6 +34,14 @@ CASES: dict[str, tuple[list[tuple[int, ...]], Callable[..., torch.Tensor]]] = {
     "mean": ([(4, 5, 6)], torch.mean),
     "var": ([(4, 5, 6)], lambda x: x.var(1)),
     "norm": ([(4, 5)], torch.norm),
+    "norm of order 3": ([(4, 5)], lambda x: torch.linalg.vector_norm(x, 3.0, 1)),
+    "norm of order 1/2": ([(4, 5)], lambda x: x.abs().norm(0.5)),
+    "pairwise_distance": ([(4, 5), (4, 5)], lambda x, y: F.pairwise_distance(x, y, 1.0)),
+    "cdist": ([(4, 5), (3, 5)], lambda x, y: torch.cdist(x, y, p=1.0)),
+    "avg_pool2d": ([(2, 3, 6, 6)], lambda x: F.avg_pool2d(x, 3)),
+    "embedding_bag": ([(5, 3)], lambda x: F.embedding_bag(torch.tensor([[1, 1, 2, 0]]), x)),
+    "scatter_reduce": ([(3,), (4,)], lambda x, y: x.scatter_reduce(0, torch.tensor([1, 1, 2, 1]), y, "sum")),
+    "softmax": ([(4, 5)], lambda x: F.softmax(x, 1)),
     "cumsum": ([(4, 5)], lambda x: x.cumsum(0)),
     "index_add": ([(5, 3), (4, 3)], lambda x, y: x.index_add(0, torch.tensor([1, 1, 2, 1]), y)),
     "embedding": ([(5, 3)], lambda x: F.embedding(torch.tensor([1, 1, 2, 0]), x)),
@@ -90,6 +98,29 @@ def test_equal_terms_in_a_loop_are_right(value: float) -> None:
     judged = verdict.judge_call("torch.sum", result, outputs=looped)
     assert judged.verdict == verdict.RIGHT, judged.reason
     assert verdict.judge_call("torch.sum", result, outputs=looped * 1.001).verdict == verdict.WRONG
+
+
+INDICES = torch.zeros(1, 30_000, dtype=torch.long)
+EQUAL: dict[str, Callable[..., torch.Tensor]] = {
+    "torch.linalg.vector_norm": lambda x: torch.linalg.vector_norm(x, 3.0),
+    "torch.norm": lambda x: torch.norm(x.to(torch.complex64) if x.dtype == torch.float32 else x + 0j, 2),
+    "torch.cdist": lambda x: torch.cdist(x[None], x[None] * 2, p=1.0),
+    "torch.bincount": lambda x: torch.bincount(INDICES[0], x),
+    "torch.Tensor.scatter_reduce": lambda x: x[:3].scatter_reduce(0, INDICES[0], x, "mean"),
+    "torch.nn.functional.avg_pool1d": lambda x: F.avg_pool1d(x[None], 29_999, 1),
+    "torch.nn.functional.embedding_bag": lambda x: F.embedding_bag(INDICES, x[:3, None], mode="mean"),
+}
+
+
+@pytest.mark.parametrize("name", list(EQUAL))
+def test_kernels_that_add_equal_terms_one_by_one_are_right(name: str) -> None:
+    x = torch.full((30_000,), 0.3)
+    result = golden.run(EQUAL[name], (x,), {}, name=name)
+    outputs = EQUAL[name](x)
+    judged = verdict.judge_call(name, result, outputs=outputs)
+    assert judged.verdict == verdict.RIGHT, judged.reason
+    far = outputs * (1 + 0.02 * (outputs == outputs))
+    assert verdict.judge_call(name, result, outputs=far).verdict == verdict.WRONG
 
 
 def test_a_constant_background_is_right() -> None:
