@@ -194,7 +194,7 @@ def run(options: argparse.Namespace, view: View, backend: Backend, devices: list
     view.summary(summary, folder)
     if options.hunt:
         found = _write_scripts(folder, results.values())
-        view.say(f"{found} wrong calls, made small{f': one script each in {folder}/scripts' if found else ''}")
+        view.say(f"{found} wrong, made small: a script for each in {folder}/scripts" if found else "nothing wrong was found")
     if not complete:
         view.say("interrupted: --resume goes on with the cases that are left")
         return INTERRUPTED
