@@ -194,7 +194,8 @@ def run(options: argparse.Namespace, view: View, backend: Backend, devices: list
     view.summary(summary, folder)
     if options.hunt:
         found = _write_scripts(folder, results.values())
-        view.say(f"{found} wrong, made small: a script for each in {folder}/scripts" if found else "nothing wrong was found")
+        scripts = f"{found} wrong, made small: a script for each in {folder}/scripts"
+        view.say(scripts if found else "nothing wrong was found")
     if not complete:
         view.say("interrupted: --resume goes on with the cases that are left")
         return INTERRUPTED
