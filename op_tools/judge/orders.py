@@ -183,12 +183,14 @@ def _norm(
     mode: InOrder, func: Any, x: Tensor, order: Any = 2, dim: Any = (), keepdim: bool = False, **more: Any
 ) -> Any:
     order = 2 if order is None else order
-    if not isinstance(order, (int, float)) or order == 0 or math.isinf(order) or more.get("dtype") is not None:
+    if not isinstance(order, (int, float)) or order == 0 or math.isinf(order):
         return NotImplemented
     sizes = x.abs()
     if order == 2:
-        return _sum(mode, func, sizes.square(), dim, keepdim).sqrt()
-    return _sum(mode, func, sizes.pow(order), dim, keepdim).pow(1 / order)
+        found = _sum(mode, func, sizes.square(), dim, keepdim).sqrt()
+    else:
+        found = _sum(mode, func, sizes.pow(order), dim, keepdim).pow(1 / order)
+    return found.to(more.get("dtype") or found.dtype)
 
 
 def _norms(mode: InOrder, func: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:

@@ -104,6 +104,7 @@ INDICES = torch.zeros(1, 30_000, dtype=torch.long)
 EQUAL: dict[str, Callable[..., torch.Tensor]] = {
     "torch.linalg.vector_norm": lambda x: torch.linalg.vector_norm(x, 3.0),
     "torch.norm": lambda x: torch.norm(x.to(torch.complex64) if x.dtype == torch.float32 else x + 0j, 2),
+    "torch.linalg.norm": lambda x: torch.linalg.norm(x, 3.0, dtype=x.dtype),
     "torch.cdist": lambda x: torch.cdist(x[None], x[None] * 2, p=1.0),
     "torch.bincount": lambda x: torch.bincount(INDICES[0], x),
     "torch.Tensor.scatter_reduce": lambda x: x[:3].scatter_reduce(0, INDICES[0], x, "mean"),
