@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import inspect
 import types
 from collections.abc import Callable, MutableMapping
@@ -80,6 +82,25 @@ class Ledger:
         before = None if original is _ABSENT else original
         self.record(Patch(f"{full_name(owner)}.{name}", why, kind, "replaced", before, undo))
 
+    def replace_in_c(self, owner: type, name: str, value: Any, why: str) -> None:
+        """Set an attribute of a class that is written in C, which Python itself refuses to change.
+
+        Example: ``ledger.replace_in_c(torch.Event, "device", property(f), "shown as cuda")``
+        """
+        attributes = _attributes(owner)
+        original = attributes.get(name, _ABSENT)
+
+        def put(attribute: Any) -> None:
+            if attribute is _ABSENT:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = attribute
+            ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))  # forget what lookups have cached
+
+        put(value)
+        before = None if original is _ABSENT else original
+        self.record(Patch(f"{full_name(owner)}.{name}", why, "mapped", "replaced", before, lambda: put(original)))
+
     def redirect(
         self,
         function: Any,
@@ -155,6 +176,13 @@ class Ledger:
         """
         while self.patches:
             self.undo(self.patches[-1].what)
+
+
+def _attributes(owner: type) -> dict[str, Any]:
+    """The dictionary behind the read-only view `vars(owner)`."""
+    (found,) = gc.get_referents(vars(owner))
+    assert isinstance(found, dict), f"{owner} keeps its attributes elsewhere"
+    return found
 
 
 def full_name(thing: Any) -> str:

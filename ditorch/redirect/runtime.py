@@ -98,27 +98,10 @@ def _install_generator(ledger: Ledger, devices: Devices) -> None:
 
 
 def _install_streams(ledger: Ledger, devices: Devices) -> None:
-    get = torch.Stream.device.__get__
-
-    class Stream(torch.Stream):
-        """A stream whose device is shown as cuda, with CUDA's name for its handle."""
-
-        @property
-        def device(self) -> torch.device:  # type: ignore[override]
-            real = get(self)
-            return real if devices.called_from_inside(1) else devices.shown(real)
-
-        @property
-        def cuda_stream(self) -> int:
-            return self.stream_id
-
-    Stream.__module__ = "torch"
-    # Events stay PyTorch's own: elapsed_time and record_event take no subclass.
-    makers = {"Stream": Stream if devices.show_as_cuda else torch.Stream, "Event": torch.Event}
-    for name, maker in makers.items():
+    for name, handle, source in (("Stream", "cuda_stream", "stream_id"), ("Event", "cuda_event", "event_id")):
         original = getattr(torch, name)
 
-        def make(*args: Any, _maker: Any = maker, **kwargs: Any) -> Any:
+        def make(*args: Any, _maker: Any = original, **kwargs: Any) -> Any:
             args = tuple(devices.real(argument) for argument in args)
             if "device" in kwargs:
                 kwargs["device"] = devices.real(kwargs["device"])
@@ -126,6 +109,21 @@ def _install_streams(ledger: Ledger, devices: Devices) -> None:
 
         stand = stand_in(name, "torch", make, original, original.__doc__)
         ledger.replace(torch, name, stand, f"torch.{name}(device='cuda')")
+        if devices.show_as_cuda:
+            ledger.replace_in_c(original, "device", _shown_device(devices, original), "user code sees cuda:N")
+            get_handle = vars(original)[source].__get__
+            handle_of = property(lambda self, get=get_handle: get(self))
+            ledger.replace_in_c(original, handle, handle_of, f"the handle is {source}")
+
+
+def _shown_device(devices: Devices, cls: Any) -> property:
+    get = vars(cls)["device"].__get__
+
+    def device(self: Any) -> torch.device | None:
+        real: torch.device | None = get(self)
+        return real if real is None or devices.called_from_inside(1) else devices.shown(real)
+
+    return property(device)
 
 
 def _install_storages(ledger: Ledger, devices: Devices) -> None:

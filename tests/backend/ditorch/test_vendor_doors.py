@@ -39,6 +39,17 @@ def test_streams_show_cuda_and_have_its_handle() -> None:
 
 
 @accelerator
+def test_events_show_cuda_and_have_its_handle() -> None:
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for event in (first, last):
+        torch.cuda.current_stream().record_event(event)
+        assert event.device.type == "cuda"
+        assert isinstance(event.cuda_event, int)
+    last.synchronize()
+    assert first.elapsed_time(last) >= 0
+
+
+@accelerator
 def test_operators_registered_for_cuda_are_found() -> None:
     @torch.library.custom_op("vendor_doors::twice", mutates_args=(), device_types="cuda")
     def twice(x: torch.Tensor) -> torch.Tensor:
