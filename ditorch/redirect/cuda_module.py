@@ -180,6 +180,8 @@ def _install_function(
         call = _stat(STATS[name])
     elif kind == "unsupported":
         call = _refuse(devices, f"torch.cuda.{name}", why)
+        if name.startswith("jiterator."):  # libraries make kernels when they are imported, and may never launch them
+            call = _later(call)
     else:
         vendor = surface.counterpart(devices.backend, module, name)
         if vendor is None:
@@ -232,6 +234,10 @@ def _refuse(devices: Devices, call: str, instead: str) -> Callable[..., Any]:
         raise UnsupportedError(call, surface.label(devices.backend), instead)
 
     return refuse
+
+
+def _later(refuse: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: refuse
 
 
 class Stand(type):

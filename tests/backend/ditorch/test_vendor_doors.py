@@ -88,3 +88,10 @@ def test_inductor_names_the_accelerator() -> None:
     from torch._inductor import utils
 
     assert utils.get_gpu_type() == ditorch.backend.device_type
+
+
+@accelerator
+def test_a_kernel_in_cuda_source_is_refused_when_it_is_launched() -> None:
+    kernel = torch.cuda.jiterator._create_jit_fn("template <typename T> T twice(T x) { return x + x; }")
+    with pytest.raises(ditorch.UnsupportedError, match="jiterator"):
+        kernel(torch.ones(2, device="cuda"))
