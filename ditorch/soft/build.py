@@ -36,7 +36,10 @@ SOURCES = Path(__file__).parent / "csrc"
 # Sources that include the same headers are compiled together: parsing those headers is most of the work.
 UNITS = {
     # rnn.cpp comes before fallback.cpp, which looks for kernels of the CPU when it is loaded.
-    "core": ("runtime.cpp", "memory.cpp", "generator.cpp", "rnn.cpp", "fallback.cpp", "kernels.cpp", "autocast.cpp"),
+    "core": (
+        *("runtime.cpp", "memory.cpp", "generator.cpp", "rnn.cpp", "sparse.cpp", "fallback.cpp", "kernels.cpp"),
+        "autocast.cpp",
+    ),
     "python": ("module.cpp", "collectives.cpp", "profiler.cpp"),
 }
 # Nothing in "python" runs often enough to be worth the optimizer's time.

@@ -27,7 +27,7 @@ REFUSED = {
     "_weight_int4pack_mm, _convert_weight_to_int4pack, _mixed_dtypes_linear": "weights packed for tensor cores",
     "_triton_*": "Triton kernels",
     "_philox_*": "counter-based random numbers; the CPU's are a Mersenne Twister's",
-    "sparse, quantized and strided nested tensors": "not one storage with strides, so there is no alias of them",
+    "quantized and strided nested tensors": "there is no alias of them",
 }
 """Operators of CUDA's table that are not provided, and why."""
 

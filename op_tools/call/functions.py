@@ -139,4 +139,9 @@ def _known_functions() -> dict[str, Callable[..., Any]]:
     named = ((name_of(function), function) for function in get_testing_overrides())
     found = {name: function for name, function in named if not name.endswith(_NEVER)}
     made = ((name, getattr(torch, last_name(name), None)) for name in factories() - {"torch.from_file"})
-    return found | {name: factory for name, factory in made if factory is not None}
+    # `new` has no overload in PyTorch's list; SparseAdam calls it
+    return (
+        found
+        | {name: factory for name, factory in made if factory is not None}
+        | {"torch.Tensor.new": torch.Tensor.new}
+    )

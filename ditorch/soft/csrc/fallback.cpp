@@ -148,7 +148,7 @@ bool same_geometry(const at::TensorImpl& a, const at::TensorImpl& b) {
 // The translation of one call: soft tensors and their CPU aliases, both ways.
 class Call {
  public:
-  explicit Call(const Plan& plan) : plan_(plan) {}
+  Call(const Plan& plan, bool sparse) : plan_(plan), sparse_(sparse) {}
 
   void translate_arguments(Stack& stack, size_t count) {
     const auto first = stack.size() - count;
@@ -247,9 +247,10 @@ class Call {
                   plan_.name, ")");
       return {};
     }
-    TORCH_CHECK_NOT_IMPLEMENTED(impl->layout() == c10::kStrided && !tensor.is_quantized(),
-                                "soft: only dense, strided tensors are supported, got layout ", impl->layout(), " in ",
-                                plan_.name);
+    const bool sparse = is_sparse(tensor);
+    TORCH_CHECK_NOT_IMPLEMENTED(sparse || (impl->layout() == c10::kStrided && !tensor.is_quantized()),
+                                "soft: only strided and sparse tensors are supported, got layout ", impl->layout(),
+                                " in ", plan_.name);
     note_device(impl->device().index());
     for (auto& alias : aliases_) {
       if (alias.soft.unsafeGetTensorImpl() == impl) {
@@ -258,13 +259,18 @@ class Call {
       }
     }
     at::Tensor host;
-    if (C10_UNLIKELY(impl->key_set().has(c10::DispatchKey::ZeroTensor))) {
+    if (C10_UNLIKELY(sparse)) {
+      host = sparse_alias(tensor, c10::kCPU, [&](const at::Tensor& part) { return to_host(part, written); });
+    } else if (C10_UNLIKELY(impl->key_set().has(c10::DispatchKey::ZeroTensor))) {
       host = at::_efficientzerotensor(impl->sizes(), at::TensorOptions().dtype(impl->dtype()));
     } else {
       host = like(tensor, host_memory(impl->storage().unsafeGetStorageImpl()), c10::DispatchKey::CPU);
     }
     if (impl->is_wrapped_number()) {
       host.unsafeGetTensorImpl()->set_wrapped_number(true);
+    }
+    if (C10_UNLIKELY(sparse_ && impl->requires_grad())) { // some sparse kernels ask, to keep what backward needs
+      host.unsafeGetTensorImpl()->set_requires_grad(true);
     }
     aliases_.push_back({tensor, host, written});
     return host;
@@ -356,11 +362,16 @@ class Call {
     if (host.device().type() != c10::kCPU) {
       return host;
     }
+    if (C10_UNLIKELY(is_sparse(host))) {
+      auto soft = sparse_alias(host, c10::Device(kSoft, device()), [&](const at::Tensor& part) { return to_soft(part); });
+      aliases_.push_back({soft, host, false});
+      return soft;
+    }
     const auto* impl = host.unsafeGetTensorImpl();
     TORCH_CHECK_NOT_IMPLEMENTED(
         impl->layout() == c10::kStrided && !host.is_quantized() && !host.is_nested(), "soft: ", plan_.name,
         " would return a ", host.is_quantized() ? "quantized" : host.is_nested() ? "nested" : c10::str(impl->layout()),
-        " tensor; the software accelerator has dense, strided tensors only. Move the input to the CPU first (.cpu()).");
+        " tensor, which the software accelerator does not have. Move the input to the CPU first (.cpu()).");
     if (C10_UNLIKELY(impl->key_set().has(c10::DispatchKey::ZeroTensor))) {
       return at::_efficientzerotensor(
           impl->sizes(), at::TensorOptions().dtype(impl->dtype()).device(c10::Device(kSoft, device())));
@@ -384,8 +395,14 @@ class Call {
 
   // Writes that changed more than data: a resized out=, a moved storage.
   void carry_back() {
-    for (auto& alias : aliases_) {
+    const auto count = aliases_.size(); // those of the arguments: what follows may add others
+    for (size_t i = 0; i < count; ++i) {
+      const auto alias = aliases_[i];
       if (!alias.written) {
+        continue;
+      }
+      if (C10_UNLIKELY(is_sparse(alias.soft))) {
+        fill_sparse(alias.host, alias.soft, [&](const at::Tensor& part) { return to_soft(part); });
         continue;
       }
       auto* soft = alias.soft.unsafeGetTensorImpl();
@@ -403,6 +420,7 @@ class Call {
   }
 
   const Plan& plan_;
+  const bool sparse_; // one of the CPU's sparse kernels will run
   c10::SmallVector<Alias, 6> aliases_;
   c10::SmallVector<Memory, 6> memories_;
   c10::DeviceIndex device_ = -1;
@@ -412,28 +430,29 @@ class Call {
 // What the kernel calls in turn belongs to it: neither autograd nor the CPU's autocast may step in between.
 constexpr auto kBelow = c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
 
-void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
+void run_on_host(const c10::OperatorHandle& op, Stack* stack, c10::DispatchKey key) {
   const c10::impl::ExcludeDispatchKeyGuard guard(kBelow);
   try {
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    op.redispatchBoxed(c10::DispatchKeySet(key), stack);
   } catch (const c10::Error& error) {
     rethrow_if_out_of_memory(error);
     throw;
   }
 }
 
-void run(const c10::OperatorHandle& op, const Plan& plan, Stack* stack) {
+void run(
+    const c10::OperatorHandle& op, const Plan& plan, Stack* stack, c10::DispatchKey key = c10::DispatchKey::CPU) {
   const auto& schema = op.schema();
-  Call call(plan);
+  Call call(plan, key != c10::DispatchKey::CPU);
   call.translate_arguments(*stack, schema.arguments().size());
 
-  auto* hook = fault_hook_for(plan.name);
+  auto* hook = key == c10::DispatchKey::CPU ? fault_hook_for(plan.name) : nullptr; // faults are those of dense kernels
   void* token = nullptr;
   if (C10_UNLIKELY(hook != nullptr)) {
     const Stack arguments(stack->end() - static_cast<std::ptrdiff_t>(schema.arguments().size()), stack->end());
     token = hook->before(op, call.device(), arguments);
   }
-  run_on_host(op, stack);
+  run_on_host(op, stack, key);
   if (C10_UNLIKELY(token != nullptr)) {
     const Stack outputs(stack->end() - static_cast<std::ptrdiff_t>(schema.returns().size()), stack->end());
     hook->after(token, outputs);
@@ -450,8 +469,8 @@ struct Kernel final : public c10::OperatorKernel {
   Plan plan;
 };
 
-// Operators registered after us (other libraries, torch.library).
-void run_unplanned(const c10::OperatorHandle& op, Stack* stack) {
+// The plan of an operator that got none at load time; it is made at its first call.
+const Plan& plan_of(const c10::OperatorHandle& op) {
   static std::shared_mutex& mutex = *new std::shared_mutex();
   static auto& plans = *new std::unordered_map<c10::OperatorName, std::unique_ptr<Plan>>();
   const auto& name = op.operator_name();
@@ -466,14 +485,27 @@ void run_unplanned(const c10::OperatorHandle& op, Stack* stack) {
     const std::unique_lock lock(mutex);
     plan = plans.emplace(name, std::move(made)).first->second.get();
   }
+  return *plan;
+}
+
+// Operators registered after us (other libraries, torch.library).
+void run_unplanned(const c10::OperatorHandle& op, Stack* stack) {
+  const auto& plan = plan_of(op);
   TORCH_CHECK_NOT_IMPLEMENTED(
       op.hasKernelForDispatchKey(c10::DispatchKey::CPU) ||
           op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
           op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd) ||
           op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional),
-      "Could not run '", plan->name, "' on 'soft': the software accelerator runs the CPU's kernels, and the CPU has none "
+      "Could not run '", plan.name, "' on 'soft': the software accelerator runs the CPU's kernels, and the CPU has none "
       "for this operator.");
-  run(op, *plan, stack);
+  run(op, plan, stack);
+}
+
+void run_sparse(const c10::OperatorHandle& op, Stack* stack) {
+  run(op, plan_of(op), stack, c10::DispatchKey::SparseCPU);
+}
+void run_compressed(const c10::OperatorHandle& op, Stack* stack) {
+  run(op, plan_of(op), stack, c10::DispatchKey::SparseCsrCPU);
 }
 
 void refuse(const char* what, const c10::OperatorHandle& op) {
@@ -481,9 +513,6 @@ void refuse(const char* what, const c10::OperatorHandle& op) {
   TORCH_CHECK_NOT_IMPLEMENTED(false, "Could not run '", name.name, name.overload_name.empty() ? "" : ".",
                               name.overload_name, "' on 'soft': ", what,
                               " tensors are not supported there. Keep them on the CPU, or make them dense first.");
-}
-void refuse_sparse(const c10::OperatorHandle& op, Stack* /*stack*/) {
-  refuse("sparse", op);
 }
 void refuse_quantized(const c10::OperatorHandle& op, Stack* /*stack*/) {
   refuse("quantized", op);
@@ -554,10 +583,10 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_unplanned>());
 }
 TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_sparse>());
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_sparse>());
 }
 TORCH_LIBRARY_IMPL(_, SparseCsrPrivateUse1, m) {
-  m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_sparse>());
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_compressed>());
 }
 TORCH_LIBRARY_IMPL(_, QuantizedPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_quantized>());
@@ -566,12 +595,27 @@ TORCH_LIBRARY_IMPL(_, NestedTensorPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&refuse_nested>());
 }
 
-// The constructors, too, which are made of dense tensors and would only fail at the first use of their result.
-TORCH_LIBRARY_IMPL(aten, SparseCsrPrivateUse1, m) {
-  m.impl("_sparse_compressed_tensor_unsafe", torch::CppFunction::makeFromBoxedFunction<&refuse_sparse>());
+// Operators that the CPU has a sparse kernel for; composite ones would take the place of a fallback.
+template <void (*kernel)(const c10::OperatorHandle&, Stack*)>
+void register_like(torch::Library& m, c10::DispatchKey key) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = starts_with(name.name, "aten::") ? dispatcher.findSchema(name) : std::nullopt;
+    if (op.has_value() && op->hasKernelForDispatchKey(key)) {
+      const auto full = name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+      m.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<kernel>());
+    }
+  }
 }
+TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
+  register_like<&run_sparse>(m, c10::DispatchKey::SparseCPU);
+}
+TORCH_LIBRARY_IMPL(aten, SparseCsrPrivateUse1, m) {
+  register_like<&run_compressed>(m, c10::DispatchKey::SparseCsrCPU);
+}
+
+// The constructors, too, which are made of dense tensors and would only fail at the first use of their result.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("_sparse_compressed_tensor_unsafe", torch::CppFunction::makeFromBoxedFunction<&refuse_sparse>());
   m.impl("_nested_tensor_from_tensor_list", torch::CppFunction::makeFromBoxedFunction<&refuse_nested>());
   m.impl("_nested_view_from_buffer", torch::CppFunction::makeFromBoxedFunction<&refuse_nested>());
 }

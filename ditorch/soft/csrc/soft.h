@@ -16,6 +16,7 @@
 #include <torch/version.h>
 
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <unordered_set>
@@ -75,6 +76,16 @@ at::Generator host_generator(const at::Generator& generator);
 // --- kernels.cpp ------------------------------------------------------------
 // Answers whether a tensor is a DTensor; module.cpp asks Python.
 void set_is_distributed(bool (*question)(const at::Tensor&));
+
+// --- sparse.cpp: sparse tensors, put together from dense ones ------------------
+// What becomes of one of the dense tensors inside.
+using PartAlias = std::function<at::Tensor(const at::Tensor&)>;
+// Whether a tensor has one of the sparse layouts: COO, CSR, CSC, BSR, BSC.
+bool is_sparse(const at::Tensor& tensor);
+// A sparse tensor on `device` like `from`, with the given parts.
+at::Tensor sparse_alias(const at::Tensor& from, c10::Device device, const PartAlias& part);
+// Give a sparse tensor the sizes and parts of another.
+void fill_sparse(const at::Tensor& from, const at::Tensor& to, const PartAlias& part);
 
 // --- fallback.cpp: running an operator on aliases ----------------------------
 // A CPU tensor over the memory of `tensor`: same sizes, strides, offset and bits.
