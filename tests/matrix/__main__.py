@@ -34,7 +34,7 @@ ANYWHERE: Final = (
     "tests/unit/ditorch_common",
     *(f"tests/unit/op_tools/{name}.py" for name in _UNIT),
 )
-_DEVICE: Final = ("test_pinned", "test_aliasing", "test_streams_events", "test_random", "test_memory")
+_DEVICE: Final = ("test_pinned", "test_aliasing", "test_streams_events", "test_random", "test_memory", "test_sparse")
 ON_SOFT: Final = tuple(f"tests/device/soft/{name}.py" for name in _DEVICE)
 
 
