@@ -111,9 +111,12 @@ def _install_streams(ledger: Ledger, devices: Devices) -> None:
         ledger.replace(torch, name, stand, f"torch.{name}(device='cuda')")
         if devices.show_as_cuda:
             ledger.replace_in_c(original, "device", _shown_device(devices, original), "user code sees cuda:N")
-            get_handle = vars(original)[source].__get__
-            handle_of = property(lambda self, get=get_handle: get(self))
-            ledger.replace_in_c(original, handle, handle_of, f"the handle is {source}")
+            ledger.replace_in_c(original, handle, _handle(original, source), f"the handle is {source}")
+
+
+def _handle(cls: Any, source: str) -> property:
+    get = vars(cls)[source].__get__
+    return property(lambda self: get(self))
 
 
 def _shown_device(devices: Devices, cls: Any) -> property:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol
 
 from .. import settings
+from ..call.devices import quiet
 from ..copies.operands import Fetcher
-from ..copies.queue import Writer
+from ..copies.queue import Writer, within_free_memory
 from ..judge.verdict import Judgement, Rules
 from . import cores
 from .choose import Chooser
@@ -43,7 +44,7 @@ class Judging:
     def __init__(self, tool: ComparingTool, chooser: Chooser, look: str, snapshots: Snapshots) -> None:
         self._chooser, self._snapshots = chooser, snapshots
         self.chooses = chooser.chooses
-        queue_bytes = int(settings.number("OP_AUTOCOMPARE_QUEUE_BYTES"))
+        queue_bytes = int(settings.number("OP_AUTOCOMPARE_QUEUE_BYTES", within_free_memory(2**30)))
         threads = int(settings.number("OP_AUTOCOMPARE_THREADS", max(1, min(4, cores.available() - 2))))
         self._at_once = tool.only is not None or threads < 1
         self._threads = max(1, threads)
@@ -213,6 +214,16 @@ class Judging:
             if judge.drain():
                 self._queue.drain()  # what was handed back
         self.teller.wait()
+
+    def make_room(self) -> bool:
+        """Judge every call so far, and hold no snapshots on the device from now on; False on a worker thread."""
+        if self._queue.is_own_thread():
+            self._snapshots.routes.spare_memory()
+            return False
+        self.wait()
+        with quiet():
+            self._snapshots.make_room()
+        return True
 
     def close(self) -> None:
         """End the judges and the threads, and free what they hold (`judging.close()`)."""

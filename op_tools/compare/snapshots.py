@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
-from ..copies.operands import AROUND, Fetcher, Layouts, Operands
+from ..copies.operands import AROUND, Fetcher, Layouts, Operands, on_host
 from ..copies.routes import Routes
 from .ladder import ComparedCall
 from .memory import Guarded, Neighbours
@@ -34,6 +35,13 @@ class Snapshots:
         made.to_host = self.routes.to_host
         self._fetchers.append(made)
         return made
+
+    def make_room(self) -> None:
+        """Bring to the host what waits for a backward, and copy to the host alone from now on."""
+        self.routes.spare_memory()
+        for compared in [each for each in gc.get_objects() if type(each) is ComparedCall]:  # rare: nobody lists them
+            if compared.before is not None:
+                compared.before = on_host(compared.before)
 
     def release(self) -> None:
         """Free pinned memory, once no thread works any more."""

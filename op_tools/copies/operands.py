@@ -418,6 +418,18 @@ class Fetcher:
         stream.synchronize()
 
 
+def on_host(staged: Operands) -> Operands:
+    """The same snapshot in the memory of the host (`on_host(stage((x,)))`)."""
+    if all(storage.is_cpu for storage in staged.copies()) or len(staged.copies()) < len(staged.storages):
+        return staged
+    flats = [torch.empty(s.nbytes, dtype=torch.uint8) for s in staged.storages]
+    if staged.event is not None:
+        staged.event.synchronize()
+    for flat, storage in zip(flats, staged.storages):
+        flat.copy_(bytes_of(storage))
+    return staged._replace(storages=tuple(flats), event=None)
+
+
 def padded(nbytes: int) -> int:
     """So many bytes, up to where the next storage begins (`padded(1) == 64`)."""
     return (nbytes + 63) & -64

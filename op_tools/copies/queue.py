@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
+
+import torch
 
 from .. import lifecycle
 
@@ -137,6 +140,21 @@ class Writer:
                 self._change.wait(1.0)
             self._awaited -= 1
 
+    def is_own_thread(self) -> bool:
+        """Whether this thread is one that does the jobs: it cannot wait for them."""
+        return threading.current_thread() in self._threads
+
+    def shrink(self) -> bool:
+        """Finish all jobs, and hold an eighth of that at most from now on; False where nothing was freed."""
+        with self._change:
+            held = self._bytes
+            if held:
+                self.max_bytes = min(self.max_bytes, max(1, held // 8))
+        if self.is_own_thread():
+            return False
+        self.drain()
+        return held > 0
+
     def close(self) -> None:
         """Finish all jobs and end the threads (`writer.close()`)."""
         self.drain()
@@ -194,3 +212,10 @@ class Reservation:
 
     def __del__(self) -> None:
         self._budget._return(self._nbytes)
+
+
+def within_free_memory(most: int) -> int:
+    """So many bytes for snapshots on the device, or a quarter of what is free there if that is less."""
+    with contextlib.suppress(Exception):  # a device that does not tell
+        return max(1, min(most, int(torch.cuda.mem_get_info()[0]) // 4))
+    return most

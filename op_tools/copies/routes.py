@@ -49,6 +49,17 @@ def _by_words(flat: Tensor) -> Tensor:
     return torch.cat([*parts, flat[whole:].cpu()])
 
 
+def _straight(fetch: Callable[[Tensor], Tensor]) -> Copy:
+    """A copy that goes to the host at once: the run waits for it."""
+    lock = threading.Lock()  # a fetcher is for one thread at a time
+
+    def copy(sample: Tensor, start: int, end: int) -> Tensor:
+        with lock:
+            return fetch(_flat(sample, start, end)).clone()  # what it lends is used again
+
+    return copy
+
+
 def _usual(fetcher: Fetcher) -> Callable[[Tensor], Tensor]:
     # the fetcher has a stream of its own, which must wait for what made the bytes
     return lambda flat: fetcher.borrow([flat], mark_after((flat,)))[0]
@@ -93,6 +104,7 @@ class Routes:
         self.on_device: Copy = ON_DEVICE[0].copy
         self.to_host: Callable[[Tensor], Tensor] | None = None  # None: through pinned memory, as usual
         self._doubts = 0
+        self._spares = False
         self.broken = ""  # why nothing can be compared
 
     def check(self, device: torch.device) -> None:
@@ -125,8 +137,18 @@ class Routes:
                 self._failed[route.copy] = f"the device's copies are broken ({route.op}: {failed})"
                 self._tell(route.op, f"its copies change bits: {failed}")
         else:
-            self.on_device = lambda sample, start, end: fetch(_flat(sample, start, end))  # the run waits for each
+            self.on_device = _straight(fetch)
+        if self._spares:
+            self.on_device = _straight(fetch)
         self._changed()
+
+    def spare_memory(self) -> None:
+        """Take no more memory on the device: copy straight to the host, though the run waits for each copy."""
+        with self._lock:
+            if not self._spares:
+                self._spares = True
+                self.on_device = _straight(self.to_host or _usual(Fetcher(least=1 << 18)))
+                self._changed()
 
     def doubt(self, snapshots: Sequence[tuple[Operands, Sequence[Tensor]]]) -> str:
         """Why the bytes by which a call is called wrong cannot be trusted; empty where they can.

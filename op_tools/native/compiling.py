@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import signal
 import subprocess
 import tempfile
 import threading
@@ -49,9 +50,6 @@ def compiled(
     target = cache_root(environment) / folder_name / f"{source.stem}.so"
     if is_trusted(target):
         return target
-    waiting = getattr(_building, "now", None)
-    if waiting is not None:
-        waiting.set()  # nobody should wait for a compiler
     if before_build is not None:
         before_build()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -60,15 +58,23 @@ def compiled(
     folder = tempfile.mkdtemp(prefix="build-", dir=target.parent)
     built = os.path.join(folder, target.name)
     command = [compiler, *flags, "-fPIC", "-shared", "-w", str(source), "-o", built, *libraries]
-    subprocess.run(
+    started = subprocess.Popen(
         ["/bin/sh", "-c", _BUILD, "sh", folder, built, str(target), *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
-        check=True,
-        timeout=_BUILD_TIMEOUT,
     )
+    waiting = getattr(_building, "now", None)
+    if waiting is not None:
+        waiting.set()  # nobody should wait for a compiler, once it has begun
+    try:
+        code = started.wait(_BUILD_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        os.killpg(started.pid, signal.SIGKILL)
+        raise
+    if code:
+        raise subprocess.CalledProcessError(code, compiler)
     return target
 
 

@@ -363,6 +363,9 @@ class OpAutoCompare(Tool):
             self._teller.coverage.miss(call, phase, f"the tool failed: {type(error).__name__}")
         super().failed(call, error, what)
 
+    def make_room(self, call: Call) -> bool:
+        return self._judging.make_room()
+
     def judges_class(self, kind: type) -> bool:
         return references.has_reference(kind)
 

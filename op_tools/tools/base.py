@@ -21,6 +21,7 @@ from ..settings import SettingsError
 from ..view import console, store
 from ..watch.hooks import Hooks
 from ..watch.intercept import INTERCEPTOR, Call
+from ..watch.room import is_out_of_memory, make_room
 
 _Self = TypeVar("_Self", bound="Tool")
 _RUNS = itertools.count(1)  # not the id of the tool: a later one may have the same
@@ -277,6 +278,8 @@ class Tool(Shown):
 
     def failed(self, call: Call, error: BaseException, what: str = "the tool failed on this operator") -> None:
         """A failure of the tool's own becomes a finding, once per operator; the training goes on."""
+        if is_out_of_memory(error):
+            make_room([self], call)  # before the training itself gets none
         if in_func_transform():
             self.not_watched(call, _IN_TRANSFORM)
         elif self._is_first(call.op, type(error).__name__):

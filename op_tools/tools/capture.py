@@ -17,8 +17,8 @@ from .. import settings
 from ..call.description import Described, Descriptions, Tensor, describe, labelled
 from ..call.devices import accelerator_type, autocast_dtype, get_rng_state, quiet
 from ..copies.invocation import Invocation, Region, Site
-from ..copies.operands import Layouts, Operands, mark_after
-from ..copies.queue import Writer
+from ..copies.operands import Layouts, Operands, mark_after, on_host
+from ..copies.queue import Writer, within_free_memory
 from ..files.derived import factor_of, of_call, of_gradients
 from ..files.header import header
 from ..files.seed_layout import BACKWARD_PARTS, FORWARD_PARTS, SeedFormat
@@ -142,6 +142,12 @@ class OpCapture(Tool):
         if self.only is not None:  # a feature on one operator shows at once
             self.writer.drain()
         self._show_done()
+
+    def make_room(self, call: Call) -> bool:
+        noted, freed = call.notes.get(self), self.writer.shrink()
+        if noted is not None and isinstance(noted[0], Operands):  # of the arguments, until the call has run
+            call.notes[self] = (on_host(noted[0]), *noted[1:])
+        return freed
 
     def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
         noted = call.notes.get(self)
@@ -323,8 +329,8 @@ class _Claim:
 
 def _default_queue() -> int:
     """A few percent of the device memory, where the snapshots are."""
+    most = 512 * _MEBI
     if accelerator_type() == "cuda":
         with contextlib.suppress(Exception):
-            free, total = torch.cuda.mem_get_info()
-            return int(min(total // 16, free // 4))
-    return 512 * _MEBI
+            most = int(torch.cuda.mem_get_info()[1]) // 16
+    return within_free_memory(most)

@@ -111,3 +111,7 @@ class Hooks:
 
     def failed(self, call: Call, error: BaseException, what: str = "the tool failed on this operator") -> None:
         """The tool raised an error; the training goes on."""
+
+    def make_room(self, call: Call) -> bool:
+        """The device has no memory for this call: give back what the tool holds there; whether it held anything."""
+        return False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Final
@@ -18,9 +17,7 @@ from ..call.devices import names_device
 from ..call.placement import is_on_device
 from ..call.traits import OpTraits, traits_of
 from ..compat import (
-    COMPILED_AUTOGRAD,
     DeviceContext,
-    compiles_backward,
     count_dispatch_modes,
     count_function_modes,
     function_mode_at,
@@ -33,8 +30,8 @@ from ..compat import (
 )
 from ..native import front
 from ..view.console import note
-from . import backward, functions, inside, patches, sums
-from .compiled import HIDDEN, THREAD, Regions
+from . import backward, functions, inside, patches, room, sums
+from .compiled import HIDDEN, Regions
 from .hooks import Hooks
 
 _MAX_PLANS: Final = 20_000
@@ -44,7 +41,6 @@ _NO_TENSORS: Final[list[Tensor]] = []
 _NOTHING: Final = Described((), None, ())
 
 ids = itertools.count(1)
-_thread: Final = threading.local()  # `in_backward`: inside `Tensor.backward`
 
 
 class Call:
@@ -166,11 +162,8 @@ class Interceptor(TorchFunctionMode):
         """Run a call that some tool may want to see, by itself or as a part of one on wrapper tensors."""
         traits = plan.traits
         if traits.transparent:
-            outer, _thread.in_backward = getattr(_thread, "in_backward", False), True
-            try:
+            with backward.around_backward():
                 return func(*args, **kwargs)
-            finally:
-                _thread.in_backward = outer
         first = args[0] if args else None
         obvious = isinstance(first, Tensor) and not first.is_cpu and not first.is_meta  # as for most calls
         if not obvious and not self.include_cpu and not is_on_device(args, kwargs, traits):
@@ -225,7 +218,12 @@ class Interceptor(TorchFunctionMode):
                 except Exception as error:
                     tool.failed(call, error)
         try:
-            call.result = result = _run(func, call, transforms, 0) if transforms else func(*args, **kwargs)
+            try:
+                call.result = result = _run(func, call, transforms, 0) if transforms else func(*args, **kwargs)
+            except Exception as error:
+                if not room.made(error, call, tools):
+                    raise
+                call.result = result = _run(func, call, transforms, 0) if transforms else func(*args, **kwargs)
         except Exception as error:
             if edges is not None and edges.saving is not None:
                 with no_torch_function():
@@ -364,7 +362,7 @@ class Interceptor(TorchFunctionMode):
                 self.capturing = torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else None
                 self._graph_noted = False
                 self.regions = Regions()
-                self._patches = patches.Installed(self, _WatchedEngine)
+                self._patches = patches.Installed(self, backward.WatchedEngine)
             self.tools = sorted([*self.tools, tool], key=lambda t: t.order)
             self.sums.tools_changed(self.tools)
             self._start_plans({})
@@ -446,52 +444,6 @@ def _run(func: Callable[..., Any], call: Call, transforms: tuple[Hooks, ...], in
         return _run(func, nested, transforms, index + 1)
 
     return tool.transform(call, inner)
-
-
-class _WatchedEngine:
-    """The autograd engine with the interceptor back on: recomputation and hooks run operators too.
-
-    `Tensor.backward` takes the mode off for as long as it runs. The engine hands the modes of the calling
-    thread on to its own threads, so putting the mode back right around the engine reaches those as well.
-    """
-
-    def __init__(self, engine: Any, interceptor: Interceptor) -> None:
-        self._engine, self._interceptor = engine, interceptor
-        self._lock = threading.Lock()
-        self._passes = 0  # under way, in all threads; passes run inside of others
-        self._graph_is_kept = False  # by one of those that ended since none was under way
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        if THREAD.region is not None:
-            return self._engine.run_backward(*args, **kwargs)
-        interceptor = self._interceptor
-        if COMPILED_AUTOGRAD in sys.modules and compiles_backward() and interceptor._patches is not None:
-            watched = getattr(_thread, "in_backward", False)
-            return interceptor._patches.code.run(watched, self._engine.run_backward, *args, **kwargs)
-        must_put_on = getattr(_thread, "in_backward", False) and not interceptor.is_on()
-        with self._lock:
-            self._passes += 1
-            if self._passes == 1 and interceptor.sums.wanted:
-                interceptor.sums.begin()
-        if must_put_on:
-            interceptor.put_on()
-        try:
-            return self._engine.run_backward(*args, **kwargs)
-        finally:
-            if must_put_on:
-                interceptor.take_off()
-            with self._lock:
-                self._passes -= 1
-                ended = self._passes == 0
-                if ended and interceptor.sums.listening:
-                    interceptor.sums.end()
-                kept = self._graph_is_kept or (bool(args[2]) if len(args) > 2 else True)
-                self._graph_is_kept = kept and not ended
-            if ended and any(tool.hears_passes for tool in interceptor.tools):
-                interceptor.passes_ended(kept)
 
 
 INTERCEPTOR: Final = Interceptor()

@@ -33,6 +33,7 @@ from op_tools.files import captures
 from op_tools.files.archive import ArchiveError
 from op_tools.settings import SettingsError
 from op_tools.trace import format as trace_format
+from op_tools.watch.hooks import Hooks
 from op_tools.watch.intercept import ids
 
 TOOLS: Final = (
@@ -382,7 +383,27 @@ def little_memory(folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (taken + (300 << 20),) * 2)
 
 
-TROUBLES: Final = (full_disk, no_permission, read_only, slow_disk, jumping_clock, few_files, little_memory)
+def little_device_memory(folder: Path) -> None:
+    """The device has 16 KiB more, which is what the training needs."""
+    torch.cuda.synchronize()
+    torch.get_device_module("soft").set_memory_limit(torch.cuda.memory_allocated() + (16 << 10))
+
+
+def failing_hooks(folder: Path) -> None:
+    """Everything that a tool does around a call raises an error."""
+
+    def fail(*given: Any, **options: Any) -> Any:
+        raise ValueError("this hook always fails")
+
+    for tool in (getattr(op_tools, name) for name in TOOLS):
+        for owner in tool.__mro__[: tool.__mro__.index(Hooks)]:
+            for hook in vars(owner).keys() & vars(Hooks).keys() - {"failed", "name", "transform"}:
+                if callable(vars(owner)[hook]):
+                    setattr(owner, hook, fail)
+
+
+_FILES: Final = (full_disk, no_permission, read_only, slow_disk, few_files)
+TROUBLES: Final = (*_FILES, jumping_clock, little_memory, little_device_memory, failing_hooks)
 
 
 def troubled(tools: Iterable[str], folder: Path) -> dict[str, Counter[str]]:

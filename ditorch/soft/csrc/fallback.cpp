@@ -245,6 +245,9 @@ class Call {
       TORCH_CHECK(impl->device_type() == c10::kCPU || impl->device_type() == c10::kMeta,
                   "Expected all tensors to be on the same device, but found soft and ", tensor.device(), " (in ",
                   plan_.name, ")");
+      if (C10_UNLIKELY(written)) {
+        written_hosts_.push_back(tensor);
+      }
       return {};
     }
     const bool sparse = is_sparse(tensor);
@@ -362,6 +365,11 @@ class Call {
     if (host.device().type() != c10::kCPU) {
       return host;
     }
+    for (const auto& written : written_hosts_) { // the target of a copy from the device stays where it is
+      if (written.is_same(host)) {
+        return host;
+      }
+    }
     if (C10_UNLIKELY(is_sparse(host))) {
       auto soft = sparse_alias(host, c10::Device(kSoft, device()), [&](const at::Tensor& part) { return to_soft(part); });
       aliases_.push_back({soft, host, false});
@@ -422,6 +430,7 @@ class Call {
   const Plan& plan_;
   const bool sparse_; // one of the CPU's sparse kernels will run
   c10::SmallVector<Alias, 6> aliases_;
+  c10::SmallVector<at::Tensor, 1> written_hosts_; // arguments on the host that the operator writes to
   c10::SmallVector<Memory, 6> memories_;
   c10::DeviceIndex device_ = -1;
   bool host_tensor_seen_ = false;
