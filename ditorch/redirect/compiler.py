@@ -9,7 +9,7 @@ import torch
 import torch.jit
 
 from ditorch.console import say
-from ditorch.patching import Ledger
+from ditorch.patching import Ledger, Patch
 from ditorch.redirect.devices import Devices, after_import, redirect_parameters
 
 
@@ -126,6 +126,11 @@ def _prepare_dynamo(ledger: Ledger, devices: Devices) -> None:
         wrapper = getattr(torch, name, None)
         if getattr(wrapper, "__wrapped__", None) is not None and patch.how == "replaced":
             torch._dynamo.allow_in_graph(wrapper)
+    # it knows functions by what `torch.arange` and the like were when it first looked
+    known = getattr(torch._dynamo.trace_rules, "clear_lru_cache", None)
+    if known is not None:
+        why = "compiled code knows wrapped factories, and without ditorch the original ones"
+        ledger.record(Patch("torch._dynamo.trace_rules", why, how="registered", undo=known))
     if not devices.show_as_cuda:
         return
     cls = variables.TensorVariable

@@ -70,15 +70,9 @@ class Recorder:
         self.modules = ModuleNames(self._register)
         self.operators = 0
         self.last_module = -1  # of the last backward: autograd adds up what that sends
-        known = self._known
-
-        def forget(reference: _Known) -> None:
-            if known.get(reference.key) is reference:
-                known.pop(reference.key, None)
-            if self._by_memory.get(reference.memory) is reference:
-                self._by_memory.pop(reference.memory, None)
-
-        self._forget = forget
+        # tensors that ended. Python would run a function of ours whenever one does, inside of compiled code as well,
+        # where Dynamo compiles it
+        self._ended: deque[_Known] = deque()
 
     # -- modules --------------------------------------------------------------------------------------
 
@@ -140,7 +134,9 @@ class Recorder:
         if of_function:
             producer, output = self._in_function, self._made_by_function
         number = self._add(tensor, sharding, known, producer, output, module)
-        reference = _Known(tensor, self._forget)
+        if self._ended:
+            self._forget_ended()
+        reference = _Known(tensor, self._ended.append)
         reference.key, reference.version, reference.number, reference.memory = key, version, number, memory
         self._known[key] = reference
         if memory is not None:
@@ -151,6 +147,15 @@ class Recorder:
             self._made_by_function += 1
             self.edge(producer, OUTPUT, output, number)
         return number
+
+    def _forget_ended(self) -> None:
+        known, by_memory = self._known, self._by_memory
+        while self._ended:
+            reference = self._ended.popleft()
+            if known.get(reference.key) is reference:
+                del known[reference.key]
+            if by_memory.get(reference.memory) is reference:
+                del by_memory[reference.memory]
 
     def _add(
         self, tensor: Tensor, sharding: Sharding | None, known: _Known | None, producer: int, output: int, module: int

@@ -106,8 +106,13 @@ def difference(expected: Any, actual: Any) -> str:
             continue
         if not isinstance(b, torch.Tensor):
             return f"result {index}: a tensor became {type(b).__name__}"
+        if a.layout != b.layout:
+            return f"result {index}: layout {a.layout} became {b.layout}"
         if a.layout != torch.strided:
-            return f"result {index}: layout {a.layout} compared with {b.layout}"
+            why = difference([tuple(a.shape), *parts(a)], [tuple(b.shape), *parts(b)])
+            if why:
+                return f"result {index} ({a.layout}): {why}"
+            continue
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return f"result {index}: {a.dtype} {tuple(a.shape)} became {b.dtype} {tuple(b.shape)}"
         if a.stride() != b.stride() and a.numel() > 1:
@@ -117,6 +122,15 @@ def difference(expected: Any, actual: Any) -> str:
         if not same_bits(a.detach().cpu(), b.detach().cpu()):
             return f"result {index}: values differ"
     return ""
+
+
+def parts(tensor: torch.Tensor) -> list[Any]:
+    """The dense tensors that a sparse one is made of."""
+    if tensor.layout == torch.sparse_coo:
+        return [tensor.is_coalesced(), tensor._indices(), tensor._values()]
+    rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    places = (tensor.crow_indices(), tensor.col_indices()) if rows else (tensor.ccol_indices(), tensor.row_indices())
+    return [*places, tensor.values()]
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
@@ -143,3 +144,25 @@ def test_attention_is_traced():
     torch.testing.assert_close(compiled(x), attend(x))
     compiled(x).backward()
     assert x.grad is not None
+
+
+@pytest.mark.slow  # Dynamo alone takes 10 s
+def test_compiled_code_after_the_redirect_was_taken_back(python: Any) -> None:
+    code = """
+        import torch, ditorch
+
+        def f(x):
+            return x + torch.arange(3, device=x.device)
+
+        def run(device):
+            torch._dynamo.reset()
+            return torch.compile(f, backend="eager", fullgraph=True)(torch.ones(3, device=device)).tolist()
+
+        assert run("cuda") == [1.0, 2.0, 3.0]
+        ditorch.deactivate()
+        assert run("soft") == [1.0, 2.0, 3.0]
+        ditorch.activate()
+        assert run("cuda") == [1.0, 2.0, 3.0]
+    """
+    done = python(code, load=False, DITORCH_DISABLE_MOCK="")
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -29,6 +29,7 @@ NOT_HERE = {
         f"{_NAMES}[torch.cuda.graph]",
     ),
     "more than one rank": ("test_distributed.py",),
+    "a kernel that the CPU does not have": ("test_wild.py::test_histograms_of_whole_numbers",),
 }
 """Tests of the suite that need more than CPU kernels, by what they need."""
 
