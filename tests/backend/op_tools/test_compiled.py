@@ -343,6 +343,7 @@ def test_a_module_is_noticed_whoever_imports_it(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # some twenty trainings, each compiled anew
 @pytest.mark.parametrize("backend", backends())
 @pytest.mark.parametrize("case", CASES)
 def test_the_whole_matrix(device: str, backend: str, case: str) -> None:
