@@ -346,7 +346,7 @@ def attempt(command: Command, checkouts: Path, seeds: str, outcome: Outcome | No
     source = checkouts / command.project.split("/")[1]
     if outcome is None:
         outcome = Outcome(command.name, command.project)
-        if not source.is_dir():
+        if not (source / command.cwd).is_dir():
             outcome.reason = "no checkout"
             return outcome
         outcome.predicted = predicted(source / command.cwd / command.script)

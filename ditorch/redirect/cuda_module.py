@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -67,7 +69,7 @@ def install(ledger: Ledger, devices: Devices) -> None:
         why = "activation checkpoints save the random state of initialized devices alone"
         ledger.replace(module, "_initialized", True, why, "emulated")
     _install_c_functions(ledger, devices)
-    ledger.replace(torch.version, "cuda", CUDA_LEVEL, "code parses it to choose features", "emulated")
+    _install_version(ledger)
     ledger.redirect(
         torch.backends.cuda.is_built,
         # PyTorch's own code asks before it takes CUDA's parts of its library, which are not there.
@@ -77,6 +79,32 @@ def install(ledger: Ledger, devices: Devices) -> None:
     )
     for what, why in surface.LIBRARY_HINTS.items():
         ledger.record(Patch(what, why, "hint", "none"))
+
+
+_BUILT_FOR_CUDA = ("torchvision.extension", "torchaudio._extension.utils")
+"""Modules that hold the CUDA release which they were built for against PyTorch's, and refuse to go on."""
+
+
+def _install_version(ledger: Ledger) -> None:
+    built_for = torch.version.cuda
+
+    class Version(types.ModuleType):
+        """`torch.version`, whose `cuda` is what PyTorch was built for where binaries are checked against it."""
+
+        @property
+        def cuda(self) -> Any:
+            checks = sys._getframe(1).f_globals.get("__name__") in _BUILT_FOR_CUDA
+            return built_for if checks else vars(self)["cuda"]
+
+        @cuda.setter
+        def cuda(self, value: Any) -> None:
+            vars(self)["cuda"] = value
+
+    ledger.replace(torch.version, "cuda", CUDA_LEVEL, "code parses it to choose features", "emulated")
+    torch.version.__class__ = Version
+    why = "a CUDA build of torchvision can be imported"
+    undo = functools.partial(setattr, torch.version, "__class__", types.ModuleType)
+    ledger.record(Patch("torch.version.__class__", why, "emulated", undo=undo))
 
 
 class Generators(Sequence[torch.Generator]):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -305,3 +306,17 @@ def test_fabric_on_two_devices() -> None:
     fabric.backward(loss)
     optimizer.step()
     assert model.weight.grad is not None
+
+
+@pytest.mark.skipif(ditorch.backend.name in ("cuda", "cpu"), reason="nothing is patched there")
+def test_packages_built_for_cuda_compare_with_what_pytorch_was_built_for() -> None:
+    """torchvision and torchaudio refuse to be imported where their release of CUDA is not PyTorch's."""
+    names: dict[str, Any] = {"__name__": "torchvision.extension"}
+    exec("from torch.version import cuda as found\nimport torch\nread = torch.version.cuda", names)
+    assert names["found"] is names["read"] is None
+    exec("from torch.version import cuda as found", names | {"__name__": "user"})
+    assert torch.version.cuda is not None
+    ditorch.deactivate()
+    assert torch.version.cuda is None
+    assert type(torch.version) is type(torch)
+    ditorch.activate()
