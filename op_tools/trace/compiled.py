@@ -41,7 +41,7 @@ class _Call:
     name: str
     path: str  # of its module, from the one whose code was compiled
     location: str
-    shapes: list[tuple[int, ...]] = dataclasses.field(default_factory=list)  # of what goes in, in order
+    shapes: list[tuple[Any, ...]] = dataclasses.field(default_factory=list)  # of what goes in, in order
     outputs: dict[Any, int] = dataclasses.field(default_factory=dict)  # nodes whose results leave it, and their places
     number: int = -1  # of the operator in the latest run
     taken: int = 0
@@ -127,12 +127,10 @@ class _Plan:
 _plans: Final[list[_Plan]] = []  # of forward graphs, the latest last
 
 
-def _shape(node: Any) -> tuple[int, ...] | None:
+def _shape(node: Any) -> tuple[Any, ...] | None:
+    """The sizes of a node's result, symbols by name: one that is asked for its number becomes a constant."""
     value = node.meta.get("val")
-    try:
-        return tuple(int(n) for n in value.shape) if isinstance(value, Tensor) else None
-    except Exception:  # symbols
-        return ()
+    return tuple(n if type(n) is int else str(n) for n in value.shape) if isinstance(value, Tensor) else None
 
 
 def _relative(path: str) -> str:
