@@ -15,7 +15,7 @@ import { show, whole } from "./numbers.js";
 import { columnOf, isWords, select } from "./query.js";
 import { copyButton } from "./text_blocks.js";
 import { SIGNS, stateOf } from "./verdicts.js";
-import { say, widthOfText, word } from "./words.js";
+import { say, verdictWord, widthOfText, word } from "./words.js";
 
 const COPIED_ROWS = 100, SAMPLED_ROWS = 300;
 
@@ -33,7 +33,7 @@ export function textOf(column, row) {
 /** @param {string} verdict */
 export function verdictBadge(verdict) {
   const state = stateOf(verdict);
-  return el("span", { class: `verdict ${state}` }, verdict ? `${SIGNS[state]} ${verdict}` : "");
+  return el("span", { class: `verdict ${state}` }, verdict ? `${SIGNS[state]} ${verdictWord(verdict)}` : "");
 }
 
 /** @param {string} target */
