@@ -18,7 +18,7 @@ from ..call.filter import OpFilter
 from ..call.traits import OpTraits
 from ..compat import in_func_transform
 from ..settings import SettingsError
-from ..view import console, store
+from ..view import console, runs, store
 from ..watch.hooks import Hooks
 from ..watch.intercept import INTERCEPTOR, Call
 from ..watch.room import is_out_of_memory, make_room
@@ -167,6 +167,7 @@ class Tool(Shown):
                     self._store = store.current()
                     self._new_rows = self._store.table(self.table_name, {"run": "INTEGER", **self.columns})
                     self._add_finding = self._store.table("findings", _FINDING_COLUMNS).append
+                    runs.begin(self._store, self._run_key, self.name)
                     self._sites: dict[tuple[str, str, int, int], int] = {}
                     self._reported.clear()
                     self.calls = Counter()
@@ -351,6 +352,8 @@ class Tool(Shown):
                 facts.append(f"records could not all be written ({self._store.failure}); the rest was dropped")
             elif self._store.dropped:
                 facts.append(f"{self._store.dropped} records over OP_TOOLS_MAX_RECORDS were dropped")
+            runs.end(self._store, self._run_key, self.name, facts)
+            self._store.flush()
         self.view.say(f"{self.name} summary", *(f"  {fact}" for fact in facts if fact))
 
     def _compiled_fact(self) -> list[str]:
