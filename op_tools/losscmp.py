@@ -190,6 +190,27 @@ _WORDS: Final = {
     "coarse": "DIFFERS BEYOND ROUNDING from",
     "few": "CANNOT BE JUDGED against",
 }
+
+
+def words_of(verdict: Verdict) -> str:
+    """What a run is to the reference, in words (`words_of(verdict) == "DIVERGES from"`)."""
+    return _WORDS[verdict.kind]
+
+
+def band(curve: Curve, window: int | None = None, sigmas: float = 5.0) -> tuple[np.ndarray, np.ndarray]:
+    """Between which losses single steps of a like run are expected: around the running median, by this run's scatter.
+
+    >>> low, high = band(Curve("a", np.arange(50), np.linspace(5, 4, 50), True))
+    >>> bool((low <= high).all())
+    True
+    """
+    width = _width(len(curve.losses), window)
+    middle = _smooth(curve.losses, width)
+    spread = np.sqrt(_running_mean(np.square(curve.losses - middle), max(3 * width, 15)))
+    reach = _threshold(len(curve.losses), sigmas) * spread
+    return middle - reach, middle + reach
+
+
 APART: Final = frozenset({"diverges", "scatters", "coarse"})
 _UNITS: Final = {"float32": 2.0**-24, "tf32": 2.0**-11, "float16": 2.0**-11, "bfloat16": 2.0**-8, "float8": 2.0**-3}
 _SHORT_NAMES: Final = {"float8": "fp8", "bfloat16": "bf16", "float16": "fp16", "tf32": "tf32"}  # the coarsest first
@@ -433,7 +454,7 @@ def _report(options: argparse.Namespace) -> int:
         verdict = compare(curves[0], curve, options.window, options.sigmas, options.tolerance, options.dtype)
         where = f" at iteration {verdict.step}" if verdict.step is not None else ""
         console.emit(
-            f"{curve.name} {_WORDS[verdict.kind]} {curves[0].name}{where}: {verdict.detail} "
+            f"{curve.name} {words_of(verdict)} {curves[0].name}{where}: {verdict.detail} "
             f"({verdict.points} iterations, largest difference {verdict.largest:.2%})"
         )
         kinds.add(verdict.kind)
