@@ -15,7 +15,7 @@ from .words import both, short_op
 
 _MAX_POINTS: Final = 20_000
 _EMPTY: Final = both(
-    "No losses beside this run. Give a metrics.json or a training log: op_tools report RUN --loss metrics.json [REFERENCE]",
+    "No losses beside this run. Give a metrics.json or a log: op_tools report RUN --loss metrics.json [REFERENCE]",
     "没有损失数据。请给出 metrics.json 或训练日志：op_tools report RUN --loss metrics.json [参考运行]",
 )
 

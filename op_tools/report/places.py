@@ -10,7 +10,7 @@ from .run import Run
 
 
 class Places:
-    """Modules of calls. Tools that look at every call note modules in one step; other steps make the same calls in order.
+    """Modules of calls. A tool that sees every call notes modules in one step; others make the same calls in order.
 
     >>> Places(run).of(rank, call_id, step, op, location)  # doctest: +SKIP
     """

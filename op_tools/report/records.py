@@ -67,11 +67,13 @@ _MAX_FLIGHT: Final = 1 << 24  # integers in one record of statistics
 class Records:
     """The records of one process. `refresh()` reads what is new; what is damaged ends the reading, with `problem` set.
 
+    `only` is the number of one run of one tool, where others in the file are not wanted.
+
     >>> records = Records(Path("records_pid1_x.sqlite"), {}); records.refresh()  # doctest: +SKIP
     """
 
-    def __init__(self, path: Path, words: dict[str, Words]) -> None:
-        self.path, self.problem = path, ""
+    def __init__(self, path: Path, words: dict[str, Words], only: int | None = None) -> None:
+        self.path, self.problem, self._only = path, "", only
         self._words = words
         self.growing = {table: self._new(table, kinds) for table, kinds in _GROWING.items()}
         self.small: dict[str, list[dict[str, Any]]] = {table: [] for table in _SMALL}
@@ -133,7 +135,8 @@ class Records:
             return
         there = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
         chosen = ", ".join(_quoted(column) if column in there else "NULL" for column in columns)
-        query = f"SELECT {chosen}, rowid FROM {table} WHERE rowid > ? ORDER BY rowid"
+        mine = f" AND run = {int(self._only)}" if self._only is not None and "run" in there else ""
+        query = f"SELECT {chosen}, rowid FROM {table} WHERE rowid > ?{mine} ORDER BY rowid"
         cursor = connection.execute(query, (self._seen.get(table, -1),))
         while some := cursor.fetchmany(at_once):
             self._seen[table] = some[-1][-1]

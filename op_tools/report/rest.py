@@ -26,9 +26,10 @@ _NO_DOCTOR: Final = both(
     "本次运行没有诊断信息。要诊断本机：ditorch doctor",
 )
 _NO_SETTINGS: Final = both("The records do not say how the run was started.", "记录中没有运行的启动信息。")
+_SEVERAL: Final = "op_tools run OpTimeMeasure -m torch.distributed.run --nproc-per-node 2 train.py"
 _ONE_RANK: Final = both(
-    "The run had one process. Several are shown side by side: op_tools run OpTimeMeasure -m torch.distributed.run --nproc-per-node 2 train.py",
-    "本次运行只有一个进程。多进程时在此并列显示：op_tools run OpTimeMeasure -m torch.distributed.run --nproc-per-node 2 train.py",
+    f"The run had one process. Several are shown side by side: {_SEVERAL}",
+    f"本次运行只有一个进程。多进程时在此并列显示：{_SEVERAL}",
 )
 
 
@@ -113,19 +114,26 @@ def ranks(run: Run) -> tuple[View, list[Table]]:
     wrong = Counter(row["rank"] for row in Wrong(run).rows)
     overflow = Counter(row["rank"] for row in run.small("findings") if row.get("kind") == "overflow")
     ended = {row["rank"] for row in run.small("ends")}
+    timed = [p.growing["op_time_measure"] for p in run.processes]
+
+    def numbers(name: str, values: list[float], title: Text, unit: str = "") -> Column:
+        return Column.numbers(name, np.array(values), title, unit, 5 if unit else None)
+
+    state = ["ended" if p.rank in ended else "not ended" for p in run.processes]
+    compared = [len(p.growing["op_autocompare"]) for p in run.processes]
     table = Table(
         "ranks",
         [
-            Column.numbers("rank", np.array([p.rank for p in run.processes], np.int64), "rank"),
-            Column.words("state", ["ended" if p.rank in ended else "not ended" for p in run.processes], both("state", "状态")),
-            Column.numbers("compared", np.array([len(p.growing["op_autocompare"]) for p in run.processes]), both("tensors compared", "比较的张量")),
-            Column.numbers("wrong", np.array([wrong[p.rank] for p in run.processes]), both("wrong calls", "错误调用")),
-            Column.numbers("overflow", np.array([overflow[p.rank] for p in run.processes]), both("overflows", "溢出")),
-            Column.numbers("calls", np.array([len(p.growing["op_time_measure"]) for p in run.processes]), both("timed", "计时次数")),
-            Column.numbers("ms", np.array([float(np.nansum(p.growing["op_time_measure"]["elapsed_ms"])) for p in run.processes]), both("time", "时间"), "ms", 5),
+            numbers("rank", [p.rank for p in run.processes], "rank"),
+            Column.words("state", state, both("state", "状态")),
+            numbers("compared", compared, both("tensors compared", "比较的张量")),
+            numbers("wrong", [wrong[p.rank] for p in run.processes], both("wrong calls", "错误调用")),
+            numbers("overflow", [overflow[p.rank] for p in run.processes], both("overflows", "溢出")),
+            numbers("calls", [len(rows) for rows in timed], both("timed", "计时次数")),
+            numbers("ms", [float(np.nansum(rows["elapsed_ms"])) for rows in timed], both("time", "时间"), "ms"),
             Column.words("file", [p.path.name for p in run.processes], both("records", "记录文件"), "code"),
         ],
-    )  # fmt: skip
+    )
     return View("ranks", title, [blocks.table("ranks"), *_rank_times(run)]), [table]
 
 

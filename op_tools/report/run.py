@@ -32,10 +32,10 @@ class Run:
     """A run, read on where it has grown: `Run(Path("op_tools_results")).refresh()`.
 
     `folder` is what a tool wrote to, the records file of one process, or a trace. Of several runs in one folder the
-    newest is shown; `earlier` says how many others there are.
+    newest is shown; `earlier` says how many others there are. `only` is the number of one run of one tool.
     """
 
-    def __init__(self, folder: Path, losses: Sequence[Path] = ()) -> None:
+    def __init__(self, folder: Path, losses: Sequence[Path] = (), only: int | None = None) -> None:
         if not folder.exists():
             raise ReportError(f"{folder}: no such file or folder")
         self.folder = folder
@@ -45,6 +45,7 @@ class Run:
         self.earlier = 0
         self.version = 0
         self._known: dict[Path, Records] = {}
+        self._only = only
         self._traces: tuple[Any, list[Graph]] = ((), [])
         self._given_losses = list(losses)
         self._losses: tuple[Any, list[losscmp.Curve]] = ((), [])
@@ -71,7 +72,7 @@ class Run:
         changed = False
         for file in files:
             if file not in self._known:
-                self._known[file] = Records(file, self.words)
+                self._known[file] = Records(file, self.words, self._only)
                 changed = True
         for file in files:
             changed = self._known[file].refresh() or changed

@@ -17,6 +17,7 @@ from ..call.devices import NO_DOUBLE
 from ..call.filter import OpFilter
 from ..call.traits import OpTraits
 from ..compat import in_func_transform
+from ..report.small import html_of_tool
 from ..settings import SettingsError
 from ..view import console, runs, store
 from ..watch.hooks import Hooks
@@ -60,11 +61,15 @@ class Shown(Hooks):
             raise ImportError("to_pandas() needs pandas: pip install pandas, or use records()") from None
         return pandas.DataFrame(self.records())
 
+    def answer_as_html(self) -> str:
+        """What `op_tools report` says first about this run, as plain HTML."""
+        return ""
+
     def _repr_html_(self) -> str:
         rows = self.records()[:_MAX_SHOWN]
         if not rows:
             return f"<p>{self.name}: no records</p>"
-        return console.html_table(list(rows[0]), [list(row.values()) for row in rows])
+        return self.answer_as_html() + console.html_table(list(rows[0]), [list(row.values()) for row in rows])
 
     def __rich__(self) -> Any:
         return console.rich_table(self.name, self.records()[:_MAX_SHOWN])
@@ -360,6 +365,13 @@ class Tool(Shown):
         return [f"not watched, made by torch.compile: {self.compiled}"] if self.compiled else []
 
     # -- records --------------------------------------------------------------------------------------
+
+    def answer_as_html(self) -> str:
+        """What `op_tools report` says first about this run, as plain HTML (notebooks show it)."""
+        if self._store is None:
+            return ""
+        self._store.flush()
+        return html_of_tool(self._store.path, self._run_key, self.name)
 
     @property
     def table_name(self) -> str:
