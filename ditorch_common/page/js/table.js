@@ -1,0 +1,214 @@
+/**
+ * The block "table": filters, rows, details of a row, and where asked for a matrix of the same rows.
+ * @typedef {import("./types.js").Block} Block
+ * @typedef {import("./types.js").Context} Context
+ * @typedef {import("./types.js").ColumnData} ColumnData
+ * @typedef {import("./types.js").TableData} TableData
+ */
+import { closeDialog, openDialog } from "./dialog.js";
+import { copy, el } from "./dom.js";
+import { FilterBar, titleOf } from "./filters.js";
+import { Grid, ROW } from "./grid.js";
+import { markdownTable } from "./markdown.js";
+import { MatrixView } from "./matrix.js";
+import { show } from "./numbers.js";
+import { columnOf, isWords, select } from "./query.js";
+import { SIGNS, stateOf } from "./verdicts.js";
+import { say, word } from "./words.js";
+
+const COPIED_ROWS = 100;
+
+/**
+ * @param {ColumnData} column
+ * @param {number} row
+ */
+export function textOf(column, row) {
+  const value = column.values[row];
+  if (isWords(column)) return column.words[value] ?? "";
+  if (column.kind === "flag") return word(value ? "yes" : "no");
+  return show(value, column.unit, column.digits);
+}
+
+/** @param {string} verdict */
+export function verdictBadge(verdict) {
+  const state = stateOf(verdict);
+  return el("span", { class: `verdict ${state}` }, verdict ? `${SIGNS[state]} ${verdict}` : "");
+}
+
+/** @param {string} target */
+function safeAddress(target) {
+  return /^(#|https:\/\/|http:\/\/(localhost|127\.0\.0\.1)[:/])/.test(target) ? target : null;
+}
+
+/**
+ * @param {HTMLElement} cell
+ * @param {ColumnData} column
+ * @param {number} row
+ */
+function paintValue(cell, column, row) {
+  const text = textOf(column, row), target = column.kind === "link" ? safeAddress(text) : null;
+  if (column.kind === "verdict") cell.append(verdictBadge(text));
+  else if (target) cell.append(el("a", { href: target, rel: "noopener noreferrer" }, text));
+  else cell.textContent = text;
+}
+
+/**
+ * How many characters a column needs.
+ * @param {ColumnData} column
+ */
+function widthOf(column) {
+  const title = titleOf(column).length + 5;
+  if (!isWords(column)) return Math.max(title, column.unit ? 12 : 10);
+  let longest = 4;
+  for (const one of column.words.slice(0, 2000)) longest = Math.max(longest, one.length);
+  return Math.max(title, Math.min(longest + (column.kind === "verdict" ? 6 : 3), 44));
+}
+
+class TableBlock {
+  /**
+   * @param {Block} block
+   * @param {Context} context
+   */
+  constructor(block, context) {
+    this.block = block;
+    this.context = context;
+    this.element = el("div", { class: "table-block" }, el("p", { class: "soft" }, word("loading")));
+    /** @type {Uint32Array} */
+    this.chosen = new Uint32Array(0);
+    /** @type {TableData | null} */
+    this.table = null;
+  }
+
+  async fill() {
+    try {
+      this.table = await this.context.table(this.block.table);
+    } catch {
+      this.element.replaceChildren(el("p", { class: "soft" }, word("no_table", this.block.table)));
+      return;
+    }
+    const { block, context, table } = this;
+    this.base = block.where ? select(table, { search: "", filters: {}, sort: null }, block.where).length : table.rows;
+    if (!this.base) {
+      this.element.replaceChildren(el("p", { class: "soft" }, word("empty_table")));
+      return;
+    }
+    const names = block.columns ?? table.columns.map((/** @type {ColumnData} */ column) => column.name);
+    this.shown = names.map((/** @type {string} */ name) => columnOf(table, name)).filter(Boolean);
+    this.bar = new FilterBar(table, block.filters ?? [], context.params, () => this.apply(false));
+    this.grid = new Grid({ columns: this.gridColumns(), label: say(block.title) || block.table, open: (row) => this.open(row),
+      paint: (cell, row, place) => paintValue(cell, this.shown[place], row) });
+    this.matrix = block.matrix ? new MatrixView(block.matrix, table, (row) => this.details(row)) : null;
+    this.none = el("p", { class: "soft none", hidden: true }, word("no_rows"));
+    this.grid.element.style.height = `${(Math.min(this.base, block.matrix ? 14 : 24) + 1) * ROW + 16}px`;
+    this.element.replaceChildren(this.bar.element, ...(this.matrix ? [this.matrix.element] : []), this.none, this.grid.element);
+    this.apply(false);
+    const row = context.params.get(".row");
+    if (row && Number(row) < table.rows) this.details(Number(row));
+  }
+
+  /** New data: the filters, the sort and the place stay. */
+  async refresh() {
+    const top = this.grid?.element.scrollTop ?? 0, cursor = this.grid?.cursor ?? -1;
+    const focused = document.activeElement, inside = this.element.contains(focused) && focused === this.grid?.element;
+    if (focused instanceof HTMLInputElement && this.element.contains(focused)) return; // someone is typing: the next time
+    await this.fill();
+    if (!this.grid) return;
+    this.grid.element.scrollTop = top;
+    this.grid.cursor = Math.min(cursor, this.chosen.length - 1);
+    this.grid.draw();
+    if (inside) this.grid.element.focus();
+  }
+
+  get sort() {
+    const given = this.context.params.get(".sort"), at = given.lastIndexOf(".");
+    if (at > 0) return /** @type {[string, string]} */ ([given.slice(0, at), given.slice(at + 1)]);
+    return given === "none" ? null : this.block.sort ?? null;
+  }
+
+  gridColumns() {
+    const { sort } = this;
+    return this.shown.map((/** @type {ColumnData} */ column) => ({
+      title: titleOf(column),
+      width: widthOf(column), right: !isWords(column), mono: column.kind === "code", grow: isWords(column),
+      sorted: sort && sort[0] === column.name ? sort[1] : undefined, press: () => this.sortBy(column),
+    }));
+  }
+
+  /** @param {ColumnData} column */
+  sortBy(column) {
+    const { sort } = this, first = isWords(column) ? "up" : "down", second = first === "up" ? "down" : "up";
+    const now = sort && sort[0] === column.name ? sort[1] : "";
+    const next = now === first ? second : now === second ? "" : first;
+    this.context.params.set({ ".sort": next ? `${column.name}.${next}` : this.block.sort ? "none" : "" });
+    this.apply(false);
+  }
+
+  /** @param {boolean} keep */
+  apply(keep) {
+    if (!this.table || !this.bar || !this.grid || !this.none) return;
+    const query = { ...this.bar.read(), sort: this.sort };
+    this.chosen = select(this.table, query, this.block.where ?? null);
+    this.bar.tell(this.chosen.length, this.base ?? 0);
+    this.none.hidden = this.chosen.length > 0;
+    this.grid.setColumns(this.gridColumns());
+    this.grid.setItems(this.chosen, keep);
+    this.matrix?.draw(this.chosen);
+  }
+
+  /** @param {number} row */
+  open(row) {
+    const link = this.block.rows_link && this.table ? columnOf(this.table, this.block.rows_link) : undefined;
+    const target = link && safeAddress(textOf(link, row));
+    if (target?.startsWith("#")) location.hash = target;
+    else this.details(row);
+  }
+
+  /** @param {number} row */
+  details(row) {
+    if (!this.table) return;
+    const { params } = this.context, { table } = this;
+    const rows = table.columns.filter((column) => textOf(column, row) !== "").map((column) => detail(column, row));
+    params.set({ ".row": String(row) });
+    const first = table.columns.find(isWords);
+    openDialog(first ? textOf(first, row) : String(row), [el("dl", { class: "details" }, ...rows.flat())], () => {
+      params.set({ ".row": "" });
+      this.grid?.element.focus({ preventScroll: true });
+    });
+  }
+
+  markdown() {
+    const { table } = this;
+    if (!table || !this.shown) return "";
+    const rows = Array.from(this.chosen.subarray(0, COPIED_ROWS), (row) => this.shown.map((/** @type {ColumnData} */ column) => textOf(column, row)));
+    const more = this.chosen.length > COPIED_ROWS ? `\n\n${word("first_rows", COPIED_ROWS, this.chosen.length)}` : "";
+    return markdownTable(this.shown.map(titleOf), rows, this.shown.map((/** @type {ColumnData} */ column) => !isWords(column))) + more;
+  }
+}
+
+/**
+ * @param {ColumnData} column
+ * @param {number} row
+ */
+function detail(column, row) {
+  const text = textOf(column, row), value = el("dd");
+  if (column.kind === "code") {
+    const button = el("button", { type: "button", click: async () => {
+      button.textContent = word((await copy(text)) ? "copied" : "failed");
+    } }, word("copy"));
+    value.append(el("div", { class: "command" }, el("pre", {}, text), button));
+  } else if (text.includes("\n")) value.append(el("pre", {}, text));
+  else paintValue(value, column, row);
+  return [el("dt", {}, titleOf(column)), value];
+}
+
+/**
+ * @param {Block} block
+ * @param {Context} context
+ */
+export function showTable(block, context) {
+  const made = new TableBlock(block, context);
+  closeDialog();
+  made.element.dataset.table = block.table;
+  const ready = made.fill();
+  return { element: made.element, ready, refresh: () => made.refresh(), markdown: () => made.markdown() };
+}
