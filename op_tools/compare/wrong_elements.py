@@ -164,8 +164,8 @@ def _sides(job: Job, row: Row) -> tuple[Tensor, Tensor] | None:
         return None
     if not 0 <= place < min(len(ours), len(theirs)):
         return None
-    pair = ours[place], theirs[place]
-    return pair if isinstance(pair[0], Tensor) and isinstance(pair[1], Tensor) else None
+    left, right = ours[place], theirs[place]
+    return (left, right) if isinstance(left, Tensor) and isinstance(right, Tensor) else None
 
 
 def _place_of_gradient(job: Job, row: Row) -> int:

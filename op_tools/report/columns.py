@@ -109,6 +109,23 @@ def occurrences(*keys: Array) -> Array:
     return found
 
 
+def groups(*keys: Array) -> tuple[Array, Array]:
+    """Rows with equal keys are a group: the first row of each, and for each row the number of its group.
+
+    >>> [part.tolist() for part in groups(np.array([5, 3, 5]), np.array([1, 1, 1]))]
+    [[1, 0], [1, 0, 1]]
+    """
+    whole = np.zeros(len(keys[0]), np.int64)
+    for key in keys:
+        low, high = (int(key.min()), int(key.max())) if len(key) else (0, 0)
+        width = high - low + 1
+        if int(whole.max(initial=0)) >= 2**62 // width:  # too many to count: by their order
+            whole = np.unique(whole, return_inverse=True)[1]
+        whole = whole * width + (key - low)
+    _, first, back = np.unique(whole, return_index=True, return_inverse=True)
+    return first, back.reshape(-1)
+
+
 def short_floats(values: Array, digits: int = 4) -> Array:
     """Single precision with so many digits that count, which packs well (`short_floats(np.array([1 / 3]))`)."""
     bits = int(np.ceil(digits * 3.3219)) + 1

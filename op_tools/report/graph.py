@@ -12,7 +12,7 @@ from ditorch_common.page import Block, Text, View, blocks
 from ..trace import format as columns
 from ..trace.graph import Graph
 from ..view.rows import NOT_COMPARABLE, RIGHT, WEAK, WRONG
-from .columns import occurrences
+from .columns import groups, occurrences
 from .places import Places
 from .run import Run
 from .words import both, line_of, short_op, size_of
@@ -62,22 +62,23 @@ class Known:
             return
         mine = np.flatnonzero(rows["step"] == rows["step"].min())
         phase, calls = rows["phase"][mine], rows["call_id"][mine]
-        unique, first, back = np.unique(np.stack([calls, phase]), axis=1, return_index=True, return_inverse=True)
+        first, back = groups(calls, phase)
+        phases = phase[first]
         sites = rows["site"][mine][first]
         op, location = (process.of_site(sites, name) for name in ("op", "location"))
-        turn = occurrences(unique[1], op, location)
+        turn = occurrences(phases, op, location)
         words = run.words
         keys = [
             (words["op"].known[o], words["location"].known[at], words["phase"].known[p], int(t))
-            for o, at, p, t in zip(op.tolist(), location.tolist(), unique[1].tolist(), turn.tolist())
+            for o, at, p, t in zip(op.tolist(), location.tolist(), phases.tolist(), turn.tolist())
         ]
         if table == "op_time_measure":
-            sums = np.bincount(back.reshape(-1), np.nan_to_num(rows["elapsed_ms"][mine]), len(keys))
+            sums = np.bincount(back, np.nan_to_num(rows["elapsed_ms"][mine]), len(keys))
             self.times = dict(zip(keys, sums.tolist()))
             return
         rank_of = np.array([_ORDER.index(v) if v in _ORDER else 1 for v in words["verdict"].known])
         worst = np.zeros(len(keys), np.int64)
-        np.maximum.at(worst, back.reshape(-1), rank_of[rows["verdict"][mine]])
+        np.maximum.at(worst, back, rank_of[rows["verdict"][mine]])
         self.verdicts = dict(zip(keys, [_ORDER[n] for n in worst.tolist()]))
 
 
@@ -199,9 +200,8 @@ def _from_records(run: Run, places: Places) -> list[Block]:
         extra = "verdict" if table == "op_autocompare" else "elapsed_ms"
         rows = run.joined(table, "call_id", "site", "phase", "step", extra)
         modules = places.of(rows["rank"], rows["call_id"], rows["step"], rows["op"], rows["location"])
-        keys = np.stack([modules, rows["op"], rows["phase"]])
-        unique, back = np.unique(keys, axis=1, return_inverse=True)
-        back = back.reshape(-1)
+        first, back = groups(modules, rows["op"], rows["phase"])
+        unique = np.stack([modules[first], rows["op"][first], rows["phase"][first]])
         if table == "op_autocompare":
             rank_of = np.array([_ORDER.index(v) if v in _ORDER else 1 for v in run.words["verdict"].known])
             found = np.zeros(unique.shape[1], np.int64)

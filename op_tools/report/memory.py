@@ -14,7 +14,6 @@ from .run import Run
 from .words import both, size_of
 
 _MAX_POINTS: Final = 2_000
-_MEBI: Final = 2.0**20
 _EMPTY: Final = both(
     "No trace in this run. To see memory by kind and module: op_tools trace --steps 0:2 train.py",
     "本次运行没有 trace。要查看各类、各模块的内存：op_tools trace --steps 0:2 train.py",
@@ -43,8 +42,8 @@ def _of_rank(graph: Graph) -> list[Block]:
     modules = sorted(held["modules"].items(), key=lambda item: -item[1])[:25]
     if modules:
         labels = [graph.paths.get(number, "") or "(outside)" for number, _ in modules]
-        sizes = [size / _MEBI for _, size in modules]
-        found.append(blocks.bars(labels, sizes, "MiB", both("At the peak, by module", "峰值时各模块占用")))
+        sizes = [float(size) for _, size in modules]
+        found.append(blocks.bars(labels, sizes, "B", both("At the peak, by module", "峰值时各模块占用")))
     return found
 
 
@@ -64,12 +63,12 @@ def _along(graph: Graph) -> list[Block]:
         mine = codes == kind
         live = np.cumsum(np.bincount(operators[mine], table["bytes"][mine], graph.count))
         name = columns.KINDS[kind] if 0 <= kind < len(columns.KINDS) else "other"
-        series.append({"name": name, "y": (live[points] / _MEBI).tolist()})
+        series.append({"name": name, "y": live[points].tolist()})
     whole = np.cumsum(np.bincount(operators, table["bytes"], graph.count))
-    series.append({"name": "all", "y": (whole[points] / _MEBI).tolist()})
+    series.append({"name": "all", "y": whole[points].tolist()})
     steps = graph.operators["step"]
     begins = np.flatnonzero(np.diff(steps)) + 1
     marks = [{"x": float(n), "text": f"step {int(steps[n])}"} for n in begins[:20].tolist()]
     title = both("Live memory along the run, by kind", "运行过程中的内存，按类别")
     words = both("operator", "算子序号")
-    return [blocks.lines(points.tolist(), series, marks, words, "MiB", title)]  # type: ignore[arg-type]
+    return [blocks.lines(points.tolist(), series, marks, words, "B", title)]  # type: ignore[arg-type]

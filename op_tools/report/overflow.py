@@ -9,7 +9,7 @@ import numpy as np
 from ditorch_common.page import Block, Column, Table, View, blocks
 
 from ..native.statistics import NAMES
-from .columns import Array, occurrences, short_floats
+from .columns import Array, groups, occurrences, short_floats
 from .places import Places
 from .run import Run
 from .words import both, line_of, short_op, source_of
@@ -88,13 +88,12 @@ def _layers(run: Run, rows: dict[str, Array], steps: Array) -> tuple[Array, list
     order = np.argsort(rows["call_id"], kind="stable")
     rows = {name: values[order] for name, values in rows.items()}
     turn = occurrences(rows["rank"], rows["step"], rows["op"], rows["location"], rows["place"])
-    keys = np.stack([rows["op"], rows["location"], rows["place"], turn])
-    unique, first, back = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+    first, back = groups(rows["op"], rows["location"], rows["place"], turn)
     by_time = np.argsort(first, kind="stable")[:_MAX_LAYERS]
-    place_of = np.full(unique.shape[1], -1, np.int64)
+    place_of = np.full(len(first), -1, np.int64)
     place_of[by_time] = np.arange(len(by_time))
     values = np.full((len(by_time), len(steps)), np.nan)
-    row, column = place_of[back.reshape(-1)], np.searchsorted(steps, rows["step"])
+    row, column = place_of[back], np.searchsorted(steps, rows["step"])
     size = np.maximum(np.abs(rows["min"]), np.abs(rows["max"]))
     size[(rows["inf"] > 0) | (rows["nan"] > 0)] = np.inf
     inside = (row >= 0) & np.isin(rows["step"], steps)
@@ -104,7 +103,8 @@ def _layers(run: Run, rows: dict[str, Array], steps: Array) -> tuple[Array, list
     for n in first[by_time].tolist():
         module = modules[int(rows["module"][n])]
         where = module or line_of(lines[int(rows["location"][n])])
-        names.append(f"{where} {short_op(ops[int(rows['op'][n])])}")
+        place = int(rows["place"][n])
+        names.append(f"{where} {short_op(ops[int(rows['op'][n])])}" + (f" [{place}]" if place else ""))
     return values, names
 
 

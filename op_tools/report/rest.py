@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -116,7 +117,7 @@ def ranks(run: Run) -> tuple[View, list[Table]]:
     ended = {row["rank"] for row in run.small("ends")}
     timed = [p.growing["op_time_measure"] for p in run.processes]
 
-    def numbers(name: str, values: list[float], title: Text, unit: str = "") -> Column:
+    def numbers(name: str, values: Sequence[float], title: Text, unit: str = "") -> Column:
         return Column.numbers(name, np.array(values), title, unit, 5 if unit else None)
 
     state = ["ended" if p.rank in ended else "not ended" for p in run.processes]
@@ -219,7 +220,7 @@ def settings(run: Run) -> View:
         if lines:
             text = blocks.text("\n".join(lines))
             found.append(blocks.group(f"{row.get('tool')} summary (rank {row['rank']})", [text], open=False))
-    files: list[Text] = [str(p.path) for p in run.processes] + [str(g.trace.path) for g in run.graphs]
+    files: list[Text] = [*[str(p.path) for p in run.processes], *[str(g.trace.path) for g in run.graphs]]
     if run.earlier:
         files.append(
             both(

@@ -9,7 +9,7 @@ import numpy as np
 
 from ditorch_common.page import Block, Column, Table, View, blocks
 
-from .columns import Array
+from .columns import Array, groups
 from .places import Places
 from .run import Run
 from .words import both, line_of, short_op
@@ -113,13 +113,13 @@ class Tree:
 def _flame(run: Run, rows: dict[str, Array], places: Places) -> Block:
     """Time by module and operator; by line of source where modules are not known."""
     modules = places.of(rows["rank"], rows["call_id"], rows["step"], rows["op"], rows["location"])
-    keys = np.stack([rows["phase"], modules, rows["op"], rows["location"]])
-    unique, back = np.unique(keys, axis=1, return_inverse=True)
-    sums = np.bincount(back.reshape(-1), rows["elapsed_ms"], unique.shape[1])
+    keys = (rows["phase"], modules, rows["op"], rows["location"])
+    first, back = groups(*keys)
+    sums = np.bincount(back, rows["elapsed_ms"], len(first))
     words = run.words
     tree = Tree()
     for n in np.argsort(-sums)[:_MAX_FLAME].tolist():
-        phase, module, op, location = (int(code) for code in unique[:, n])
+        phase, module, op, location = (int(key[first[n]]) for key in keys)
         name = words["module"].known[module]
         inside = name.split(".") if name else [line_of(words["location"].known[location]) or "(no line)"]
         tree.add([words["phase"].known[phase], *inside, words["op"].known[op]], float(sums[n]))

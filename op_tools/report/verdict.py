@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from ditorch_common.page import Block, Column, Table, Text, View, blocks
 
 from ..view.rows import WRONG
+from .columns import groups
 from .records import read_json
 from .run import Run
 from .words import both, line_of, shell, short_op, source_of, times_bound
@@ -38,6 +40,8 @@ class Wrong:
         rows = [row for row in run.small("wrong") if isinstance(row.get("op"), str)]
         if not rows:  # records of earlier versions
             rows = [_from_finding(f) for f in run.small("findings") if f.get("kind") == "difference"]
+        if not rows:
+            rows = list(_from_comparisons(run))
         self.rows = sorted(rows, key=lambda row: (_whole(row, "step"), _whole(row, "event"), row["rank"]))
         after = {(row["rank"], row.get("run"), row.get("event")): row for row in run.small("consequences")}
         for row in self.rows:
@@ -53,6 +57,27 @@ def _from_finding(finding: dict[str, Any]) -> dict[str, Any]:
     found = {k: finding.get(k) for k in ("rank", "run", "op", "call_id", "phase", "location", "module", "step")}
     return {**found, "op": str(finding.get("op")), "event": finding.get("call_id"), "excess": finding.get("size"),
             "name": str(finding.get("op")), "reason": finding.get("message"), "folder": ""}  # fmt: skip
+
+
+def _from_comparisons(run: Run) -> Iterator[dict[str, Any]]:
+    """Wrong rows of the comparisons themselves, one for each call, where nothing else says what is wrong."""
+    for process in run.processes:
+        rows, words = process.growing["op_autocompare"], run.words
+        if not len(rows):
+            continue
+        wrong = np.flatnonzero(rows["verdict"] == words["verdict"].code(WRONG))[:_MAX_WRONG]
+        ops, places = (process.of_site(rows["site"][wrong], name).tolist() for name in ("op", "location"))
+        seen: set[int] = set()
+        for row, op, place in zip(wrong.tolist(), ops, places):
+            call = int(rows["call_id"][row])
+            if call not in seen:
+                seen.add(call)
+                texts = {
+                    name: words[name].known[int(rows[name][row])] for name in ("phase", "name", "reason", "module")
+                }
+                numbers = {"excess": float(rows["excess"][row]), "step": int(rows["step"][row]), "event": call}
+                yield {**texts, **numbers, "op": words["op"].known[op], "location": words["location"].known[place],
+                       "call_id": call, "rank": process.rank, "run": None, "folder": ""}  # fmt: skip
 
 
 def _whole(row: dict[str, Any], name: str) -> int:
@@ -295,7 +320,7 @@ def _coverage(run: Run) -> list[Block]:
             said += [prefix + line.strip() for line in _told(_summary(row))]
     if not said and run.count("op_autocompare"):
         rows = run.joined("op_autocompare", "call_id", "site", "verdict")
-        calls = len(np.unique(np.stack([rows["call_id"], rows["rank"]]), axis=1).T)
+        calls = len(groups(rows["call_id"], rows["rank"])[0])
         verdicts = run.words["verdict"].known
         counts = Counter(verdicts[code] for code in rows["verdict"].tolist())
         said = [f"{calls:,} calls compared so far, {len(rows['op']):,} tensors: "

@@ -8,7 +8,7 @@ from typing import Final
 
 from ditorch_common.page import Text
 
-_LOCATION: Final = re.compile(r"^(.*?):(\d+) (\S+?):? ?(.*)$", re.DOTALL)
+_LOCATION: Final = re.compile(r"^(.*?):(\d+) ([^\s:]*):?(?: (.*))?$", re.DOTALL)
 _BYTES: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -26,7 +26,7 @@ def line_of(location: str) -> str:
 def source_of(location: str) -> str:
     """The line of source of a call site (`source_of("train.py:7 main: y = f(x)") == "y = f(x)"`)."""
     found = _LOCATION.match(location)
-    return found[4] if found else ""
+    return found[4] or "" if found else ""
 
 
 def size_of(nbytes: float) -> str:
