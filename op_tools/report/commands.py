@@ -134,6 +134,7 @@ def _listening(port: int | None) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(("127.0.0.1", number))
+            listener.listen()
             return listener
         except (OSError, OverflowError) as error:
             listener.close()

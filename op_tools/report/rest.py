@@ -174,7 +174,8 @@ def doctor(run: Run) -> View:
     ):
         if isinstance(found.get(key), dict) and found[key]:
             shown.append(blocks.facts([(str(k), _short(v)) for k, v in found[key].items()], name))
-    for device in found.get("devices") or []:
+    devices = found.get("devices")
+    for device in devices if isinstance(devices, list) else []:
         if isinstance(device, dict):
             shown.append(blocks.facts([(str(k), _size(str(k), v)) for k, v in device.items()], both("Device", "设备")))
     for key, name in (
@@ -187,6 +188,11 @@ def doctor(run: Run) -> View:
             items: list[Text] = [f"{k}: {_short(v)}" for k, v in found[key].items()]
             shown.append(blocks.group(name, [blocks.list_of(items)], open=key == "gaps"))
     return View("doctor", title, shown, _NO_DOCTOR)
+
+
+def _dict(row: dict[str, Any], name: str) -> dict[str, Any]:
+    value = row.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _short(value: Any) -> str:
@@ -204,11 +210,9 @@ def settings(run: Run) -> View:
     facts = run.facts()
     if facts:
         rows: list[tuple[Text, str]] = [(str(k), _short(v)) for k, v in facts.items() if not isinstance(v, dict)]
-        rows += [(str(k), _short(v)) for k, v in dict(facts.get("versions") or {}).items()]
+        rows += [(str(k), _short(v)) for k, v in _dict(facts, "versions").items()]
         found.append(blocks.facts(rows, both("The run", "运行")))
-    chosen = {
-        k: v for row in run.small("runs") for k, v in dict(read_json(row.get("facts")).get("settings") or {}).items()
-    }
+    chosen = {k: v for row in run.small("runs") for k, v in _dict(read_json(row.get("facts")), "settings").items()}
     if chosen:
         listed: list[tuple[Text, str]] = [(str(k), _short(v)) for k, v in sorted(chosen.items())]
         found.append(blocks.facts(listed, both("Settings that were set", "已设置的变量")))

@@ -85,6 +85,15 @@ def _whole(row: dict[str, Any], name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
+def _list(row: dict[str, Any], name: str) -> list[Any]:
+    value = row.get(name)
+    return value if isinstance(value, list) else []
+
+
+def _is_line(pair: Any) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], int) and isinstance(pair[1], str)
+
+
 def _text(row: dict[str, Any], name: str) -> str:
     value = row.get(name)
     return value if isinstance(value, str) else ""
@@ -182,7 +191,7 @@ def _summary(row: dict[str, Any]) -> list[str]:
 def _first(run: Run, first: dict[str, Any]) -> list[Block]:
     found: list[Block] = []
     source = read_json(first.get("source"))
-    lines = [(n, t) for n, t in source.get("lines", []) if isinstance(n, int) and isinstance(t, str)] if source else []
+    lines = [(pair[0], pair[1]) for pair in _list(source, "lines") if _is_line(pair)]
     if lines:
         found.append(blocks.code(lines, _whole(source, "line"), _text(source, "file"), both("Where", "位置")))
     found.append(_next_steps(run, first))
