@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -18,6 +19,8 @@ from .chart import chart
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+RESULTS = ROOT / "demo_results"
+FAULTY = RESULTS / "faulty"
 STEPS = 100
 # A kernel that is wrong for large inputs only: of all layers, just `down` is large enough to meet it.
 FAULT = "addmm: noise=2, min_numel=393216"
@@ -35,6 +38,7 @@ def main() -> int:
     right = act_runs()
     wrong, found = act_goes_wrong()
     repaired = act_repaired(found)
+    page = act_page(right, wrong)
     console.print(Rule("the three runs", style="cyan"))
     curves = {
         "healthy device": ("green", right),
@@ -50,6 +54,8 @@ def main() -> int:
     console.print("Try them on your own script:")
     console.print("  [bold].venv/bin/ditorch run your_script.py[/]", soft_wrap=True)
     console.print("  [bold].venv/bin/op_tools run OpAutoCompare --mode once your_script.py[/]", soft_wrap=True)
+    console.print("\nEverything that the faulty run knows, in one page:")
+    console.print(f"  [bold]{page}[/]", soft_wrap=True)
     return 0
 
 
@@ -73,7 +79,7 @@ def act_goes_wrong() -> tuple[list[float], str]:
     )
     console.print("[bold]$ op_tools run OpAutoCompare --mode once --steps 0:1 demo/train_gpt.py[/]\n", soft_wrap=True)
     said: list[str] = []
-    watched = ["-m", "op_tools.cli", "run", "OpAutoCompare", "--mode", "once", "--steps", "0:1"]
+    watched = ["-m", "op_tools.cli", "run", "OpAutoCompare", "--mode", "once", "--steps", "0:1", "--out", str(FAULTY)]
     losses = train("training", watched, {"DITORCH_SOFT_FAULTS": FAULT, "OP_TOOLS_CONSOLE": "summary"}, said)
     report = _report(said)
     if not report:
@@ -99,6 +105,27 @@ def act_repaired(operator: str) -> list[float]:
     console.print(f"[bold]$ op_tools run OpFallback --ops {operator} demo/train_gpt.py[/]\n", soft_wrap=True)
     moved = ["-m", "op_tools.cli", "run", "OpFallback", "--ops", operator]
     return train("training", moved, {"DITORCH_SOFT_FAULTS": FAULT, "OP_TOOLS_CONSOLE": "off"})
+
+
+def act_page(right: list[float], wrong: list[float]) -> Path:
+    """The page of the faulty run, with its losses beside those of the healthy one; returns its path."""
+    console.print(Rule("4. look at it", style="cyan"))
+    curves = [_losses(name, losses) for name, losses in (("faulty", wrong), ("healthy", right))]
+    page = RESULTS / "faulty.html"
+    console.print(
+        f"[bold]$ op_tools report {FAULTY.relative_to(ROOT)} -o {page.relative_to(ROOT)}[/]\n", soft_wrap=True
+    )
+    command = [sys.executable, "-m", "op_tools.cli", "report", str(FAULTY), "-o", str(page), "--loss", *curves]
+    subprocess.run(command, cwd=ROOT, env=_environment(None), stdout=-1, check=True)
+    return page
+
+
+def _losses(name: str, losses: list[float]) -> str:
+    """Losses as `op_tools losscmp` reads them."""
+    path = RESULTS / f"{name}.metrics.json"
+    records = [{"iteration": step, "total_loss": loss, "losses": [loss]} for step, loss in enumerate(losses)]
+    path.write_text("\n".join(json.dumps(record) for record in records))
+    return str(path)
 
 
 def _report(said: list[str]) -> list[str]:
