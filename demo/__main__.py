@@ -19,7 +19,8 @@ from .chart import chart
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-RESULTS = ROOT / "demo_results"
+SCRIPT = HERE / "train_gpt.py"
+RESULTS = Path("demo_results")  # below ROOT, where everything runs
 FAULTY = RESULTS / "faulty"
 STEPS = 100
 # A kernel that is wrong for large inputs only: of all layers, just `down` is large enough to meet it.
@@ -63,7 +64,7 @@ def act_runs() -> list[float]:
     """The script runs, unchanged."""
     console.print(Rule("1. does it run?", style="cyan"))
     console.print("A training script, written for a CUDA GPU. It does not know about ditorch:\n")
-    source = (HERE / "train_gpt.py").read_text().splitlines()
+    source = SCRIPT.read_text().splitlines()
     shown = [line for line in source if re.search(r"torch\.cuda\.|\.cuda\(|autocast\(", line)]
     console.print(Syntax("\n".join(line.strip() for line in shown), "python", background_color="default"))
     console.print("\n[bold]$ ditorch run demo/train_gpt.py[/]\n", soft_wrap=True)
@@ -112,19 +113,17 @@ def act_page(right: list[float], wrong: list[float]) -> Path:
     console.print(Rule("4. look at it", style="cyan"))
     curves = [_losses(name, losses) for name, losses in (("faulty", wrong), ("healthy", right))]
     page = RESULTS / "faulty.html"
-    console.print(
-        f"[bold]$ op_tools report {FAULTY.relative_to(ROOT)} -o {page.relative_to(ROOT)}[/]\n", soft_wrap=True
-    )
+    console.print(f"[bold]$ op_tools report {FAULTY} -o {page}[/]\n", soft_wrap=True)
     command = [sys.executable, "-m", "op_tools.cli", "report", str(FAULTY), "-o", str(page), "--loss", *curves]
     subprocess.run(command, cwd=ROOT, env=_environment(None), stdout=-1, check=True)
-    return page
+    return ROOT / page
 
 
 def _losses(name: str, losses: list[float]) -> str:
     """Losses as `op_tools losscmp` reads them."""
     path = RESULTS / f"{name}.metrics.json"
     records = [{"iteration": step, "total_loss": loss, "losses": [loss]} for step, loss in enumerate(losses)]
-    path.write_text("\n".join(json.dumps(record) for record in records))
+    (ROOT / path).write_text("\n".join(json.dumps(record) for record in records))
     return str(path)
 
 
@@ -151,7 +150,7 @@ def train(
     title: str, how: list[str], environment: dict[str, str] | None = None, said: list[str] | None = None
 ) -> list[float]:
     """Run the script with a progress bar; its losses. Other lines go to `said`, or are shown."""
-    command = [sys.executable, *how, str(HERE / "train_gpt.py"), "--steps", str(STEPS)]
+    command = [sys.executable, *how, str(SCRIPT.relative_to(ROOT)), "--steps", str(STEPS)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=_environment(environment))
     assert process.stdout is not None
     losses: list[float] = []

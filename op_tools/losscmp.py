@@ -197,17 +197,25 @@ def words_of(verdict: Verdict) -> str:
     return _WORDS[verdict.kind]
 
 
-def band(curve: Curve, window: int | None = None, sigmas: float = 5.0) -> tuple[np.ndarray, np.ndarray]:
-    """Between which losses single steps of a like run are expected: around the running median, by this run's scatter.
+def band(reference: Curve, run: Curve, sigmas: float = 5.0) -> tuple[np.ndarray, np.ndarray]:
+    """Between which losses single steps of a run are expected, at the steps of the reference.
 
-    >>> low, high = band(Curve("a", np.arange(50), np.linspace(5, 4, 50), True))
+    Of the same data: around the reference, as far as the difference scatters from step to step. Of other data: around
+    its running median, as far as its own losses scatter.
+
+    >>> low, high = band(*[Curve("a", np.arange(50), np.linspace(5, 4, 50), True)] * 2)
     >>> bool((low <= high).all())
     True
     """
-    width = _width(len(curve.losses), window)
-    middle = _smooth(curve.losses, width)
-    spread = np.sqrt(_running_mean(np.square(curve.losses - middle), max(3 * width, 15)))
-    reach = _threshold(len(curve.losses), sigmas) * spread
+    losses = reference.losses
+    width = _width(len(losses), None)
+    middle, noise = _smooth(losses, width), losses - _smooth(losses, width)
+    common, at, at_run = np.intersect1d(reference.steps, run.steps, return_indices=True)
+    if len(common) >= 8 and _share_noise(losses[at], run.losses[at_run], width):
+        gap = np.interp(reference.steps, common, run.losses[at_run] - losses[at])
+        middle, noise = losses, gap - _smooth(gap, width)
+    spread = np.sqrt(_running_mean(np.square(noise), max(3 * width, 15)))
+    reach = _threshold(len(losses), sigmas) * spread
     return middle - reach, middle + reach
 
 

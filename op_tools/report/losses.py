@@ -58,7 +58,7 @@ def _lines(run: Run, curves: list[losscmp.Curve]) -> Block:
     for curve in curves:
         one: dict[str, Any] = {"name": curve.name, "y": _at(steps, curve.steps, curve.losses), "band": None}
         if curve is curves[-1] and len(curves) > 1 and len(curve.steps) >= 3:
-            low, high = losscmp.band(curve)
+            low, high = losscmp.band(curve, curves[0])
             one["band"] = (_at(steps, curve.steps, low), _at(steps, curve.steps, high))
         series.append(one)
     marks: list[Any] = []

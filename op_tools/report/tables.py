@@ -40,7 +40,7 @@ def view(run: Run, places: Places) -> tuple[View, list[Table]]:
             "line",
         ]
         filters = ["verdict", "operator", "module", "phase", "step", "rank"]
-        found.append(blocks.table("comparisons", shown, filters, None, None, both("Comparisons", "比较")))
+        found.append(blocks.table("comparisons", shown, filters, ("excess", "down"), None, both("Comparisons", "比较")))
     if run.count("op_time_measure"):
         tables.append(times(run, places))
         shown = ["step", "call", "operator", "phase", "module", "ms", "line"]

@@ -201,15 +201,24 @@ def test_losses_have_a_band_and_marks(tmp_path: Path) -> None:
     assert found[0]["state"] == "wrong"  # it leaves the reference
     assert found[1]["series"][0]["band"] is None
     low, high = found[1]["series"][1]["band"]
-    assert all(a < x < b for a, x, b in zip(low, healthy, high))
+    assert all(a <= x <= b for a, x, b in zip(low, healthy, high))
     assert found[1]["marks"][0]["x"] == 3.0
 
 
 def test_a_band_holds_what_scatters_alike() -> None:
     losses = np.sin(np.arange(200.0))
     curve = losscmp.Curve("a", np.arange(200), losses, True)
-    low, high = losscmp.band(curve)
+    low, high = losscmp.band(curve, losscmp.Curve("b", np.arange(200), np.cos(np.arange(200.0)), True))
     assert ((low < losses) & (losses < high)).all()
+
+
+def test_a_band_of_the_same_data_is_as_narrow_as_the_difference() -> None:
+    noise = np.random.default_rng(0).standard_normal(200)
+    one, two = (losscmp.Curve("a", np.arange(200), 5 + noise + more, True) for more in (0.0, 0.001 * noise[::-1]))
+    low, high = losscmp.band(one, two)
+    assert ((low <= two.losses) & (two.losses <= high)).all()
+    assert (high - low).max() < 0.05
+    assert ((two.losses + 0.1 < low) | (two.losses + 0.1 > high)).all()
 
 
 # -- hostile and damaged records ---------------------------------------------------------------------------
