@@ -60,11 +60,16 @@ test-matrix:  ## a quick suite for each version of PyTorch and Python (ARGS="--t
 test-chaos: $(VENV)/.ready-dev  ## kills, full disks, hostile files: minutes, bounded (ARGS="--kills 100 --captures 10000 --seed 1")
 	@$(ONE_THREAD) $(PY) -m tests.chaos $(ARGS)
 
-lint: $(VENV)/.ready-dev  ## ruff, mypy and the import contract
+# What checks the types of the page's JavaScript; where there is no npm, lint says so and goes on.
+TSC := $(VENV)/node/node_modules/.bin/tsc
+lint: $(VENV)/.ready-dev  ## ruff, mypy, the import contract and the types of the page's JavaScript
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
 	@$(VENV)/bin/lint-imports --no-cache
+	@if test -x $(TSC) || { command -v npm >/dev/null && npm install --silent --no-fund --no-audit --prefix $(VENV)/node typescript@5; }; \
+	then $(TSC) -p ditorch_common/page && echo "JavaScript: types are right"; \
+	else echo "JavaScript is not checked: npm is not installed, or has no typescript"; fi
 
 format: $(VENV)/.ready-dev  ## format the code
 	@$(VENV)/bin/ruff check --fix --quiet . || true

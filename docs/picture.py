@@ -6,7 +6,6 @@
 Texts are data (`ENGLISH`, `CHINESE`); a text that does not fit into its box is an error, whatever font a reader has.
 """
 
-# ruff: noqa: RUF001  (Chinese has punctuation of its own)
 from __future__ import annotations
 
 import sys

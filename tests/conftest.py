@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.browser import browser, chromium  # noqa: F401 - fixtures
+
 os.environ.setdefault("DITORCH_SOFT_DEVICES", "2")  # before torch is imported: some tests go from one to another
 
 

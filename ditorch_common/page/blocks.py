@@ -132,22 +132,26 @@ def table(
     title: Text = "",
     rows_link: str | None = None,
     matrix: Matrix | None = None,
+    row_title: str = "",
+    command: str = "",
 ) -> Block:
     """Rows of a table of the page. `columns` are those shown (a row's details have all), `filters` those with a menu.
 
     `where` keeps the rows in which each column has the value, or one of several; `rows_link` names the column
-    whose value is the address that a row leads to.
+    whose value is the address that a row leads to. In the title of a row's details
+    and in a command that they offer, ``{column}`` stands for the row's text, quoted for a shell in the command.
     """
     shown = None if columns is None else list(columns)
     keys = {"table": name, "columns": shown, "filters": list(filters), "sort": list(sort) if sort else None}
     rest = {"where": dict(where) if where else None, "title": title, "rows_link": rows_link, "matrix": matrix}
-    return {"kind": "table", **keys, **rest}
+    return {"kind": "table", **keys, **rest, "row_title": row_title, "command": command}
 
 
 class Matrix(TypedDict, total=False):
     """A second look at the rows of a table: names down, one column per value of `across`, a letter for each row."""
 
     down: str
+    within: str  # names are the same only where this column is, too
     across: str
     cell: str
     verdict: str

@@ -47,7 +47,10 @@ class Column:
     def numbers(
         cls, name: str, values: npt.ArrayLike, title: Text = "", unit: str = "", digits: int | None = None
     ) -> Column:
-        """Numbers or truth values; not a number means that there is none. `digits`: those that count, not decimals."""
+        """Numbers or truth values; not a number means that there is none. `digits`: those that count, not decimals.
+
+        With at most 6 digits, float64 travels as float32, in half the space.
+        """
         array = np.asarray(values)
         if array.ndim != 1:
             raise ValueError(f"column {name}: one dimension is needed, not {array.ndim}")
@@ -55,6 +58,8 @@ class Column:
             return cls(name, array.astype(np.uint8), title, "flag", unit, digits)
         if array.dtype.kind not in "iuf":
             raise TypeError(f"column {name}: numbers are needed, not {array.dtype}")
+        if array.dtype == np.float64 and digits is not None and digits <= 6 and _fits_single(array):
+            array = array.astype(np.float32)
         return cls(name, _narrow(array), title, "number", unit, digits)
 
     @classmethod
@@ -100,6 +105,11 @@ def check_name(name: str) -> None:
     """ValueError where a name cannot be part of an address."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} cannot be an address: letters, digits, '_', '.' and '-' are allowed")
+
+
+def _fits_single(array: Array) -> bool:
+    sizes = np.abs(array[np.isfinite(array) & (array != 0)])
+    return not len(sizes) or bool(sizes.min() > 1e-37 and sizes.max() < 1e38)
 
 
 def _narrow(array: Array) -> Array:

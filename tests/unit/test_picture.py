@@ -27,7 +27,7 @@ SHOWN = {
     "intel": ("Intel", "Intel"),
     "mps": ("Apple", "Apple"),
     "musa": ("Moore Threads", "摩尔线程"),
-    "soft": ("soft (software)", "soft（软件）"),  # noqa: RUF001
+    "soft": ("soft (software)", "soft（软件）"),
 }
 LEFT_OUT = {"dipu"}  # not a chip: DeepLink's layer over several of them
 

@@ -57,7 +57,7 @@ function control(column, value, changed) {
   }
   const quick = later(changed, 120);
   const field = el("input", { type: "search", "aria-label": title, value, input: quick, spellcheck: "false",
-    placeholder: isWords(column) ? title : `${title}: ${word("range_hint")}` });
+    placeholder: isWords(column) ? title : word("range_hint", title) });
   if (isWords(column)) offer(field, column);
   return field;
 }

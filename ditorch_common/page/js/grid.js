@@ -20,6 +20,14 @@ const TALLEST = 8_000_000;
 const SPARE = 6;
 let gridCount = 0;
 
+/**
+ * On a small screen a long text leaves room for another column.
+ * @param {GridColumn} column
+ */
+function widthIn(column) {
+  return column.width > 16 ? `clamp(16ch, 48vw, ${column.width}ch)` : `${column.width}ch`;
+}
+
 export class Grid {
   /** @param {GridOptions} options */
   constructor(options) {
@@ -44,7 +52,7 @@ export class Grid {
   setColumns(columns) {
     this.options.columns = columns;
     const last = columns.findLastIndex((column) => column.grow);
-    const widths = columns.map((column, i) => (i === last ? `minmax(${column.width}ch, 1fr)` : `${column.width}ch`));
+    const widths = columns.map((column, i) => (i === last ? `minmax(${widthIn(column)}, 1fr)` : widthIn(column)));
     this.element.style.setProperty("--columns", widths.join(" "));
     this.head.replaceChildren(...columns.map((column) => this.headCell(column)));
     this.element.setAttribute("aria-colcount", String(columns.length));

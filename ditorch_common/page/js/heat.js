@@ -71,7 +71,7 @@ function drawHeat(block, canvas, width) {
       pen.fillStyle = mapped[Math.round(of(value) * 64)];
       pen.fillRect(x, y, Math.max(0.7, wide - (wide > 4 ? 0.5 : 0)), tall - (tall > 8 ? 1 : 0));
       if (Number.isFinite(value)) continue;
-      pen.fillStyle = foreground;
+      pen.fillStyle = style("bg");
       pen.fillText("∞", x + wide / 2 - 4, y + tall / 2 + 4);
     }
     pen.fillStyle = foreground;

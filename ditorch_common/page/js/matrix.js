@@ -2,7 +2,8 @@
  * The rows of a table as a matrix: names down, one column per value across, a letter for each row there.
  * @typedef {import("./types.js").TableData} TableData
  * @typedef {import("./types.js").ColumnData} ColumnData
- * @typedef {{down: string, across: string, cell: string, verdict: string, strange?: string, letters?: Record<string, string>,
+ * @typedef {import("./types.js").Params} Params
+ * @typedef {{down: string, within?: string, across: string, cell: string, verdict: string, strange?: string, letters?: Record<string, string>,
  *   order?: string[]}} Matrix
  * @typedef {{name: number, cells: Map<number, number[]>, right: number, judged: number, failures: number}} Line
  */
@@ -19,9 +20,10 @@ export class MatrixView {
   /**
    * @param {Matrix} matrix
    * @param {TableData} table
+   * @param {Params} params
    * @param {(row: number) => void} open
    */
-  constructor(matrix, table, open) {
+  constructor(matrix, table, params, open) {
     const need = (/** @type {string | undefined} */ name) => /** @type {ColumnData} */ (columnOf(table, name ?? ""));
     this.matrix = matrix;
     this.open = open;
@@ -30,14 +32,17 @@ export class MatrixView {
     this.cell = need(matrix.cell);
     this.verdict = need(matrix.verdict);
     this.strange = columnOf(table, matrix.strange ?? "");
+    this.within = columnOf(table, matrix.within ?? "");
     this.states = this.verdict.words.map(stateOf);
     this.letters = this.cell.words.map((one) => matrix.letters?.[one] ?? one.slice(0, 1).toUpperCase());
     this.rank = ranks(this.cell.words, Object.keys(matrix.letters ?? {}));
-    this.names = new Set(this.down.values).size;
+    this.names = new Set(Array.from(this.down.values, (_, row) => this.keyOf(row))).size;
     /** @type {Line[]} */
     this.lines = [];
-    this.sort = el("select", { "aria-label": word("by_name"), change: () => this.arrange() },
-      ...["by_name", "by_failures", "by_share"].map((key) => el("option", { value: key }, word(key))));
+    this.sort = el("select", { "aria-label": word("by_name"), change: () => {
+      params.set({ ".lines": this.sort.value === "by_name" ? "" : this.sort.value });
+      this.arrange();
+    } }, ...["by_name", "by_failures", "by_share"].map((key) => el("option", { value: key, selected: key === params.get(".lines") }, word(key))));
     this.shown = el("span", { class: "count matrix-count" });
     this.head = el("thead");
     this.body = el("tbody");
@@ -47,7 +52,21 @@ export class MatrixView {
       el("table", { class: "matrix" }, this.head, this.body), this.after);
     this.scroll.addEventListener("scroll", () => this.paint(), { passive: true });
     this.body.addEventListener("click", (event) => this.click(event));
-    this.element = el("div", { class: "matrix-block" }, el("div", { class: "filters" }, this.sort, this.shown), this.legend(), this.scroll);
+    this.element = el("div", { class: "matrix-block" }, this.legend(), this.scroll);
+  }
+
+  /** @param {number} row */
+  keyOf(row) {
+    return this.down.values[row] + this.down.words.length * (this.within?.values[row] ?? 0);
+  }
+
+  /**
+   * Rows that a list should show: failures, and what is not as expected.
+   * @param {Uint32Array} rows
+   */
+  notable(rows) {
+    const { strange } = this;
+    return rows.filter((row) => this.states[this.verdict.values[row]] === "wrong" || Boolean(strange?.words[strange.values[row]]));
   }
 
   legend() {
@@ -70,8 +89,9 @@ export class MatrixView {
     const lines = new Map();
     for (const row of rows) {
       const name = this.down.values[row], across = this.across.values[row], state = this.states[this.verdict.values[row]];
-      let line = lines.get(name);
-      if (!line) lines.set(name, line = { name, cells: new Map(), right: 0, judged: 0, failures: 0 });
+      const key = this.keyOf(row);
+      let line = lines.get(key);
+      if (!line) lines.set(key, line = { name, cells: new Map(), right: 0, judged: 0, failures: 0 });
       const cells = line.cells.get(across);
       if (cells) cells.push(row);
       else line.cells.set(across, [row]);

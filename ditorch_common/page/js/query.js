@@ -24,6 +24,21 @@ export function isWords(column) {
 }
 
 /**
+ * The place of each word among all in order; very many are in the order of their characters, which is quicker.
+ * @param {ColumnData} column
+ * @returns {Uint32Array}
+ */
+function wordRanks(column) {
+  if (column.ranks) return column.ranks;
+  const { words } = column, collate = new Intl.Collator("en", { numeric: true }).compare;
+  const plain = (/** @type {string} */ a, /** @type {string} */ b) => (a < b ? -1 : a > b ? 1 : 0), compare = words.length > 20_000 ? plain : collate;
+  const ranks = new Uint32Array(words.length);
+  Array.from(words.keys()).sort((a, b) => compare(words[a], words[b])).forEach((code, rank) => { ranks[code] = rank; });
+  column.ranks = ranks;
+  return ranks;
+}
+
+/**
  * Keys that go up as the values do: one or two arrays of 32 bits, the low one first. What is no number comes last both ways.
  * @param {ColumnData} column
  * @param {boolean} down
@@ -33,11 +48,7 @@ function keysOf(column, down) {
   const { values } = column, rows = values.length, flip = down ? 0xffffffff : 0;
   const keys = new Uint32Array(rows);
   if (isWords(column)) {
-    const compare = new Intl.Collator("en", { numeric: true }).compare;
-    const sorted = Array.from(column.words.keys()).sort((a, b) => compare(column.words[a], column.words[b]));
-    const ranks = new Uint32Array(sorted.length);
-    sorted.forEach((code, rank) => { ranks[code] = rank; });
-    const last = ranks.length - 1;
+    const ranks = wordRanks(column), last = ranks.length - 1;
     for (let i = 0; i < rows; i++) keys[i] = down ? last - ranks[values[i]] : ranks[values[i]];
     return [keys];
   }
@@ -88,6 +99,43 @@ function sortPass(order, keys, shift) {
 }
 
 /**
+ * All passes over one array of keys.
+ * @param {Uint32Array} order
+ * @param {Uint32Array} keys
+ * @returns {Uint32Array}
+ */
+function sortBy(order, keys) {
+  let sorted = order;
+  for (let shift = 0; shift < 32; shift += DIGIT) sorted = sortPass(sorted, keys, shift);
+  return sorted;
+}
+
+/**
+ * Puts rows whose high halves are equal in the order of their low halves; false where so many are equal that passes are quicker.
+ * @param {Uint32Array} order
+ * @param {Uint32Array} low
+ * @param {Uint32Array} high
+ */
+function settleTies(order, low, high) {
+  const rows = order.length;
+  let from = 0, before = -1;
+  for (let i = 0; i < rows; i++) {
+    const row = order[i], half = high[row];
+    if (half !== before) {
+      from = i;
+      before = half;
+      continue;
+    }
+    if (i - from > 64) return false;
+    const key = low[row];
+    let at = i;
+    for (; at > from && low[order[at - 1]] > key; at--) order[at] = order[at - 1];
+    order[at] = row;
+  }
+  return true;
+}
+
+/**
  * The rows in the order of a column, equal ones as they come; kept for the next time.
  * @param {ColumnData} column
  * @param {boolean} down
@@ -96,11 +144,10 @@ function sortPass(order, keys, shift) {
 export function orderBy(column, down) {
   const way = down ? "down" : "up";
   if (column.orders[way]) return column.orders[way];
-  let order = new Uint32Array(column.values.length);
-  for (let i = 0; i < order.length; i++) order[i] = i;
-  for (const keys of keysOf(column, down)) {
-    for (let shift = 0; shift < 32; shift += DIGIT) order = /** @type {any} */ (sortPass(order, keys, shift));
-  }
+  const natural = new Uint32Array(column.values.length), [first, second] = keysOf(column, down);
+  for (let i = 0; i < natural.length; i++) natural[i] = i;
+  let order = sortBy(natural.slice(), second ?? first);
+  if (second && !settleTies(order, first, second)) order = sortBy(sortBy(natural, first), second);
   column.orders[way] = order;
   return order;
 }

@@ -6,13 +6,14 @@
  * @typedef {import("./types.js").TableData} TableData
  */
 import { closeDialog, openDialog } from "./dialog.js";
-import { copy, el } from "./dom.js";
+import { el } from "./dom.js";
 import { FilterBar, titleOf } from "./filters.js";
 import { Grid, ROW } from "./grid.js";
 import { markdownTable } from "./markdown.js";
 import { MatrixView } from "./matrix.js";
-import { show } from "./numbers.js";
+import { show, whole } from "./numbers.js";
 import { columnOf, isWords, select } from "./query.js";
+import { copyButton } from "./text_blocks.js";
 import { SIGNS, stateOf } from "./verdicts.js";
 import { say, word } from "./words.js";
 
@@ -64,6 +65,25 @@ function widthOf(column) {
   return Math.max(title, Math.min(longest + (column.kind === "verdict" ? 6 : 3), 44));
 }
 
+/** @param {string} text */
+function shellQuoted(text) {
+  return /^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replace(/'/g, "'\\''")}'`;
+}
+
+/**
+ * A pattern with the texts of a row in place of {column}; "{{" is a brace.
+ * @param {TableData} table
+ * @param {string} pattern
+ * @param {number} row
+ * @param {(text: string) => string} quoted
+ */
+function filled(table, pattern, row, quoted) {
+  return pattern.replace(/\{\{|\{([^{}]+)\}/g, (whole, name) => {
+    const column = name && columnOf(table, name);
+    return column ? quoted(textOf(column, row)) : whole === "{{" ? "{" : whole;
+  });
+}
+
 class TableBlock {
   /**
    * @param {Block} block
@@ -97,10 +117,12 @@ class TableBlock {
     this.bar = new FilterBar(table, block.filters ?? [], context.params, () => this.apply(false));
     this.grid = new Grid({ columns: this.gridColumns(), label: say(block.title) || block.table, open: (row) => this.open(row),
       paint: (cell, row, place) => paintValue(cell, this.shown[place], row) });
-    this.matrix = block.matrix ? new MatrixView(block.matrix, table, (row) => this.details(row)) : null;
+    this.matrix = block.matrix ? new MatrixView(block.matrix, table, context.params, (row) => this.details(row)) : null;
     this.none = el("p", { class: "soft none", hidden: true }, word("no_rows"));
     this.grid.element.style.height = `${(Math.min(this.base, block.matrix ? 14 : 24) + 1) * ROW + 16}px`;
-    this.element.replaceChildren(this.bar.element, ...(this.matrix ? [this.matrix.element] : []), this.none, this.grid.element);
+    if (this.matrix) this.bar.element.append(this.matrix.sort, this.matrix.shown);
+    this.notable = el("h3", { hidden: !this.matrix });
+    this.element.replaceChildren(this.bar.element, ...(this.matrix ? [this.matrix.element] : []), this.notable, this.none, this.grid.element);
     this.apply(false);
     const row = context.params.get(".row");
     if (row && Number(row) < table.rows) this.details(Number(row));
@@ -151,8 +173,10 @@ class TableBlock {
     this.bar.tell(this.chosen.length, this.base ?? 0);
     this.none.hidden = this.chosen.length > 0;
     this.grid.setColumns(this.gridColumns());
-    this.grid.setItems(this.chosen, keep);
+    const listed = this.matrix?.notable(this.chosen) ?? this.chosen;
+    this.grid.setItems(listed, keep);
     this.matrix?.draw(this.chosen);
+    if (this.notable) this.notable.textContent = word("failures", whole(listed.length));
   }
 
   /** @param {number} row */
@@ -169,8 +193,11 @@ class TableBlock {
     const { params } = this.context, { table } = this;
     const rows = table.columns.filter((column) => textOf(column, row) !== "").map((column) => detail(column, row));
     params.set({ ".row": String(row) });
-    const first = table.columns.find(isWords);
-    openDialog(first ? textOf(first, row) : String(row), [el("dl", { class: "details" }, ...rows.flat())], () => {
+    const first = table.columns.find(isWords), { row_title: pattern, command } = this.block;
+    const title = pattern ? filled(table, pattern, row, (text) => text) : first ? textOf(first, row) : String(row);
+    const line = command ? filled(table, command, row, shellQuoted) : "";
+    const offered = line ? [el("div", { class: "command-line" }, el("pre", {}, line), copyButton(line))] : [];
+    openDialog(title, [el("dl", { class: "details" }, ...rows.flat()), ...offered], () => {
       params.set({ ".row": "" });
       this.grid?.element.focus({ preventScroll: true });
     });
@@ -191,12 +218,8 @@ class TableBlock {
  */
 function detail(column, row) {
   const text = textOf(column, row), value = el("dd");
-  if (column.kind === "code") {
-    const button = el("button", { type: "button", click: async () => {
-      button.textContent = word((await copy(text)) ? "copied" : "failed");
-    } }, word("copy"));
-    value.append(el("div", { class: "command" }, el("pre", {}, text), button));
-  } else if (text.includes("\n")) value.append(el("pre", {}, text));
+  if (column.kind === "code") value.append(el("div", { class: "command-line" }, el("pre", {}, text), copyButton(text)));
+  else if (text.includes("\n")) value.append(el("pre", {}, text));
   else paintValue(value, column, row);
   return [el("dt", {}, titleOf(column)), value];
 }

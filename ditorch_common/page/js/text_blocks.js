@@ -80,6 +80,6 @@ export const CODE = {
 
 /** @type {Kind} */
 export const COMMAND = {
-  show: (block) => ({ element: framed(block, el("div", { class: "command" }, el("pre", { tabindex: "0" }, block.text), copyButton(block.text))) }),
+  show: (block) => ({ element: framed(block, el("div", { class: "command-line" }, el("pre", { tabindex: "0" }, block.text), copyButton(block.text))) }),
   markdown: (block) => section(say(block.title), fenced(block.text, "sh")),
 };

@@ -18,6 +18,7 @@
  * @property {Values} values
  * @property {string[]} words  what the values count in, for texts
  * @property {string[]} [lower]  the same in lower case
+ * @property {Uint32Array} [ranks]  the place of each word in their order
  * @property {Record<string, Uint32Array>} orders  rows in order, up and down
  *
  * @typedef {{name: string, rows: number, columns: ColumnData[]}} TableData

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import csv
 import gzip
 import io
+import re
 import tarfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,7 @@ from ditorch.conformance.console import View
 from ditorch.conformance.ledger import Ledger, parse
 from ditorch.conformance.page import page, read
 from ditorch.conformance.summary import Summary
+from ditorch_common.page import Table
 
 DOCS = Path(__file__).parents[3] / "docs" / "conformance"
 FILE = "soft_summary_of_pytorch_test_case_testing.csv.tar"
@@ -202,15 +206,26 @@ def test_the_command_packs_pages_and_folders(tmp_path: Path) -> None:
     assert (tmp_path / "run" / FILE).read_bytes() == written
 
 
+def fallen(packed: str) -> str:
+    """The table of a page, with a status that there is not."""
+    table = Table.unpack(base64.b64decode(packed))
+    words = ["fell over" if word == "crash" else word for word in table["status"].dictionary]
+    columns = [replace(one, dictionary=words) if one.name == "status" else one for one in table.columns]
+    return base64.b64encode(Table("cases", columns).pack()).decode()
+
+
 def test_bad_pages_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad, good = tmp_path / "bad.html", page(summary())
+    table = re.search(r'id="table-cases">([^<]*)<', good)
+    assert table is not None
     for content, message in [
         (None, "bad.html cannot be read: No such file"),
         (b"", "bad.html is not a page of ditorch conformance"),
         (b"\xff\x00", "bad.html is not a page of ditorch conformance"),
-        (good.replace('"rows":', '"lines":').encode(), "not a page of ditorch conformance: KeyError('rows')"),
-        (good.replace('"forward":13', '"forward":18').encode(), "not a page of ditorch conformance: IndexError"),
-        (good.replace('"crash"', '"fell over"').encode(), "not a page of ditorch conformance: ValueError"),
+        (good.replace('"conformance":', '"other":').encode(), "of ditorch conformance: KeyError('conformance')"),
+        (good.replace("table-cases", "table-others").encode(), "not a page of ditorch conformance: KeyError('cases')"),
+        (good.replace(table[1], table[1][40:]).encode(), "not a page of ditorch conformance: ValueError"),
+        (good.replace(table[1], fallen(table[1])).encode(), "not a page of ditorch conformance: ValueError"),
     ]:
         if content is not None:
             bad.write_bytes(content)

@@ -1,0 +1,240 @@
+"""Pages in a real browser: each view, filters, keys, addresses, themes, languages, hostile texts, small screens."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ditorch_common.page import document
+from tests.browser import Browser
+from tests.unit.ditorch_common.page_samples import HOSTILE, everything, records, written
+
+VIEWS = [view.id for view in everything(1).views]
+SHOWN = {
+    "verdict": ".banner.wrong, .line.marked, .chart .beyond, .command-line",
+    "diff": ".grid-row.far, .grid-row.one-sided",
+    "graph": ".grid-row[aria-expanded]",
+    "time": ".bars-list .bar, .flame-box, canvas.timeline-canvas",
+    "overflow": "canvas.heat-canvas, canvas.strip",
+    "loss": ".uplot canvas, .marks li",
+    "captures": ".empty",
+    "records": ".grid-row .verdict",
+    "two": "[data-table=records] .grid-row",
+}
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("page"))
+
+
+def count(view: Any) -> int:
+    return int(re.sub(r"\D", "", view.inner_text(".filters .count").partition(" of ")[0]))
+
+
+def cells(view: Any, column: int) -> list[str]:
+    """The texts of a column that can be seen, from the top."""
+    script = "(rows, column) => rows.map(row => row.children[column].textContent)"
+    found: list[str] = view.eval_on_selector_all(".grid-row", script, column)
+    return found
+
+
+def test_each_view_shows_what_it_has_and_runs_nothing(file: Path, browser: Browser) -> None:
+    view = browser.open(file)
+    for name in VIEWS:
+        view.evaluate("name => { location.hash = name }", name)
+        view.wait_for_selector(f"nav [aria-current=page][href='#{name}']")
+        for selector in SHOWN[name].split(", "):
+            view.wait_for_selector(f"main {selector}", state="attached")
+        assert view.title() != "run"
+        assert view.locator("main img, main script, header img").count() == 0
+        assert view.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
+    assert HOSTILE in view.inner_text("h1")
+
+
+def test_a_newcomer_sees_operator_line_and_next_step_at_once(file: Path, browser: Browser) -> None:
+    view = browser.open(file, viewport={"width": 1000, "height": 700})
+    for text in ("torch.softmax is wrong", "a = torch.softmax(q, -1)", "Let the CPU do it", "python reproduce.py"):
+        box = view.get_by_text(text).first.bounding_box()
+        assert box["y"] + box["height"] <= 700, text
+
+
+def test_filters_search_and_sort_agree_with_the_data(file: Path, browser: Browser) -> None:
+    table = records(3000)
+    ops, steps, excess = table["op"].texts(), table["step"].values, table["excess"].values
+    modules, verdicts = table["module"].texts(), table["verdict"].texts()
+    view = browser.open(file, "#records")
+    view.wait_for_selector(".grid-row")
+    view.select_option("select[aria-label=operator]", "torch.bmm")
+    assert count(view) == ops.count("torch.bmm")
+    view.select_option("select[aria-label=verdict]", "*wrong")
+    assert count(view) == sum(pair == ("torch.bmm", "wrong") for pair in zip(ops, verdicts))
+    view.click("button.clear")
+    view.fill("input[aria-label=module]", "layers.7.")
+    view.wait_for_selector(f".count:text('{sum('layers.7.' in one for one in modules)} of 3')")
+    view.fill("input[aria-label=module]", "")
+    view.fill("input[aria-label='error ÷ bound']", ">3")
+    view.wait_for_selector(f".count:text('{int((excess > 3).sum())} of 3')")
+    view.fill("input[aria-label='error ÷ bound']", "nonsense")
+    view.wait_for_selector("[aria-invalid=true]")
+    assert "No row passes the filters." in view.inner_text("main")
+    view.click("button.clear")
+    view.fill("input.search", "SOFTMAX layers.23.mlp")
+    wanted = sum("softmax" in op and "layers.23.mlp" in one for op, one in zip(ops, modules))
+    view.wait_for_selector(f".count:text-is('{wanted} of 3\u202f000 rows')")
+    view.click("button.clear")
+    view.click(".grid-head button:has-text('error')")
+    order = sorted(range(3000), key=lambda row: -excess[row])
+    assert cells(view, 0)[:10] == [ops[row] for row in order[:10]]
+    view.click(".grid-head button:has-text('error')")
+    assert cells(view, 0)[:10] == [ops[row] for row in reversed(order[-10:])]
+    view.click(".grid-head button:has-text('step')")
+    assert cells(view, 2)[0] == str(steps.max())
+
+
+def test_only_visible_rows_are_in_the_document(file: Path, browser: Browser) -> None:
+    view = browser.open(file, "#records")
+    view.wait_for_selector(".grid-row")
+    assert view.locator(".grid-row").count() < 60
+    view.eval_on_selector(".grid", "grid => { grid.scrollTop = grid.scrollHeight }")
+    view.wait_for_selector(".grid-row[aria-rowindex='3000']")
+    assert view.locator(".grid-row").count() < 60
+
+
+def test_keys(file: Path, browser: Browser) -> None:
+    view = browser.open(file, "#records")
+    view.wait_for_selector(".grid-row")
+    view.focus(".grid")
+    for key, row in [
+        ("ArrowDown", 1),
+        ("ArrowDown", 2),
+        ("j", 3),
+        ("k", 2),
+        ("End", 3000),
+        ("ArrowUp", 2999),
+        ("Home", 1),
+    ]:
+        view.keyboard.press(key)
+        assert view.locator(".grid-row[aria-selected=true]").get_attribute("aria-rowindex") == str(row), key
+    view.keyboard.press("Enter")
+    assert view.locator("dialog").is_visible()
+    assert ".row=0" in view.url
+    view.keyboard.press("Escape")
+    view.wait_for_selector("dialog", state="detached")
+    assert ".row" not in view.url
+    view.keyboard.press("/")
+    assert view.evaluate("document.activeElement.className").startswith("search")
+    view.keyboard.press("Escape")
+    view.keyboard.press("[")
+    view.wait_for_selector(".empty")
+    view.keyboard.press("?")
+    assert "previous, next view" in view.inner_text("dialog")
+
+
+def test_an_address_brings_the_same_view(file: Path, browser: Browser) -> None:
+    view = browser.open(file, "#records")
+    view.wait_for_selector(".grid-row")
+    view.select_option("select[aria-label=operator]", HOSTILE)
+    view.select_option("select[aria-label=step]", "7")
+    view.click(".grid-head button:has-text('time')")
+    again = browser.open(view.url)
+    again.wait_for_selector(".grid-row")
+    assert count(again) == count(view)
+    assert cells(again, 6) == cells(view, 6)
+    assert set(cells(again, 0)) == {HOSTILE}
+    two = browser.open(file, "#two?2:op=torch.add&2:.sort=step.up")
+    second = two.locator(".table-block").nth(1)
+    second.locator(".grid-row").first.wait_for()
+    assert second.locator(".grid-row").first.inner_text().split() == ["torch.add", "0"]
+    assert "absent" in two.inner_text("main")
+    lost = browser.open(file, "#nowhere")
+    assert "There is no view “nowhere”" in lost.inner_text("main")
+
+
+def test_trees_open_lazily_and_are_searched(file: Path, browser: Browser) -> None:
+    view = browser.open(file, "#graph")
+    view.wait_for_selector(".grid-row")
+    assert view.locator(".grid-row:has-text('softmax')").count() == 0
+    view.click(".grid-row:has-text('layers.3')")
+    assert view.locator(".grid-row:has-text('softmax') .verdict.wrong").count() == 1
+    view.keyboard.press("ArrowLeft")
+    assert view.locator(".grid-row:has-text('softmax')").count() == 0
+    view.fill("input.search", "softmax")
+    view.wait_for_selector(".count:text('24 found')")
+    view.click("button:text('next')")
+    view.wait_for_selector(".grid-row.hit[aria-selected=true]")
+    assert HOSTILE in view.inner_text(".tree-details")
+
+
+def test_markdown_of_a_view(file: Path, browser: Browser) -> None:
+    view = browser.open(file, "#verdict", permissions=["clipboard-read", "clipboard-write"])
+    texts = {}
+    for name in VIEWS:
+        view.evaluate("name => { location.hash = name }", name)
+        view.wait_for_selector(f"nav [aria-current=page][href='#{name}']")
+        view.wait_for_selector(f"main {SHOWN[name].split(', ')[0]}", state="attached")
+        view.evaluate("navigator.clipboard.writeText('')")
+        view.click("#copy-markdown")
+        texts[name] = view.evaluate("""async () => {
+            let text = "";
+            for (let i = 0; i < 100 && !text; i++) {
+                text = await navigator.clipboard.readText();
+                if (!text) await new Promise(done => setTimeout(done, 20));
+            }
+            return text;
+        }""")
+    assert "## ✗ torch.softmax is wrong" in texts["verdict"]
+    assert ">    41          a = torch.softmax(q, -1)" in texts["verdict"]
+    assert "OpCapture" in texts["captures"]
+    assert texts["records"].count("\n| ") == 102  # a head, a rule and the first 100 rows
+    for name, text in texts.items():
+        plain = re.sub(r"(`{1,}).*?\1", "", text, flags=re.DOTALL)  # without code
+        assert not re.search(r"(?<!\\)<(img|script)", plain), name
+
+
+def test_languages_and_themes(file: Path, browser: Browser) -> None:
+    view = browser.open(file, color_scheme="dark")
+    colour = "getComputedStyle(document.body).backgroundColor"
+    dark = view.evaluate(colour)
+    view.select_option("#theme", "light")
+    light = view.evaluate(colour)
+    assert (dark, light) == ("rgb(20, 23, 26)", "rgb(255, 255, 255)")
+    view.select_option("#language", "zh")
+    assert "torch.softmax 错误" in view.inner_text("main")
+    assert view.evaluate("document.documentElement.lang") == "zh-CN"
+    assert "复制为 Markdown" in view.inner_text("header")
+    view.reload()
+    view.wait_for_selector("html[data-ready]")
+    assert "torch.softmax 错误" in view.inner_text("main")
+    assert view.evaluate(colour) == light
+
+
+def test_a_phone_scrolls_only_inside_tables(file: Path, browser: Browser) -> None:
+    view = browser.open(file, viewport={"width": 390, "height": 780})
+    for name in VIEWS:
+        view.evaluate("name => { location.hash = name }", name)
+        view.wait_for_selector(f"main {SHOWN[name].split(', ')[0]}", state="attached")
+        assert view.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
+
+
+def test_print_leaves_the_tools_out(file: Path, browser: Browser) -> None:
+    view = browser.open(file, "#verdict")
+    view.emulate_media(media="print")
+    assert not view.locator("nav").is_visible()
+    assert not view.locator("button.copy").first.is_visible()
+    assert view.locator(".banner").is_visible()
+
+
+def test_no_function_is_long() -> None:
+    begin = re.compile(r"^(\s*)(?:export |async |static |get |set )*(?:function\b.*|[\w#]+\([^;]*\)|.*=>) \{$")
+    for file in (document.FOLDER / "js").glob("*.js"):
+        lines = file.read_text(encoding="utf-8").splitlines()
+        assert len(lines) < 500, file.name
+        for first, line in enumerate(lines):
+            found = begin.match(line)
+            if found and not line.lstrip().startswith(("if ", "for ", "while ", "*", "}")):
+                ends = (place for place in range(first, len(lines)) if re.match(rf"^{found[1]}\}}", lines[place]))
+                assert next(ends) - first < 60, f"{file.name}:{first + 1}"
