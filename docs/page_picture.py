@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("page", type=Path, help="a page that `op_tools report` or `op_tools diff --html` wrote")
     parser.add_argument("picture", type=Path, help="the PNG file to write")
     parser.add_argument("--view", default="verdict")
-    parser.add_argument("--width", type=int, default=1100)
+    parser.add_argument("--width", type=int, default=1200)
     parser.add_argument("--height", type=int, default=700)
     parser.add_argument("--scheme", choices=["light", "dark"], default="light")
     parser.add_argument("--language", choices=["en", "zh"], default="en")

@@ -194,8 +194,8 @@ def _first(run: Run, first: dict[str, Any]) -> list[Block]:
     lines = [(pair[0], pair[1]) for pair in _list(source, "lines") if _is_line(pair)]
     if lines:
         found.append(blocks.code(lines, _whole(source, "line"), _text(source, "file"), both("Where", "位置")))
+    found.append(blocks.facts(_numbers(run, first), both("Numbers", "数值")))  # beside the lines, where there is room
     found.append(_next_steps(run, first))
-    found.append(blocks.facts(_numbers(run, first), both("Numbers", "数值")))
     picture = read_json(first.get("picture"))
     if picture:
         found += _picture(picture)

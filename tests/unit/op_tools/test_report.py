@@ -55,14 +55,14 @@ def test_the_first_wrong_operator_comes_first(tmp_path: Path) -> None:
     assert banner["lines"][0] == "/home/me/model.py:27   return self.down(x)"
     assert f"op_tools run OpFallback --ops {OP} train.py --steps 3" in banner["lines"][2]["en"]
     shown = kinds(page, "verdict")
-    assert shown[1:4] == ["code", "group", "facts"]
+    assert shown[1:4] == ["code", "facts", "group"]
     assert {"histogram", "tensor_map", "table"} <= set(shown)
-    commands = texts(page.views[0].blocks[2])
+    commands = texts(page.views[0].blocks[3])
     assert "python '/tmp/saved one/28/reproduce.py'" in commands
     assert "OpDtypeCast" in commands  # its arguments are of few bits
     assert "70 comparisons, 2 wrong" in texts(page.views[0].blocks)
     assert table(page, "wrong")["operator"] == [OP, "torch.add"]
-    facts = {row[0]["en"]: row[1] for row in page.views[0].blocks[3]["rows"]}
+    facts = {row[0]["en"]: row[1] for row in page.views[0].blocks[2]["rows"]}
     assert facts["later calls that used it"] == "7"
     assert facts["largest error"].startswith("1,000 ")
 
