@@ -48,7 +48,10 @@ export class Grid {
     this.setColumns(options.columns);
   }
 
-  /** @param {GridColumn[]} columns */
+  /**
+   * Other columns; the rows follow with the next `setItems`.
+   * @param {GridColumn[]} columns
+   */
   setColumns(columns) {
     this.options.columns = columns;
     const last = columns.findLastIndex((column) => column.grow);
@@ -56,7 +59,6 @@ export class Grid {
     this.element.style.setProperty("--columns", widths.join(" "));
     this.head.replaceChildren(...columns.map((column) => this.headCell(column)));
     this.element.setAttribute("aria-colcount", String(columns.length));
-    this.draw();
   }
 
   /** @param {GridColumn} column */

@@ -75,62 +75,65 @@ function keysOf(column, down) {
 }
 
 /**
- * One pass of a radix sort over some bits of the keys; the same array where all have the same bits.
- * @param {Uint32Array} order
- * @param {Uint32Array} keys
- * @param {number} shift
- * @returns {Uint32Array}
+ * Rows and their keys, in the same order; the keys move along, so that every pass reads them one after the other.
+ * @typedef {{rows: Uint32Array, keys: Uint32Array}} Sorted
  */
-function sortPass(order, keys, shift) {
-  const rows = order.length, counts = new Uint32Array(BUCKETS), mask = BUCKETS - 1;
-  for (let i = 0; i < rows; i++) counts[(keys[i] >>> shift) & mask]++;
-  if (rows === 0 || counts[(keys[0] >>> shift) & mask] === rows) return order;
+
+/**
+ * One pass of a radix sort over some bits of the keys.
+ * @param {Sorted} before
+ * @param {number} shift
+ * @returns {Sorted}
+ */
+function sortPass(before, shift) {
+  const { rows, keys } = before, length = rows.length, mask = BUCKETS - 1, places = new Uint32Array(BUCKETS);
+  for (let i = 0; i < length; i++) places[(keys[i] >>> shift) & mask]++;
   for (let bucket = 0, at = 0; bucket < BUCKETS; bucket++) {
-    const count = counts[bucket];
-    counts[bucket] = at;
+    const count = places[bucket];
+    places[bucket] = at;
     at += count;
   }
-  const sorted = new Uint32Array(rows);
-  for (let i = 0; i < rows; i++) {
-    const row = order[i];
-    sorted[counts[(keys[row] >>> shift) & mask]++] = row;
+  const sortedRows = new Uint32Array(length), sortedKeys = new Uint32Array(length);
+  for (let i = 0; i < length; i++) {
+    const key = keys[i], place = places[(key >>> shift) & mask]++;
+    sortedRows[place] = rows[i];
+    sortedKeys[place] = key;
   }
-  return sorted;
+  return { rows: sortedRows, keys: sortedKeys };
 }
 
 /**
- * All passes over one array of keys.
- * @param {Uint32Array} order
- * @param {Uint32Array} keys
- * @returns {Uint32Array}
+ * Sorts by keys, equal ones as they come; bits that all keys share need no pass.
+ * @param {Sorted} before
+ * @returns {Sorted}
  */
-function sortBy(order, keys) {
-  let sorted = order;
-  for (let shift = 0; shift < 32; shift += DIGIT) sorted = sortPass(sorted, keys, shift);
+function sortByKeys(before) {
+  const { keys } = before;
+  let spread = 0, sorted = before;
+  for (let i = 0; i < keys.length; i++) spread |= keys[i] ^ keys[0];
+  for (let shift = 0; shift < 32; shift += DIGIT) {
+    if ((spread >>> shift) & (BUCKETS - 1)) sorted = sortPass(sorted, shift);
+  }
   return sorted;
 }
 
 /**
  * Puts rows whose high halves are equal in the order of their low halves; false where so many are equal that passes are quicker.
- * @param {Uint32Array} order
- * @param {Uint32Array} low
- * @param {Uint32Array} high
+ * @param {Sorted} sorted  by their high halves
+ * @param {Uint32Array} low  by row
  */
-function settleTies(order, low, high) {
-  const rows = order.length;
-  let from = 0, before = -1;
-  for (let i = 0; i < rows; i++) {
-    const row = order[i], half = high[row];
-    if (half !== before) {
+function settleTies(sorted, low) {
+  const { rows, keys } = sorted;
+  for (let i = 1, from = 0; i < rows.length; i++) {
+    if (keys[i] !== keys[i - 1]) {
       from = i;
-      before = half;
       continue;
     }
     if (i - from > 64) return false;
-    const key = low[row];
+    const row = rows[i], key = low[row];
     let at = i;
-    for (; at > from && low[order[at - 1]] > key; at--) order[at] = order[at - 1];
-    order[at] = row;
+    for (; at > from && low[rows[at - 1]] > key; at--) rows[at] = rows[at - 1];
+    rows[at] = row;
   }
   return true;
 }
@@ -144,12 +147,21 @@ function settleTies(order, low, high) {
 export function orderBy(column, down) {
   const way = down ? "down" : "up";
   if (column.orders[way]) return column.orders[way];
-  const natural = new Uint32Array(column.values.length), [first, second] = keysOf(column, down);
-  for (let i = 0; i < natural.length; i++) natural[i] = i;
-  let order = sortBy(natural.slice(), second ?? first);
-  if (second && !settleTies(order, first, second)) order = sortBy(sortBy(natural, first), second);
-  column.orders[way] = order;
-  return order;
+  const natural = () => {
+    const rows = new Uint32Array(column.values.length);
+    for (let i = 0; i < rows.length; i++) rows[i] = i;
+    return rows;
+  };
+  const [low, high] = keysOf(column, down);
+  let sorted = sortByKeys({ rows: natural(), keys: high ?? low });
+  if (high && !settleTies(sorted, low)) {
+    const { rows } = sortByKeys({ rows: natural(), keys: low });
+    const keys = new Uint32Array(rows.length);
+    for (let i = 0; i < keys.length; i++) keys[i] = high[rows[i]];
+    sorted = sortByKeys({ rows, keys });
+  }
+  column.orders[way] = sorted.rows;
+  return sorted.rows;
 }
 
 /** @param {ColumnData} column */
@@ -283,6 +295,7 @@ export function select(table, query, where) {
   const order = sorted ? orderBy(sorted, query.sort?.[1] === "down") : null;
   const terms = query.search.toLowerCase().split(/\s+/).filter(Boolean);
   const filters = Object.entries(query.filters).filter(([, wanted]) => wanted !== "");
+  if (order && !terms.length && !filters.length && !where) return order;
   const mask = new Uint8Array(rows).fill(1);
   narrowByBlock(mask, table, where);
   for (const [name, wanted] of filters) {

@@ -95,7 +95,7 @@ def test_open_a_failure(file: Path, browser: Browser) -> None:
     assert "it is known" in dialog
     assert "ditorch conformance --device soft:0 --case ops/mul/int8/forward" in dialog
     view.click("dialog button.close")
-    assert view.locator("dialog").count() == 0
+    view.wait_for_selector("dialog", state="detached")
     view.click("[aria-label='add float32 backward: wrong']")
     assert view.inner_text("dialog h3") == "ops/add/float32/backward"
 

@@ -44,7 +44,7 @@ class Server:
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.http.server_port}/?token=abc"
 
-    def handler(server) -> type[BaseHTTPRequestHandler]:  # noqa: N805
+    def handler(server: Server) -> type[BaseHTTPRequestHandler]:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 path, _, query = self.path.partition("?")
