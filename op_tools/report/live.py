@@ -56,12 +56,12 @@ class Live:
         self._packed: dict[tuple[str, int], bytes] = {}
         self._due = 0.0
 
-    def look(self, now: Callable[[], float] = time.monotonic) -> int:
+    def look(self, now: Callable[[], float] = time.monotonic, spent: Callable[[], float] = time.thread_time) -> int:
         """The version of the page, a new one where the run has grown."""
         if now() < self._due or not self._lock.acquire(blocking=False):
             return self.version
         try:
-            began = now()
+            began = spent()
             changed = self.run.refresh()
             state = self.run.state
             if changed or state != self._state:
@@ -69,8 +69,7 @@ class Live:
                 self.page = self._make(self.run)
                 self.version += 1
                 self._packed.clear()
-            cost = now() - began
-            self._due = now() + min(_AT_MOST, max(_EVERY, cost / _SHARE))
+            self._due = now() + min(_AT_MOST, max(_EVERY, (spent() - began) / _SHARE))
             return self.version
         finally:
             self._lock.release()

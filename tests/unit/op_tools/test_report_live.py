@@ -128,28 +128,28 @@ def test_a_trace_for_perfetto_alone(live: Live) -> None:
 
 
 def test_a_look_costs_a_bounded_share(written: Written, live: Live) -> None:
-    clock = [100.0]
-    assert live.look(lambda: clock[0]) == 1
+    clock = [100.0, 0.0]  # now, and CPU time
+    assert live.look(lambda: clock[0], lambda: clock[1]) == 1
     written.compared(2).store.flush()
-    assert live.look(lambda: clock[0]) == 1  # too soon
+    assert live.look(lambda: clock[0], lambda: clock[1]) == 1  # too soon
     clock[0] += 1.1
-    assert live.look(lambda: clock[0]) == 2
+    assert live.look(lambda: clock[0], lambda: clock[1]) == 2
     assert live.head()["tables"]["comparisons"] == 2
     made = live._make
 
     def slowly(run: Run) -> Any:
-        clock[0] += 0.5
+        clock[1] += 0.5
         return made(run)
 
     live._make = slowly
     written.compared(3).store.flush()
     clock[0] += 1.1
-    assert live.look(lambda: clock[0]) == 3
+    assert live.look(lambda: clock[0], lambda: clock[1]) == 3
     written.compared(4).store.flush()
     clock[0] += 20.0  # half a second is 2 % of 25 seconds
-    assert live.look(lambda: clock[0]) == 3
+    assert live.look(lambda: clock[0], lambda: clock[1]) == 3
     clock[0] += 6.0
-    assert live.look(lambda: clock[0]) == 4
+    assert live.look(lambda: clock[0], lambda: clock[1]) == 4
 
 
 def test_records_are_opened_so_that_nothing_is_written(written: Written, tmp_path: Path) -> None:
