@@ -153,7 +153,7 @@ def _rank_times(run: Run) -> list[Block]:
         values += [float(sums[rank]) for rank in run.ranks]
     names = [short_op(run.words["op"].known[op]) for op in ops.tolist()]
     title = both("Time of operators, rank by rank", "各 rank 的算子时间")
-    return [blocks.heat(names, [f"rank {r}" for r in run.ranks], values, "ms", title)]
+    return [blocks.heat(names, [f"rank {r}" for r in run.ranks], values, "ms", title, "log")]
 
 
 # -- doctor, settings ------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def ask(
              "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 9001)}  # fmt: skip
 
     async def receive() -> Any:
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(60)  # it waits for the whole answer
         return {"type": "http.disconnect"}
 
     asyncio.run(app(scope, receive, answer.take))
