@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -29,8 +30,10 @@ for line in urllib.request.urlopen(f"{base}/events?{token}"):
 """
 
 
-def cost(pairs: int, seconds: float) -> tuple[list[float], list[float]]:
-    """Median step time with the page open divided by that without, of each pair; and the same of the CPU time."""
+def cost(pairs: int, seconds: float) -> tuple[list[float], list[float], list[float]]:
+    """Of each pair: median step time with the page open divided by that without, the same of its CPU time, and the
+    share of a core that the server took.
+    """
     import torch
 
     import ditorch  # noqa: F401
@@ -50,7 +53,7 @@ def cost(pairs: int, seconds: float) -> tuple[list[float], list[float]]:
             taken.append((time.perf_counter() - began, time.thread_time() - used))
         return taken
 
-    walls, own = list[float](), list[float]()
+    walls, own, shares = list[float](), list[float](), list[float]()
     with op_tools.OpTimeMeasure():
         steps(time.perf_counter() + 2)
         folder = os.environ["OP_TOOLS_RESULTS_DIR"]
@@ -66,7 +69,10 @@ def cost(pairs: int, seconds: float) -> tuple[list[float], list[float]]:
                         for on in (True, False) if pair % 2 else (False, True):
                             for process in (server, client):
                                 process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
-                            times = zip(*steps(time.perf_counter() + seconds))
+                            began, used = time.perf_counter(), _cpu_seconds(server.pid)
+                            times = zip(*steps(began + seconds))
+                            if on:
+                                shares.append((_cpu_seconds(server.pid) - used) / (time.perf_counter() - began))
                             medians[on] = [statistics.median(some) for some in times]
                         walls.append(medians[True][0] / medians[False][0])
                         own.append(medians[True][1] / medians[False][1])
@@ -74,7 +80,12 @@ def cost(pairs: int, seconds: float) -> tuple[list[float], list[float]]:
                     for process in (client, server):
                         process.send_signal(signal.SIGCONT)
                         process.kill()
-    return walls, own
+    return walls, own, shares
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def page_of_many(records: int) -> tuple[float, float, float]:
@@ -85,10 +96,10 @@ def page_of_many(records: int) -> tuple[float, float, float]:
 
     with tempfile.TemporaryDirectory() as folder:
         written = Written(Path(folder))
-        scatter = [0.001 * (n * 7919 % 1000) for n in range(1000)]
+        scatter = random.Random(0)
         for n in range(records):
             module, op = f"model.layers.{n // 4 % 48}.mlp", f"torch.op{n // 4 % 60}"
-            written.compared(n // 4, step=n // 8000, op=op, module=module, excess=scatter[n % 1000] * (n % 4 > 1))
+            written.compared(n // 4, step=n // 8000, op=op, module=module, excess=scatter.random() * (n % 4 > 1))
             if n % 4000 == 0:
                 written.store.flush()
         written.end().close()
@@ -108,7 +119,9 @@ def main() -> None:
     if given.pairs:
         with tempfile.TemporaryDirectory() as folder:
             os.environ.update(OP_TOOLS_RESULTS_DIR=folder, OP_TOOLS_CONSOLE="off")
-            for ratios, what in zip(cost(given.pairs, given.seconds), ("step", "CPU time of a step")):
+            *found, shares = cost(given.pairs, given.seconds)
+            print(f"the server took {statistics.mean(shares):.1%} of a core")
+            for ratios, what in zip(found, ("step", "CPU time of a step")):
                 low, _, high = statistics.quantiles(ratios, n=4)
                 middle = statistics.median(ratios)
                 spread = f"half of the pairs from {low - 1:+.1%} to {high - 1:+.1%}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ditorch_common.page import Page, Table, Text
+from collections.abc import Callable
+
+from ditorch_common.page import Page, Table, Text, View, blocks
 
 from ..trace.diff import Diff
 from . import difference, graph, losses, memory, overflow, rest, tables, times, verdict
@@ -18,28 +20,39 @@ def page_of(run: Run, compared_with: Diff | None = None, perfetto: str = "") -> 
     'verdict'
     """
     places = Places(run)
-    first, wrong = verdict.view(run)
-    timed, by_op = times.view(run, places, perfetto)
-    overflowed, statistics = overflow.view(run, places)
-    captured, replays = rest.captures(run)
-    by_rank, ranks = rest.ranks(run)
-    records, everything = tables.view(run, places)
-    views = [
-        first,
-        difference.view(compared_with),
-        graph.view(run, places),
-        timed,
-        memory.view(run),
-        overflowed,
-        losses.view(run),
-        captured,
-        by_rank,
-        rest.doctor(run),
-        rest.settings(run),
-        records,
-    ]
-    found: list[Table] = [*wrong, *by_op, *statistics, *replays, *ranks, *everything]
+    makers: dict[str, Callable[[], View | tuple[View, list[Table]]]] = {
+        "verdict": lambda: verdict.view(run),
+        "diff": lambda: difference.view(compared_with),
+        "graph": lambda: graph.view(run, places),
+        "time": lambda: times.view(run, places, perfetto),
+        "memory": lambda: memory.view(run),
+        "overflow": lambda: overflow.view(run, places),
+        "loss": lambda: losses.view(run),
+        "captures": lambda: rest.captures(run),
+        "ranks": lambda: rest.ranks(run),
+        "doctor": lambda: rest.doctor(run),
+        "settings": lambda: rest.settings(run),
+        "records": lambda: tables.view(run, places),
+    }
+    views: list[View] = []
+    found: list[Table] = []
+    for name, make in makers.items():
+        made = _made(name, make)
+        views.append(made if isinstance(made, View) else made[0])
+        found += [] if isinstance(made, View) else made[1]
     return Page(_title(run), views, found, _subtitle(run))
+
+
+def _made(name: str, make: Callable[[], View | tuple[View, list[Table]]]) -> View | tuple[View, list[Table]]:
+    """A view; what damaged files make impossible is said in it, and the others are shown."""
+    try:
+        return make()
+    except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {error}"[:300]
+        headline = both(
+            "This view could not be made: a file of the run is damaged", "无法生成此视图：运行的某个文件已损坏"
+        )
+        return View(name, name, [blocks.banner("unknown", headline, [reason])])
 
 
 def _title(run: Run) -> str:

@@ -86,6 +86,11 @@ class Live:
             packed = self._packed[key] = self.page.table(name)
         return packed
 
+    def traced(self) -> Iterator[str]:
+        """The times so far for ui.perfetto.dev, in pieces."""
+        with self._lock:
+            return chrome_trace(self.run)
+
 
 class Guard:
     """Lets through what this machine's own browser asks with the token, and nothing but GET."""
@@ -144,8 +149,9 @@ def application(live: Live, token: str) -> ASGIApp:
         return StreamingResponse(_events(live, request), media_type="text/event-stream")
 
     async def trace(request: Request) -> Response:
+        rows = await run_in_threadpool(live.traced)
         allowed = {"access-control-allow-origin": _PERFETTO, "cross-origin-resource-policy": "cross-origin"}
-        return StreamingResponse(chrome_trace(live.run), media_type="application/json", headers=allowed)
+        return StreamingResponse(rows, media_type="application/json", headers=allowed)
 
     routes = {"/": shell, "/head": head, "/table/{name}": table, "/events": events, "/trace.json": trace}
     app = Starlette(routes=[Route(path, answer, methods=["GET"]) for path, answer in routes.items()])
@@ -168,20 +174,26 @@ async def _events(live: Live, request: Request) -> AsyncIterator[str]:
 
 
 def chrome_trace(run: Run) -> Iterator[str]:
-    """The times of a run for ui.perfetto.dev, in pieces."""
-    yield '{"displayTimeUnit": "ms", "traceEvents": ['
-    left, between = _MAX_TRACED, ""
+    """The times of a run, as they are now, for ui.perfetto.dev, in pieces."""
+    kept = []
     for process in run.processes:
         rows = process.growing["op_time_measure"]
-        ops, phases = process.sites.words["op"].known, rows.words["phase"].known
-        names = process.of_site(rows["site"], "op").tolist()
-        columns = (rows[name].tolist() for name in ("phase", "start_us", "elapsed_ms", "thread", "step", "call_id"))
-        for op, phase, start, elapsed, thread, step, call in zip(names, *columns):
+        words = (process.sites.words["op"].known, rows.words["phase"].known)
+        columns = [rows[name] for name in ("phase", "start_us", "elapsed_ms", "thread", "step", "call_id")]
+        kept.append((process.rank, words, [process.of_site(rows["site"], "op"), *columns]))
+    return _events_of(kept)
+
+
+def _events_of(kept: list[tuple[int, Any, list[Any]]]) -> Iterator[str]:
+    yield '{"displayTimeUnit": "ms", "traceEvents": ['
+    left, between = _MAX_TRACED, ""
+    for rank, (ops, phases), columns in kept:
+        for op, phase, start, elapsed, thread, step, call in zip(*[column.tolist() for column in columns]):
             left -= 1
             if left < 0 or start != start or elapsed != elapsed:
                 continue
             event = {"name": ops[op], "cat": phases[phase], "ph": "X", "ts": start, "dur": elapsed * 1e3,
-                     "pid": process.rank, "tid": thread, "args": {"call": call, "step": step}}  # fmt: skip
+                     "pid": rank, "tid": thread, "args": {"call": call, "step": step}}  # fmt: skip
             yield between + json.dumps(event)
             between = ","
     yield "]}"

@@ -17,7 +17,6 @@ from ..call.devices import NO_DOUBLE
 from ..call.filter import OpFilter
 from ..call.traits import OpTraits
 from ..compat import in_func_transform
-from ..report.small import html_of_tool
 from ..settings import SettingsError
 from ..view import console, runs, store
 from ..watch.hooks import Hooks
@@ -370,6 +369,8 @@ class Tool(Shown):
         """What `op_tools report` says first about this run, as plain HTML (notebooks show it)."""
         if self._store is None:
             return ""
+        from ..report.small import html_of_tool  # only notebooks need it
+
         self._store.flush()
         return html_of_tool(self._store.path, self._run_key, self.name)
 

@@ -50,6 +50,7 @@ class Written:
         values: dict[str, Any] = dict.fromkeys(names, 0.0) | {
             "call_id": call, "site": site, "phase": "forward", "name": f"{op} output", "verdict": verdict,
             "module": module, "step": step, "excess": excess, "reason": reason, "error_info": "", "cosine": 1.0,
+            "max_abs_diff": 1e-6 * excess, "max_ulp": 3 * excess,
         }  # fmt: skip
         table = self.store.table("op_autocompare", {"run": "INTEGER", **OpAutoCompare.columns})
         table.append((1, *[values[name] for name in names]))
