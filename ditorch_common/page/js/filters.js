@@ -85,6 +85,7 @@ export class FilterBar {
    */
   constructor(table, names, params, changed) {
     this.params = params;
+    this.take(table);
     const update = () => { this.store(); changed(); };
     this.search = el("input", { type: "search", class: "search", placeholder: word("search"), "aria-label": word("search"),
       value: params.get(".q"), input: later(update, 120), spellcheck: "false" });
@@ -95,10 +96,17 @@ export class FilterBar {
       const column = columnOf(table, name);
       if (column) this.controls.set(name, control(column, params.get(name), update));
     }
-    this.columns = new Map(table.columns.map((column) => [column.name, column]));
     this.count = el("span", { class: "count", role: "status" });
     this.clear = el("button", { type: "button", class: "clear", click: () => this.reset(update) }, word("clear"));
     this.element = el("div", { class: "filters", role: "search" }, this.search, ...this.controls.values(), this.clear, this.count);
+  }
+
+  /**
+   * The same bar for new data.
+   * @param {TableData} table
+   */
+  take(table) {
+    this.columns = new Map(table.columns.map((column) => [column.name, column]));
   }
 
   /** @param {() => void} update */
@@ -118,7 +126,7 @@ export class FilterBar {
     /** @type {Record<string, string>} */
     const filters = {};
     for (const [name, field] of this.controls) {
-      const column = this.columns.get(name), bad = Boolean(column && !isWords(column) && column.kind !== "flag" && field.value && !rangeOf(field.value));
+      const column = this.columns?.get(name), bad = Boolean(column && !isWords(column) && column.kind !== "flag" && field.value && !rangeOf(field.value));
       field.setAttribute("aria-invalid", String(bad));
       field.classList.toggle("set", field.value !== "");
       filters[name] = field.value;

@@ -57,7 +57,9 @@ export class Grid {
     const last = columns.findLastIndex((column) => column.grow);
     const widths = columns.map((column, i) => (i === last ? `minmax(${widthIn(column)}, 1fr)` : widthIn(column)));
     this.element.style.setProperty("--columns", widths.join(" "));
+    const focused = [...this.head.children].findIndex((cell) => cell.contains(document.activeElement));
     this.head.replaceChildren(...columns.map((column) => this.headCell(column)));
+    if (focused >= 0) this.head.children[focused]?.querySelector("button")?.focus();
     this.element.setAttribute("aria-colcount", String(columns.length));
   }
 
@@ -65,7 +67,7 @@ export class Grid {
   headCell(column) {
     const sign = column.sorted === "up" ? " ▲" : column.sorted === "down" ? " ▼" : "";
     const order = column.sorted === "up" ? "ascending" : column.sorted === "down" ? "descending" : null;
-    const inner = column.press ? el("button", { type: "button", tabindex: "-1", click: column.press }, column.title + sign)
+    const inner = column.press ? el("button", { type: "button", click: column.press }, column.title + sign)
       : el("span", {}, column.title);
     return el("div", { role: "columnheader", class: column.right ? "right" : null, "aria-sort": order, title: column.title }, inner);
   }
@@ -159,7 +161,7 @@ export class Grid {
 
   /** @param {KeyboardEvent} event */
   press(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target !== this.element) return;
     /** @type {Record<string, number>} */
     const steps = { ArrowDown: 1, ArrowUp: -1, PageDown: this.visible, PageUp: -this.visible, j: 1, k: -1 };
     if (event.key in steps) this.move(this.cursor < 0 ? this.first : this.cursor + steps[event.key]);

@@ -81,7 +81,7 @@ class PageView {
       return;
     }
     const context = this.context(view);
-    this.parts = view.blocks.map((block, i) => ({ key: JSON.stringify(block), shown: showBlock(block, { ...context, place: `${view.id}/${i}` }) }));
+    this.parts = view.blocks.map((block, i) => ({ key: this.source.live ? JSON.stringify(block) : "", shown: showBlock(block, { ...context, place: `${view.id}/${i}` }) }));
     const empty = view.blocks.length ? [] : [el("p", { class: "empty" }, say(view.empty) || word("empty"))];
     this.main.replaceChildren(...empty, ...this.parts.map((part) => part.shown.element));
     this.main.setAttribute("aria-label", say(view.title));

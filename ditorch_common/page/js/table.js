@@ -15,7 +15,7 @@ import { show, whole } from "./numbers.js";
 import { columnOf, isWords, select } from "./query.js";
 import { copyButton } from "./text_blocks.js";
 import { SIGNS, stateOf } from "./verdicts.js";
-import { say, word } from "./words.js";
+import { say, widthOfText, word } from "./words.js";
 
 const COPIED_ROWS = 100;
 
@@ -58,10 +58,10 @@ function paintValue(cell, column, row) {
  * @param {ColumnData} column
  */
 function widthOf(column) {
-  const title = titleOf(column).length + 5;
+  const title = widthOfText(titleOf(column)) + 5;
   if (!isWords(column)) return Math.max(title, column.unit ? 12 : 10);
   let longest = 4;
-  for (const one of column.words.slice(0, 2000)) longest = Math.max(longest, one.length);
+  for (const one of column.words.slice(0, 2000)) longest = Math.max(longest, widthOfText(one));
   return Math.max(title, Math.min(longest + (column.kind === "verdict" ? 6 : 3), 44));
 }
 
@@ -97,24 +97,36 @@ class TableBlock {
     this.chosen = new Uint32Array(0);
     /** @type {TableData | null} */
     this.table = null;
+    /** @type {Grid | null} */
+    this.grid = null;
+    this.base = 0;
+  }
+
+  /**
+   * Gets the table; null where there is none, or nothing in it to show.
+   * @returns {Promise<TableData | null>}
+   */
+  async load() {
+    const { block } = this, say = (/** @type {string} */ text) => this.element.replaceChildren(el("p", { class: "soft" }, text));
+    try {
+      this.table = await this.context.table(block.table);
+    } catch {
+      say(word("no_table", block.table));
+      return null;
+    }
+    const { table } = this;
+    this.base = block.where ? select(table, { search: "", filters: {}, sort: null }, block.where).length : table.rows;
+    const names = block.columns ?? table.columns.map((/** @type {ColumnData} */ column) => column.name);
+    this.shown = names.map((/** @type {string} */ name) => columnOf(table, name)).filter(Boolean);
+    if (!this.base) say(word("empty_table"));
+    return this.base ? table : null;
   }
 
   async fill() {
-    try {
-      this.table = await this.context.table(this.block.table);
-    } catch {
-      this.element.replaceChildren(el("p", { class: "soft" }, word("no_table", this.block.table)));
-      return;
-    }
-    const { block, context, table } = this;
-    this.base = block.where ? select(table, { search: "", filters: {}, sort: null }, block.where).length : table.rows;
-    if (!this.base) {
-      this.element.replaceChildren(el("p", { class: "soft" }, word("empty_table")));
-      return;
-    }
-    const names = block.columns ?? table.columns.map((/** @type {ColumnData} */ column) => column.name);
-    this.shown = names.map((/** @type {string} */ name) => columnOf(table, name)).filter(Boolean);
-    this.bar = new FilterBar(table, block.filters ?? [], context.params, () => this.apply(false));
+    const { block, context } = this, table = await this.load();
+    this.grid = null;
+    if (!table) return;
+    this.bar = this.newBar(table);
     this.grid = new Grid({ columns: this.gridColumns(), label: say(block.title) || block.table, open: (row) => this.open(row),
       paint: (cell, row, place) => paintValue(cell, this.shown[place], row) });
     this.matrix = block.matrix ? new MatrixView(block.matrix, table, context.params, (row) => this.details(row)) : null;
@@ -128,17 +140,28 @@ class TableBlock {
     if (row && Number(row) < table.rows) this.details(Number(row));
   }
 
-  /** New data: the filters, the sort and the place stay. */
+  /** @param {TableData} table */
+  newBar(table) {
+    return new FilterBar(table, this.block.filters ?? [], this.context.params, () => this.apply(false));
+  }
+
+  /** New data: the filters, the sort, the place and what is chosen stay; menus change when nobody is using them. */
   async refresh() {
-    const top = this.grid?.element.scrollTop ?? 0, cursor = this.grid?.cursor ?? -1;
-    const focused = document.activeElement, inside = this.element.contains(focused) && focused === this.grid?.element;
-    if (focused instanceof HTMLInputElement && this.element.contains(focused)) return; // someone is typing: the next time
-    await this.fill();
-    if (!this.grid) return;
-    this.grid.element.scrollTop = top;
-    this.grid.cursor = Math.min(cursor, this.chosen.length - 1);
-    this.grid.draw();
-    if (inside) this.grid.element.focus();
+    if (!this.grid || this.matrix) {
+      await this.fill();
+      return;
+    }
+    const table = await this.load();
+    if (!table || !this.bar) {
+      this.grid = null;
+      return;
+    }
+    if (!this.bar.element.contains(document.activeElement)) {
+      const before = this.bar.element;
+      this.bar = this.newBar(table);
+      before.replaceWith(this.bar.element);
+    } else this.bar.take(table);
+    this.apply(true);
   }
 
   get sort() {

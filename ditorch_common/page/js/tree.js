@@ -11,7 +11,7 @@ import { markdownTable, section } from "./markdown.js";
 import { numeric, show, whole } from "./numbers.js";
 import { framed } from "./text_blocks.js";
 import { SIGNS, stateOf } from "./verdicts.js";
-import { say, word } from "./words.js";
+import { say, widthOfText, word } from "./words.js";
 
 const OPEN_AT_FIRST = 30, COPIED_NODES = 200, SHOWN_ROWS = 22;
 
@@ -220,11 +220,11 @@ function paintTreeValue(cell, column, value) {
 function valueColumns(block, at) {
   return block.columns.map((/** @type {TreeColumn} */ column, /** @type {number} */ i) => {
     const title = say(column.title) || column.name;
-    let longest = title.length, numbers = true;
+    let longest = widthOfText(title), numbers = true;
     for (const node of block.nodes.slice(0, 2000)) {
       const value = node[at][i];
       if (value !== null && Number.isNaN(numeric(value))) numbers = false;
-      longest = Math.max(longest, valueText(column, value).length);
+      longest = Math.max(longest, widthOfText(valueText(column, value)));
     }
     return { title, width: Math.min(longest, 36) + (column.name === "verdict" ? 6 : 3), right: numbers };
   });

@@ -103,6 +103,14 @@ export function word(key, ...values) {
 }
 
 /**
+ * How wide a text is in characters: those of Chinese are two.
+ * @param {string} text
+ */
+export function widthOfText(text) {
+  return text.length + (text.match(/[\u2e80-\uffef]/g) ?? []).length;
+}
+
+/**
  * A text of a run, in the language of the page where it has one for it.
  * @param {Text | null | undefined | number} text
  */

@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from ditorch_common.page import document
+from ditorch_common.page import Column, Page, Table, View, blocks, document, write_page
 from tests.browser import Browser
 from tests.unit.ditorch_common.page_samples import HOSTILE, everything, records, written
 
@@ -93,6 +94,53 @@ def test_filters_search_and_sort_agree_with_the_data(file: Path, browser: Browse
     assert cells(view, 0)[:10] == [ops[row] for row in reversed(order[-10:])]
     view.click(".grid-head button:has-text('step')")
     assert cells(view, 2)[0] == str(steps.max())
+
+
+def test_every_type_of_column_arrives_and_is_sorted(tmp_path: Path, browser: Browser) -> None:
+    rows = 400
+    draw = np.random.default_rng(1)
+    columns = {
+        "uint8": draw.integers(0, 200, rows),
+        "uint16": draw.integers(0, 60_000, rows),
+        "int16": draw.integers(-30_000, 30_000, rows),
+        "uint32": draw.integers(0, 1 << 32, rows),
+        "int32": draw.integers(-(1 << 31), 1 << 31, rows),
+        "float64": np.where(np.arange(rows) % 7 == 0, np.nan, draw.normal(0, 1e3, rows)),
+        "stamps": 1.7e9 + draw.integers(0, 300, rows) / 1024,  # their high halves are the same
+        "float32": np.where(np.arange(rows) == 5, -np.inf, draw.normal(0, 1, rows)).astype(np.float32),
+        "rising": np.arange(rows) * 1000,
+    }
+    table = Table("t", [Column.numbers(name, values) for name, values in columns.items()])
+    numbers = Column.words("word", [f"item {value}" for value in columns["uint8"].tolist()])
+    page = Page("types", [View("t", "T", [blocks.table("t")])], [Table("t", [numbers, *table.columns])])
+    view = browser.open(write_page(page, tmp_path / "types.html"))
+    view.wait_for_selector(".grid-row")
+    for place, (name, values) in enumerate([("word", columns["uint8"]), *columns.items()]):
+        ways = ["up", "down"] if name == "word" else ["down", "up"]  # numbers begin with the largest
+        for way in ways:
+            view.click(f".grid-head button:text-matches('^{name}')")
+            key = np.where(np.isnan(values), np.inf, -values if way == "down" else values)
+            order = np.argsort(key.astype(np.float64), kind="stable")
+            found = [_number(text) for text in cells(view, place)[:15]]
+            wanted = values[order[:15]].astype(np.float64)
+            np.testing.assert_allclose(found, wanted, rtol=2e-3, err_msg=f"{name} {way}")
+            top = cells(view, len(columns))[:15]
+            assert [int(_number(text)) for text in top] == (order[:15] * 1000).tolist(), f"{name} {way}"
+
+
+def _number(text: str) -> float:
+    return float(text.replace("item ", "").replace("\u202f", "").replace("∞", "inf").replace("\u2212", "-"))
+
+
+def test_columns_are_sorted_by_keys(file: Path, browser: Browser) -> None:
+    view = browser.open(file, "#records")
+    view.wait_for_selector(".grid-row")
+    view.focus(".grid-head button:has-text('step')")
+    view.keyboard.press("Enter")
+    assert cells(view, 2)[0] == "49"
+    view.keyboard.press("Enter")  # the focus has stayed
+    assert cells(view, 2)[0] == "0"
+    assert view.locator("dialog").count() == 0
 
 
 def test_only_visible_rows_are_in_the_document(file: Path, browser: Browser) -> None:

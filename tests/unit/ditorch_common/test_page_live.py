@@ -96,6 +96,7 @@ def test_new_data_appear_and_the_place_stays(server: Server, browser: Browser) -
     view.click(".tree .grid-row:has-text('layers.3')")
     view.select_option("select[aria-label=rank]", "2")
     view.eval_on_selector(".table-block .grid", "grid => { grid.scrollTop = 780 }")
+    view.focus("select[aria-label=rank]")  # someone is at the menu: it must not be taken away
     before = view.inner_text(".table-block .count")
     view.wait_for_timeout(100)
     server.version = 2
@@ -103,6 +104,7 @@ def test_new_data_appear_and_the_place_stays(server: Server, browser: Browser) -
     view.wait_for_function("before => document.querySelector('.table-block .count').textContent !== before", arg=before)
     assert "of 700 rows" in view.inner_text(".table-block .count")
     assert view.input_value("select[aria-label=rank]") == "2"
+    assert view.evaluate("document.activeElement.ariaLabel") == "rank"
     assert view.eval_on_selector(".table-block .grid", "grid => grid.scrollTop") == 780
     assert view.locator(".tree .grid-row:has-text('softmax')").count() == 1  # what was open is open
     assert "rank=2" in view.url
