@@ -22,8 +22,8 @@ _EMPTY: Final = both(
     "单个运行没有差异可看。分别记录两次运行后对齐：op_tools diff A B --html diff.html",
 )
 _COLUMNS: Final[list[Any]] = [
-    {"name": "inputs", "title": both("inputs apart", "输入差"), "unit": "of the norm"},
-    {"name": "outputs", "title": both("outputs apart", "输出差"), "unit": "of the norm"},
+    {"name": "inputs", "title": both("inputs apart", "输入差")},
+    {"name": "outputs", "title": both("outputs apart", "输出差")},
     {"name": "phase", "title": both("phase", "阶段")},
 ]
 
@@ -180,7 +180,12 @@ class _Pairs:
 def _tree(found: Diff) -> Block:
     nodes: Any = _Pairs(found).build()
     return blocks.pair_tree(
-        _COLUMNS, nodes, both("Both runs, aligned (distance in rounding bounds)", "两次运行对齐（差异以舍入界为单位）")
+        _COLUMNS,
+        nodes,
+        both(
+            "Both runs, aligned: distance in rounding bounds, inputs and outputs apart in shares of their norm",
+            "两次运行对齐：差异以舍入界为单位，输入差与输出差为占范数之比",
+        ),
     )
 
 
@@ -200,7 +205,7 @@ def _growth(found: Diff) -> list[Block]:
     )
     listed = [f"{module or '(outside)'}, {phase}: {came:.2g} → {went:.2g}" for module, phase, came, went in rows[:60]]
     return [
-        blocks.lines(x, series, marks, both("module, in order", "模块（按顺序）"), "log10", title),
+        blocks.lines(x, series, marks, both("module, in order", "模块（按顺序）"), "", title),
         blocks.group(both("The same as a list", "列表"), [blocks.list_of(list(listed))], open=False),
     ]
 
