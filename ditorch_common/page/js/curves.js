@@ -13,6 +13,7 @@ import { say, word } from "./words.js";
 const CURVE_HEIGHT = 280;
 const DASHES = [[], [6, 4], [2, 3], [10, 4, 2, 4], [4, 2]];
 const COPIED_POINTS = 50;
+const WHOLE_STEPS = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((digit) => digit * 10 ** power)).flat();
 
 /** @param {any[]} values */
 function finite(values) {
@@ -81,7 +82,7 @@ function drawCurves(block, place) {
     plot?.destroy();
     plot = new library({
       width: Math.max(240, width), height: CURVE_HEIGHT, series, bands, scales: { x: { time: false } },
-      axes: [{ ...axis, label: say(block.x_title), labelSize: 18 }, { ...axis, values, size: 74 }],
+      axes: [{ ...axis, label: say(block.x_title), labelSize: 18, ...(columns[0].every(Number.isInteger) ? { incrs: WHOLE_STEPS } : {}) }, { ...axis, values, size: 74 }],
       legend: { live: true }, cursor: { y: false }, hooks: { draw: [marksOver(block)] },
     }, columns, place);
     for (const row of place.querySelectorAll(".edge")) row.remove();

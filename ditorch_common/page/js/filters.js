@@ -9,7 +9,7 @@ import { el, later } from "./dom.js";
 import { show, whole } from "./numbers.js";
 import { columnOf, isWords, rangeOf } from "./query.js";
 import { stateOf } from "./verdicts.js";
-import { say, word } from "./words.js";
+import { say, verdictWord, word } from "./words.js";
 
 const MENU = 60;
 const LISTED = 500;
@@ -29,7 +29,7 @@ function choices(column) {
   if (isWords(column)) {
     if (column.words.length > MENU) return null;
     const compare = new Intl.Collator("en", { numeric: true }).compare;
-    const named = column.words.filter(Boolean).sort(compare).map((one) => /** @type {[string, string]} */ ([one, one]));
+    const named = column.words.filter(Boolean).sort(compare).map((one) => /** @type {[string, string]} */ ([one, column.kind === "verdict" ? verdictWord(one) : one]));
     if (column.words.includes("")) named.unshift(["*any", word("any")], ["*none", word("none")]);
     if (column.words.some((one) => stateOf(one) === "wrong") && column.kind === "verdict") named.unshift(["*wrong", word("not_right")]);
     return named;

@@ -11,7 +11,7 @@ import { closeDialog, openDialog } from "./dialog.js";
 import { copy, el } from "./dom.js";
 import { escapeMarkdown } from "./markdown.js";
 import { findSource } from "./source.js";
-import { choiceMenus, recallChoices } from "./theme.js";
+import { choiceMenus, recallChoices, recallTheme, setTheme } from "./theme.js";
 import { say, word } from "./words.js";
 
 /** @type {[string, string][]} */
@@ -171,7 +171,11 @@ class PageView {
     window.addEventListener("hashchange", () => this.open());
     document.addEventListener("keydown", (event) => this.press(event));
     this.copy.addEventListener("click", () => this.copyMarkdown());
-    window.addEventListener("beforeprint", () => { for (const part of this.main.querySelectorAll("details")) part.open = true; });
+    window.addEventListener("beforeprint", () => {
+      for (const part of this.main.querySelectorAll("details")) part.open = true;
+      setTheme("light");
+    });
+    window.addEventListener("afterprint", recallTheme);
     const renew = () => { busy = busy.then(() => this.renew()).catch(() => this.tellLive(false)); };
     this.source.listen(renew, (connected) => this.tellLive(connected));
     document.documentElement.dataset.ready = "yes";

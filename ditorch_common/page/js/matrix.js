@@ -12,7 +12,7 @@ import { ROW } from "./grid.js";
 import { whole } from "./numbers.js";
 import { columnOf } from "./query.js";
 import { stateOf } from "./verdicts.js";
-import { word } from "./words.js";
+import { verdictWord, word } from "./words.js";
 
 const LINES = 40;
 
@@ -70,7 +70,7 @@ export class MatrixView {
   }
 
   legend() {
-    const states = this.verdict.words.map((one, i) => el("span", {}, el("i", { class: `mark ${this.states[i]} s-${slug(one)}` }, "\u00a0"), ` ${one}`));
+    const states = this.verdict.words.map((one, i) => el("span", {}, el("i", { class: `mark ${this.states[i]} s-${slug(one)}` }, "\u00a0"), ` ${verdictWord(one)}`));
     const strange = this.strange ? [el("span", {}, el("i", { class: "mark wrong strange" }, "\u00a0"), ` ${word("strange")}`)] : [];
     const letters = this.cell.words.map((one, i) => /** @type {[string, string, number]} */ ([one, this.letters[i], this.rank[i]]))
       .sort((a, b) => a[2] - b[2]).map(([one, letter]) => el("span", {}, el("b", {}, letter), ` ${one}`));

@@ -15,9 +15,9 @@ import { show, whole } from "./numbers.js";
 import { columnOf, isWords, select } from "./query.js";
 import { copyButton } from "./text_blocks.js";
 import { SIGNS, stateOf } from "./verdicts.js";
-import { say, widthOfText, word } from "./words.js";
+import { say, verdictWord, widthOfText, word } from "./words.js";
 
-const COPIED_ROWS = 100;
+const COPIED_ROWS = 100, SAMPLED_ROWS = 300;
 
 /**
  * @param {ColumnData} column
@@ -33,7 +33,7 @@ export function textOf(column, row) {
 /** @param {string} verdict */
 export function verdictBadge(verdict) {
   const state = stateOf(verdict);
-  return el("span", { class: `verdict ${state}` }, verdict ? `${SIGNS[state]} ${verdict}` : "");
+  return el("span", { class: `verdict ${state}` }, verdict ? `${SIGNS[state]} ${verdictWord(verdict)}` : "");
 }
 
 /** @param {string} target */
@@ -59,8 +59,12 @@ function paintValue(cell, column, row) {
  */
 function widthOf(column) {
   const title = widthOfText(titleOf(column)) + 5;
-  if (!isWords(column)) return Math.max(title, column.unit ? 12 : 10);
   let longest = 4;
+  if (!isWords(column)) {
+    const step = Math.max(1, Math.floor(column.values.length / SAMPLED_ROWS));
+    for (let row = 0; row < column.values.length; row += step) longest = Math.max(longest, textOf(column, row).length);
+    return Math.max(title, longest + 4);
+  }
   for (const one of column.words.slice(0, 2000)) longest = Math.max(longest, widthOfText(one));
   return Math.max(title, Math.min(longest + (column.kind === "verdict" ? 6 : 3), 44));
 }

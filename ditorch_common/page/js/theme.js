@@ -19,16 +19,21 @@ function choice(name, value) {
   }
 }
 
-/** @param {string} theme */
-function setTheme(theme) {
+/** @param {string} theme  light, dark, or what the system has */
+export function setTheme(theme) {
   if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
   else delete document.documentElement.dataset.theme;
   document.dispatchEvent(new Event("themechange"));
 }
 
+/** The theme that the reader has chosen. */
+export function recallTheme() {
+  setTheme(choice("theme"));
+}
+
 /** @param {string} language  of the page, where the reader has chosen none */
 export function recallChoices(language) {
-  setTheme(choice("theme"));
+  recallTheme();
   setLanguage(choice("language") || language);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => document.dispatchEvent(new Event("themechange")));
 }

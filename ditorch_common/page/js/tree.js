@@ -11,7 +11,7 @@ import { markdownTable, section } from "./markdown.js";
 import { numeric, show, whole } from "./numbers.js";
 import { framed } from "./text_blocks.js";
 import { SIGNS, stateOf } from "./verdicts.js";
-import { say, widthOfText, word } from "./words.js";
+import { say, verdictWord, widthOfText, word } from "./words.js";
 
 const OPEN_AT_FIRST = 30, COPIED_NODES = 200, SHOWN_ROWS = 22;
 
@@ -208,7 +208,7 @@ function valueText(column, value) {
  */
 function paintTreeValue(cell, column, value) {
   const text = valueText(column, value);
-  if (column.name === "verdict" && text) cell.append(el("span", { class: `verdict ${stateOf(text)}` }, `${SIGNS[stateOf(text)]} ${text}`));
+  if (column.name === "verdict" && text) cell.append(el("span", { class: `verdict ${stateOf(text)}` }, `${SIGNS[stateOf(text)]} ${verdictWord(text)}`));
   else cell.textContent = text;
 }
 

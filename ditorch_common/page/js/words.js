@@ -81,6 +81,18 @@ const WORDS = {
   key_help: ["this list", "本列表"],
 };
 
+/** Verdicts are words of the data; these are known in Chinese, too. @type {Record<string, string>} */
+const VERDICTS = { right: "正确", wrong: "错误", "known weakness": "已知弱点", "not comparable": "无法比较", pass: "通过", error: "报错",
+  crash: "崩溃", timeout: "超时", running: "运行中", warning: "警告", ok: "正常", overflow: "溢出" };
+
+/**
+ * A verdict as it is shown.
+ * @param {string} verdict
+ */
+export function verdictWord(verdict) {
+  return (language === "zh" && Object.hasOwn(VERDICTS, verdict) && VERDICTS[verdict]) || verdict;
+}
+
 /** @param {string} chosen */
 export function setLanguage(chosen) {
   language = LANGUAGES.some(([code]) => code === chosen) ? chosen : "en";
