@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Final
+from urllib.parse import quote
 
 import numpy as np
 
@@ -164,7 +165,7 @@ def _timeline(run: Run, rows: dict[str, Array]) -> list[Block]:
 
 def _perfetto(run: Run, address: str) -> list[Block]:
     if address:
-        link = f"https://ui.perfetto.dev/#!/?url={address}"
+        link = f"https://ui.perfetto.dev/#!/?url={quote(address, safe='')}"
         return [blocks.command(link, both("Open in Perfetto", "在 Perfetto 中打开"))]
     found = sorted(run.folder.rglob("op_elasped_trace_*.json")) if run.folder.is_dir() else []
     if not found:

@@ -144,6 +144,16 @@ def test_times_by_operator_module_and_step(tmp_path: Path) -> None:
     assert next(b for b in view(page, "time").blocks if b["kind"] == "timeline")["rows"] == ["forward", "backward"]
 
 
+def test_times_open_in_perfetto_where_they_are_served(tmp_path: Path) -> None:
+    run = Run(Written(tmp_path).timed(1).close())
+    served = page_of(run, perfetto="http://127.0.0.1:9001/trace.json?token=a&b")
+    last = view(served, "time").blocks[-1]
+    assert last["text"].startswith(
+        "https://ui.perfetto.dev/#!/?url=http%3A%2F%2F127.0.0.1%3A9001%2Ftrace.json%3Ftoken%3Da%26b"
+    )
+    assert "perfetto" not in texts(view(page_of(run), "time").blocks)
+
+
 def test_overflow_is_layer_by_step(tmp_path: Path) -> None:
     written = Written(tmp_path).found("overflow", "made inf")
     for step in range(3):
