@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -18,6 +19,9 @@ from .chart import chart
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+SCRIPT = HERE / "train_gpt.py"
+RESULTS = Path("demo_results")  # below ROOT, where everything runs
+FAULTY = RESULTS / "faulty"
 STEPS = 100
 # A kernel that is wrong for large inputs only: of all layers, just `down` is large enough to meet it.
 FAULT = "addmm: noise=2, min_numel=393216"
@@ -35,6 +39,7 @@ def main() -> int:
     right = act_runs()
     wrong, found = act_goes_wrong()
     repaired = act_repaired(found)
+    page = act_page(right, wrong)
     console.print(Rule("the three runs", style="cyan"))
     curves = {
         "healthy device": ("green", right),
@@ -50,6 +55,8 @@ def main() -> int:
     console.print("Try them on your own script:")
     console.print("  [bold].venv/bin/ditorch run your_script.py[/]", soft_wrap=True)
     console.print("  [bold].venv/bin/op_tools run OpAutoCompare --mode once your_script.py[/]", soft_wrap=True)
+    console.print("\nEverything that the faulty run knows, in one page:")
+    console.print(f"  [bold]{page}[/]", soft_wrap=True)
     return 0
 
 
@@ -57,7 +64,7 @@ def act_runs() -> list[float]:
     """The script runs, unchanged."""
     console.print(Rule("1. does it run?", style="cyan"))
     console.print("A training script, written for a CUDA GPU. It does not know about ditorch:\n")
-    source = (HERE / "train_gpt.py").read_text().splitlines()
+    source = SCRIPT.read_text().splitlines()
     shown = [line for line in source if re.search(r"torch\.cuda\.|\.cuda\(|autocast\(", line)]
     console.print(Syntax("\n".join(line.strip() for line in shown), "python", background_color="default"))
     console.print("\n[bold]$ ditorch run demo/train_gpt.py[/]\n", soft_wrap=True)
@@ -73,7 +80,7 @@ def act_goes_wrong() -> tuple[list[float], str]:
     )
     console.print("[bold]$ op_tools run OpAutoCompare --mode once --steps 0:1 demo/train_gpt.py[/]\n", soft_wrap=True)
     said: list[str] = []
-    watched = ["-m", "op_tools.cli", "run", "OpAutoCompare", "--mode", "once", "--steps", "0:1"]
+    watched = ["-m", "op_tools.cli", "run", "OpAutoCompare", "--mode", "once", "--steps", "0:1", "--out", str(FAULTY)]
     losses = train("training", watched, {"DITORCH_SOFT_FAULTS": FAULT, "OP_TOOLS_CONSOLE": "summary"}, said)
     report = _report(said)
     if not report:
@@ -101,6 +108,25 @@ def act_repaired(operator: str) -> list[float]:
     return train("training", moved, {"DITORCH_SOFT_FAULTS": FAULT, "OP_TOOLS_CONSOLE": "off"})
 
 
+def act_page(right: list[float], wrong: list[float]) -> Path:
+    """The page of the faulty run, with its losses beside those of the healthy one; returns its path."""
+    console.print(Rule("4. look at it", style="cyan"))
+    curves = [_losses(name, losses) for name, losses in (("faulty", wrong), ("healthy", right))]
+    page = RESULTS / "faulty.html"
+    console.print(f"[bold]$ op_tools report {FAULTY} -o {page}[/]\n", soft_wrap=True)
+    command = [sys.executable, "-m", "op_tools.cli", "report", str(FAULTY), "-o", str(page), "--loss", *curves]
+    subprocess.run(command, cwd=ROOT, env=_environment(None), stdout=-1, check=True)
+    return ROOT / page
+
+
+def _losses(name: str, losses: list[float]) -> str:
+    """Losses as `op_tools losscmp` reads them."""
+    path = RESULTS / f"{name}.metrics.json"
+    records = [{"iteration": step, "total_loss": loss, "losses": [loss]} for step, loss in enumerate(losses)]
+    (ROOT / path).write_text("\n".join(json.dumps(record) for record in records))
+    return str(path)
+
+
 def _report(said: list[str]) -> list[str]:
     """The lines of a summary that say who is to blame, without the machine's paths."""
     lines: list[str] = []
@@ -124,7 +150,7 @@ def train(
     title: str, how: list[str], environment: dict[str, str] | None = None, said: list[str] | None = None
 ) -> list[float]:
     """Run the script with a progress bar; its losses. Other lines go to `said`, or are shown."""
-    command = [sys.executable, *how, str(HERE / "train_gpt.py"), "--steps", str(STEPS)]
+    command = [sys.executable, *how, str(SCRIPT.relative_to(ROOT)), "--steps", str(STEPS)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=_environment(environment))
     assert process.stdout is not None
     losses: list[float] = []

@@ -153,9 +153,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(given[1:], prog="op_tools run")
     if given[:1] in (["trace"], ["diff"]):
         from .launch import main as run
+        from .report.commands import diff_page
         from .trace.commands import main as trace
 
-        return trace(given, run)
+        return trace(given, run, diff_page)
+    if given[:1] in (["report"], ["ui"]):
+        from .report.commands import main as report
+
+        return report(given)
     parser = argparse.ArgumentParser(prog="op_tools", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("run", help="run a script, as it is, under one or several tools", add_help=False)
@@ -167,6 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("losscmp", help="compare the losses of several runs", add_help=False)
     commands.add_parser("trace", help="record, show, import or merge the graph of a run", add_help=False)
     commands.add_parser("diff", help="align two traces: where the runs part, and what differs", add_help=False)
+    commands.add_parser("report", help="the page of a run, as one HTML file", add_help=False)
+    commands.add_parser("ui", help="the page of a run, live in the browser", add_help=False)
     listed = commands.add_parser("settings", help="list the environment variables, their values and defaults")
     listed.add_argument("--json", action="store_true", help="as JSON")
     listed.add_argument("--all", action="store_true", help="with internal ones")

@@ -190,6 +190,35 @@ _WORDS: Final = {
     "coarse": "DIFFERS BEYOND ROUNDING from",
     "few": "CANNOT BE JUDGED against",
 }
+
+
+def words_of(verdict: Verdict) -> str:
+    """What a run is to the reference, in words (`words_of(verdict) == "DIVERGES from"`)."""
+    return _WORDS[verdict.kind]
+
+
+def band(reference: Curve, run: Curve, sigmas: float = 5.0) -> tuple[np.ndarray, np.ndarray]:
+    """Between which losses single steps of a run are expected, at the steps of the reference.
+
+    Of the same data: around the reference, as far as the difference scatters from step to step. Of other data: around
+    its running median, as far as its own losses scatter.
+
+    >>> low, high = band(*[Curve("a", np.arange(50), np.linspace(5, 4, 50), True)] * 2)
+    >>> bool((low <= high).all())
+    True
+    """
+    losses = reference.losses
+    width = _width(len(losses), None)
+    middle, noise = _smooth(losses, width), losses - _smooth(losses, width)
+    common, at, at_run = np.intersect1d(reference.steps, run.steps, return_indices=True)
+    if len(common) >= 8 and _share_noise(losses[at], run.losses[at_run], width):
+        gap = np.interp(reference.steps, common, run.losses[at_run] - losses[at])
+        middle, noise = losses, gap - _smooth(gap, width)
+    spread = np.sqrt(_running_mean(np.square(noise), max(3 * width, 15)))
+    reach = _threshold(len(losses), sigmas) * spread
+    return middle - reach, middle + reach
+
+
 APART: Final = frozenset({"diverges", "scatters", "coarse"})
 _UNITS: Final = {"float32": 2.0**-24, "tf32": 2.0**-11, "float16": 2.0**-11, "bfloat16": 2.0**-8, "float8": 2.0**-3}
 _SHORT_NAMES: Final = {"float8": "fp8", "bfloat16": "bf16", "float16": "fp16", "tf32": "tf32"}  # the coarsest first
@@ -433,7 +462,7 @@ def _report(options: argparse.Namespace) -> int:
         verdict = compare(curves[0], curve, options.window, options.sigmas, options.tolerance, options.dtype)
         where = f" at iteration {verdict.step}" if verdict.step is not None else ""
         console.emit(
-            f"{curve.name} {_WORDS[verdict.kind]} {curves[0].name}{where}: {verdict.detail} "
+            f"{curve.name} {words_of(verdict)} {curves[0].name}{where}: {verdict.detail} "
             f"({verdict.points} iterations, largest difference {verdict.largest:.2%})"
         )
         kinds.add(verdict.kind)

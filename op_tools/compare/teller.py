@@ -30,9 +30,11 @@ from ..view.rows import label_of
 from .coverage import Coverage
 from .ladder import BACKWARD, FORWARD, ComparedCall, Job, asked
 from .memory import PART as MEMORY
+from .wrong_elements import picture_of, source_around
 
 _MAX_SAVED: Final = 200  # wrong calls that are saved to disk
 _MAX_BLAMES: Final = 10_000
+_MAX_TRACED: Final = 10  # wrong events whose consequences are counted
 _MAX_EVENTS: Final = 400_000
 _MAX_SHOWN: Final = 5_000  # rows of the table at the end
 _CSV_END: Final = ("r.module", "s.location", "r.phase", "r.step", "r.excess")  # columns after those of the comparison
@@ -54,6 +56,9 @@ class Reporter(Protocol):
     def failed(self, call: Any, error: BaseException, what: str = ..., phase: str = ...) -> None:
         """Report a failure of the tool's own."""
 
+    def note_wrong(self, *row: Any) -> None:
+        """Store what is known of a wrong call; see `wrong_elements.COLUMNS`."""
+
 
 class Teller:
     """Takes judged jobs in any order and tells them one by one in theirs; no lock is held while it does."""
@@ -71,7 +76,7 @@ class Teller:
         self.not_allclose = 0  # comparisons that are right all the same
         self.known: Counter[tuple[str, str, str]] = Counter()  # operator, phase, and what explains its error
         self.coverage = Coverage()
-        self._saved = 0
+        self._saved = self._noted = 0
         self._wrong_copies: dict[str, str] = {}  # by operator
         self.folder = settings.results_dir() / "op_capture_results"
 
@@ -207,11 +212,27 @@ class Teller:
             reason = f"{name}: {worst.reason}"
             where = (*call.site[:3], folder, worst.part == MEMORY)
             self.blames.append(Blame(job.event, call.id, call.op, phase, reason, worst.excess, *where))
+        self._note(job, call, worst, name, phase, folder)
         where_in_model = f" in module {call.site.module}" if call.site.module else ""
         ulp = f"{worst.max_ulp:.3g} ulp" if worst.max_ulp <= _MAX_ULP else f"> {_MAX_ULP:.0e} ulp".replace("+0", "")
         size = "" if worst.part == MEMORY else f" (max_abs_diff {worst.max_abs_diff:.6g}, {ulp})"
         message = f"{name} is wrong{where_in_model}: {worst.reason}{size}"
         self._tool.found(job.live, "difference", message, phase=phase, module=call.site.module, size=worst.excess)
+
+    def _note(self, job: Job, call: ComparedCall, worst: Row, name: str, phase: str, folder: str) -> None:
+        """Keep the lines around a wrong call and a picture of its errors, of as many calls as are saved."""
+        self._noted += 1
+        if self._noted > _MAX_SAVED:
+            return
+        location, module, step, *_ = call.site
+        about = (job.event, call.id, call.op, phase, name, worst.reason, worst.excess, location, module, step, folder)
+        self._tool.note_wrong(*about, source_around(location), picture_of(job, worst))
+
+    def consequences(self) -> list[tuple[int, bool, int]]:
+        """Of the first wrong events: whether wrong results went into them, and how many later ones they reached."""
+        events, first = {b.event for b in self.blames}, sorted(self.blames, key=lambda b: b.event)[:_MAX_TRACED]
+        lineage = self.lineage
+        return [(b.event, bool(lineage.ancestors_among(b.event, events)), lineage.reached_by(b.event)) for b in first]
 
     def _save(self, job: Job, call: ComparedCall, wrong: Sequence[Row]) -> str:
         """The saved call, both sides, and a script that repeats it; what cannot be saved is left out."""

@@ -22,6 +22,7 @@ from ..call import description
 from ..call.description import Finding, Tensor, describe, tensors_in
 from ..call.site import MAX_MODULE_FRAMES, module_path_at
 from ..call.traits import OpTraits
+from ..compare import wrong_elements
 from ..compare.choose import MODES, Chooser, kind_of, parse_budget
 from ..compare.judges.collectives import Collectives
 from ..compare.judging import Judging
@@ -337,6 +338,8 @@ class OpAutoCompare(Tool):
         finally:
             self._judging.close()
             assert self._store is not None
+            after = self._store.table("consequences", wrong_elements.CONSEQUENCES)
+            after.extend((self._run_key, *row) for row in teller.consequences())
             self.csv_path = teller.write_table(self._store, self.table_name, self._run_key, self.only is None)
 
     def release(self) -> None:
@@ -355,6 +358,11 @@ class OpAutoCompare(Tool):
     def progress(self) -> str:
         told, verdicts = self._teller.told, self._teller.verdicts
         return f"{super().progress()}, {told:,} comparisons, {verdicts[WRONG]:,} wrong"
+
+    def note_wrong(self, *row: Any) -> None:
+        """Store what is known of a wrong call (`op_tools report` shows it)."""
+        assert self._store is not None
+        self._store.table(wrong_elements.TABLE, wrong_elements.COLUMNS).append((self._run_key, *row))
 
     def failed(
         self, call: Call, error: BaseException, what: str = "the tool failed on this operator", phase: str = FORWARD

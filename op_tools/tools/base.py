@@ -18,7 +18,7 @@ from ..call.filter import OpFilter
 from ..call.traits import OpTraits
 from ..compat import in_func_transform
 from ..settings import SettingsError
-from ..view import console, store
+from ..view import console, runs, store
 from ..watch.hooks import Hooks
 from ..watch.intercept import INTERCEPTOR, Call
 from ..watch.room import is_out_of_memory, make_room
@@ -60,11 +60,15 @@ class Shown(Hooks):
             raise ImportError("to_pandas() needs pandas: pip install pandas, or use records()") from None
         return pandas.DataFrame(self.records())
 
+    def answer_as_html(self) -> str:
+        """What `op_tools report` says first about this run, as plain HTML."""
+        return ""
+
     def _repr_html_(self) -> str:
         rows = self.records()[:_MAX_SHOWN]
         if not rows:
             return f"<p>{self.name}: no records</p>"
-        return console.html_table(list(rows[0]), [list(row.values()) for row in rows])
+        return self.answer_as_html() + console.html_table(list(rows[0]), [list(row.values()) for row in rows])
 
     def __rich__(self) -> Any:
         return console.rich_table(self.name, self.records()[:_MAX_SHOWN])
@@ -167,6 +171,7 @@ class Tool(Shown):
                     self._store = store.current()
                     self._new_rows = self._store.table(self.table_name, {"run": "INTEGER", **self.columns})
                     self._add_finding = self._store.table("findings", _FINDING_COLUMNS).append
+                    runs.begin(self._store, self._run_key, self.name)
                     self._sites: dict[tuple[str, str, int, int], int] = {}
                     self._reported.clear()
                     self.calls = Counter()
@@ -351,12 +356,23 @@ class Tool(Shown):
                 facts.append(f"records could not all be written ({self._store.failure}); the rest was dropped")
             elif self._store.dropped:
                 facts.append(f"{self._store.dropped} records over OP_TOOLS_MAX_RECORDS were dropped")
+            runs.end(self._store, self._run_key, self.name, facts)
+            self._store.flush()
         self.view.say(f"{self.name} summary", *(f"  {fact}" for fact in facts if fact))
 
     def _compiled_fact(self) -> list[str]:
         return [f"not watched, made by torch.compile: {self.compiled}"] if self.compiled else []
 
     # -- records --------------------------------------------------------------------------------------
+
+    def answer_as_html(self) -> str:
+        """What `op_tools report` says first about this run, as plain HTML (notebooks show it)."""
+        if self._store is None:
+            return ""
+        from ..report.small import html_of_tool  # only notebooks need it
+
+        self._store.flush()
+        return html_of_tool(self._store.path, self._run_key, self.name)
 
     @property
     def table_name(self) -> str:

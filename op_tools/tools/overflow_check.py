@@ -13,6 +13,7 @@ import torch
 from ..call.description import Described, Tensor, TensorMeta, labelled, short
 from ..call.devices import can_pin, event_class, quiet
 from ..call.facts import UNINITIALISED, last_name
+from ..call.site import module_path
 from ..copies.operands import mark_after
 from ..native.ledger import new_ledger
 from ..native.statistics import BROKEN, NAMES, Batch, FusedBatch, Measure, batch_for
@@ -24,6 +25,7 @@ _MAX_FLIGHTS: Final = 2
 _MAX_ENTRIES: Final = 1_024
 _ROLES: Final = {"forward": ("inputs", "outputs"), "backward": ("grad_outputs", "grad_inputs")}
 _MAX_REPORTED: Final = 10
+_PLACES: Final = {"run": "INTEGER", "call_id": "INTEGER", "site": "INTEGER", "step": "INTEGER", "module": "TEXT"}
 
 
 class _Entry(NamedTuple):
@@ -67,6 +69,7 @@ class OpOverflowCheck(Tool):
         "numbers": "BLOB",  # of measured tensors; all integers have 64 bits
         "statistics": "BLOB",  # NAMES of each of them, as doubles
         "calls": "BLOB",  # of each call: id, site, phase, how many tensors; of each tensor: side, place, its number
+        "steps": "BLOB",  # of each call
     }
 
     def prepare(self) -> None:
@@ -80,6 +83,7 @@ class OpOverflowCheck(Tool):
         self._rows: dict[int, Any] = {}  # statistics by number, for a full console
         self._any_bad = False
         self._made = self._passed_on = self.measured = 0
+        self._first_step: int | None = None  # whose calls are noted with their modules
 
     # -- on the device --------------------------------------------------------------------------------
 
@@ -137,12 +141,21 @@ class OpOverflowCheck(Tool):
 
     def after(self, call: Call) -> None:
         self.count(call)
+        if call.step == self._first_step or self._first_step is None:
+            self._note_place(call)
         arriving = call.notes.pop(self, ())
         with self._guard:
             if last_name(call.op) in UNINITIALISED:
                 self._ledger.leave_alone(call.results)
             leaving = () if call.traits.view else self._ledger.look(call.results, self._measure_all)
             self._enter(_Entry(call, "forward", arriving, leaving))
+
+    def _note_place(self, call: Call) -> None:
+        """Note in which module a call is: of the first step alone, since later ones make the same calls in order."""
+        self._first_step = call.step
+        if call.inside is None and not call.traits.by_engine and self._store is not None:
+            row = (self._run_key, call.id, self.site(call), call.step, module_path(3))
+            self._store.table("places", _PLACES).append(row)
 
     def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
         with self._guard:
@@ -195,9 +208,11 @@ class OpOverflowCheck(Tool):
                     self._rows.clear()
                 self._rows.update(zip([m.number for m in measures], rows))
         log: list[int] = []
+        steps = array("q")
         for entry in flight.entries:
             call, phase, arriving, leaving = entry
             if arriving or leaving:
+                steps.append(call.step)
                 log += (call.id, self.site(call), phase == "backward", (len(arriving) + len(leaving)) // 2)
                 for index, measure in zip(arriving[::2], arriving[1::2]):
                     log += (0, index, measure.number)
@@ -206,7 +221,7 @@ class OpOverflowCheck(Tool):
             if self._any_bad:
                 self._judge(entry)
         if log or statistics:
-            self.record(numbers, statistics, array("q", log).tobytes())
+            self.record(numbers, statistics, array("q", log).tobytes(), steps.tobytes())
 
     def _judge(self, entry: _Entry) -> None:
         call = entry.call

@@ -102,7 +102,7 @@ class OpTimeMeasure(Tool):
         self._free: dict[str, list[Any]] = {}  # device events that have been read, by device type
         self._samples: dict[tuple[str, str], _Samples] = {}
         self._reading = threading.Lock()
-        self._began = time.perf_counter_ns()
+        self._began_ns = time.perf_counter_ns()
         here = accelerator_type()
         can_listen = not self.view.full and self.only is None and (here == "cpu" or event_class(here) is not None)
         self._clock_device = here if can_listen else ""
@@ -273,7 +273,7 @@ class OpTimeMeasure(Tool):
         return elapsed
 
     def _keep(self, measured: list[tuple[_Timing, float]], show: bool = True) -> None:
-        known, began, rows = self._samples, self._began, []
+        known, began, rows = self._samples, self._began_ns, []
         for timing, elapsed in measured:
             (number, op, site, step, _), phase, _, host_start, thread, described = timing
             samples = known.get((op, phase))

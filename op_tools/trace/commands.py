@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ..settings import SettingsError
 from .format import SUFFIX, files_of, read
@@ -19,17 +19,19 @@ Record the graph of a run, show it, read it from a log, put ranks together.
   op_tools trace show RUN [-v 0..3] [--only TEXT]              print the tree, as OneFlow's graph.debug does
   op_tools trace import LOG --to DIR                           the graph in a training log of OneFlow
   op_tools trace merge RUN --to FILE                           one file from those of all ranks
-  op_tools diff A B                                            where two runs part, and what differs
+  op_tools diff A B [--html FILE]                              where two runs part, and what differs
 """
 _LEVELS: Final = "0: modules, 1: and their tensors, 2: and operators, 3: and stacks, arguments and regions"
 
 
-def main(arguments: Sequence[str], run: Callable[[list[str]], int]) -> int:
-    """Entry point: `["trace", ...]` or `["diff", ...]`; `run` starts a script under a tool."""
+def main(
+    arguments: Sequence[str], run: Callable[[list[str]], int], page: Callable[[Any, Path, bool], Path] | None = None
+) -> int:
+    """Entry point: `["trace", ...]` or `["diff", ...]`; `run` starts a script under a tool, `page` writes a page."""
     try:
         command, given = arguments[0], list(arguments[1:])
         if command == "diff":
-            return _diff(given)
+            return _diff(given, page)
         actions = {"show": _show, "import": _import, "merge": _merge}
         if given[:1] and given[0] in actions:
             return actions[given[0]](given[1:])
@@ -120,11 +122,13 @@ def _merge(given: list[str]) -> int:
     return 0
 
 
-def _diff(given: list[str]) -> int:
+def _diff(given: list[str], page: Callable[[Any, Path, bool], Path] | None) -> int:
     parser = _parser("diff", "Align two runs and say where they part beyond rounding, and what differs.")
     parser.add_argument("first", type=Path, metavar="A", help="a trace or the folder of a run")
     parser.add_argument("second", type=Path, metavar="B", help="another one")
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="both runs side by side, as a page")
+    parser.add_argument("--open", action="store_true", help="open that page in the browser")
     parser.add_argument("--lines", type=int, default=12, metavar="N", help="lines of each list (12)")
     parser.add_argument("--partial", action="store_true", help="also of runs that were stopped")
     parser.epilog = "exit code: 0 no divergence, 1 the runs part, 2 a mistake in the command or in a file"
@@ -132,6 +136,8 @@ def _diff(given: list[str]) -> int:
     from .diff import compare
 
     found = compare(options.first, options.second, options.partial)
+    if options.html is not None and page is not None:
+        print(f"the page is {page(found, options.html, options.open)}", file=sys.stderr)
     if options.json:
         print(json.dumps(found.as_dict()))
     else:

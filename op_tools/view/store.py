@@ -77,6 +77,11 @@ class Store:
                 self._tables[name] = (insert, deque())
         return self._tables[name][1]
 
+    @property
+    def tables(self) -> frozenset[str]:
+        """The names of the tables that were declared (`"sites" in store.tables`)."""
+        return frozenset(self._tables)
+
     def site(self, key: Hashable, op: str, location: str, describe: Callable[[], Any]) -> int:
         """The number of a call site and signature; its description is written the first time only."""
         number = self._sites.get(key)

@@ -90,6 +90,9 @@ class Tool:
     def failed(self, call: Any, error: BaseException, what: str = "", phase: str = "") -> None:
         self.told.append(str(error))
 
+    def note_wrong(self, *row: Any) -> None:
+        self.wrong = row
+
 
 def job(teller: Teller, verdict: str = RIGHT) -> Job:
     call = ComparedCall(teller.numbered, "torch.add", torch.add, traits_of(torch.add), Site(), Region("cuda"))

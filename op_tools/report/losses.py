@@ -1,0 +1,78 @@
+"""The loss of the run, with the band in which losscmp expects it, and marks where something was found."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from ditorch_common.page import Block, View, blocks
+
+from .. import losscmp
+from .run import Run
+from .verdict import Wrong
+from .words import both, short_op
+
+_MAX_POINTS: Final = 20_000
+_EMPTY: Final = both(
+    "No losses beside this run. Give a metrics.json or a log: op_tools report RUN --loss metrics.json [REFERENCE]",
+    "没有损失数据。请给出 metrics.json 或训练日志：op_tools report RUN --loss metrics.json [参考运行]",
+)
+
+
+def view(run: Run) -> View:
+    """Curves over a common axis; the first is the run's, the others are what it is compared with."""
+    title = both("Loss", "损失")
+    curves = [curve for curve in run.curves if len(curve.steps)]
+    if not curves:
+        return View("loss", title, [], _EMPTY)
+    return View("loss", title, [*_verdicts(curves), _lines(run, curves)])
+
+
+def _verdicts(curves: list[losscmp.Curve]) -> list[Block]:
+    found: list[Block] = []
+    for reference in curves[1:]:
+        try:
+            verdict = losscmp.compare(reference, curves[0])
+        except losscmp.LosscmpError as error:
+            found.append(blocks.banner("unknown", str(error)))
+            continue
+        state: Any = "wrong" if verdict.kind in losscmp.APART else "unknown" if verdict.kind == "few" else "right"
+        where = f" at iteration {verdict.step}" if verdict.step is not None else ""
+        said = f"{curves[0].name} {losscmp.words_of(verdict)} {reference.name}{where}"
+        found.append(
+            blocks.banner(
+                state,
+                said,
+                [verdict.detail, f"{verdict.points:,} iterations, largest difference {verdict.largest:.2%}"],
+            )
+        )
+    return found
+
+
+def _lines(run: Run, curves: list[losscmp.Curve]) -> Block:
+    steps = np.unique(np.concatenate([curve.steps for curve in curves]))
+    if len(steps) > _MAX_POINTS:
+        steps = steps[np.linspace(0, len(steps) - 1, _MAX_POINTS).astype(np.int64)]
+    series: list[Any] = []
+    for curve in curves:
+        one: dict[str, Any] = {"name": curve.name, "y": _at(steps, curve.steps, curve.losses), "band": None}
+        if curve is curves[-1] and len(curves) > 1 and len(curve.steps) >= 3:
+            low, high = losscmp.band(curve, curves[0])
+            one["band"] = (_at(steps, curve.steps, low), _at(steps, curve.steps, high))
+        series.append(one)
+    marks: list[Any] = []
+    for row in Wrong(run).rows[:1]:
+        step = row.get("step")
+        marks.append({"x": float(step if isinstance(step, int) else 0), "text": f"first wrong: {short_op(row['op'])}"})
+    for row in run.small("findings"):
+        if row.get("kind") == "overflow" and isinstance(row.get("step"), int) and len(marks) < 5:
+            marks.append({"x": float(row["step"]), "text": f"overflow: {short_op(str(row['op']))}"})
+    return blocks.lines(steps.tolist(), series, marks, both("iteration", "迭代"), "", both("Loss", "损失"))
+
+
+def _at(steps: Any, known: Any, values: Any) -> list[float | None]:
+    place = np.searchsorted(known, steps)
+    place = np.minimum(place, len(known) - 1)
+    hit = known[place] == steps
+    return [float(v) if h and np.isfinite(v) else None for v, h in zip(values[place].tolist(), hit.tolist())]
