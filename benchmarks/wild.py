@@ -39,9 +39,10 @@ REASONS = {
     "Triton": r"No module named 'triton|[Tt]riton (?:is|was) not|needs? Triton",
     "no package": r"ModuleNotFoundError: No module named|PackageNotFoundError|ImportError: .*(?:requires|install)",
     "a download": r"URLError|ConnectionError|Temporary failure in name|HTTPError|Name or service not known|"
-    r"MaxRetryError|ProxyError|Couldn't connect|LocalEntryNotFoundError|OfflineModeIsEnabled|couldn't connect to",
+    r"MaxRetryError|ProxyError|Couldn't connect|LocalEntryNotFoundError|OfflineModeIsEnabled|couldn't connect to|"
+    r"FileNotFoundError: https?://",
     "too slow for its time limit": r"TimeoutError: not done after",
-    "CUDA source": r"of CUDA source|nvcc|CUDA_HOME|selective_scan_cuda|causal_conv1d_cuda",
+    "CUDA source": r"of CUDA source|nvcc|NVRTC|CUDA_HOME|selective_scan_cuda|causal_conv1d_cuda",
 }
 UNEXPLAINED, OWN = "device layer?", "its own: the same error where cuda means the CPU"
 ELSEWHERE = ("CUDA source", "Triton", "a download", "no package", "no checkout")
