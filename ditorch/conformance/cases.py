@@ -126,6 +126,8 @@ class Limits:
 
     samples: int | None = None
     timeout: float = 60.0
+    hunt_seconds: float = 2.0
+    """For one operator in one round of a hunt; those with many arguments get three times as much."""
 
     @property
     def sampling_seconds(self) -> float:

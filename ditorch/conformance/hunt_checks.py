@@ -16,8 +16,9 @@ from ditorch.conformance.op_checks import OperatorChecks, _Exact, _NoWarnings, _
 from ditorch.conformance.trial import Outcome, Skip
 from ditorch.conformance.variants import Variant, Variants, resized
 
-SECONDS: Final = 2.0
-"""For the variants of one operator in one round; operators with many arguments get three times as much."""
+SECONDS: Final = Limits().hunt_seconds
+"""For the variants of one operator in one round at most."""
+_SHORTEST: Final = 0.2
 ROUNDS: Final = 40
 """More than a hunt has time for: it ends by the clock."""
 SHRINKING_SECONDS: Final = 8.0
@@ -31,11 +32,12 @@ class HuntChecks:
     Example: ``HuntChecks(Unit("hunt", "add", "-", ("round-1",)), "cuda:0", Limits()).run("round-1")``
     """
 
-    def __init__(self, unit: Unit, device: str, limits: Limits) -> None:
+    def __init__(self, unit: Unit, device: str, limits: Limits, *, clock: Callable[[], float] = time.monotonic) -> None:
         found = databases.operators().get(unit.name)
         if found is None:
             raise ValueError(f"this version of PyTorch has no operator {unit.name} in its database")
         self.info, self.unit, self.device, self.limits = found, unit, device, limits
+        self._clock = clock
         device_type = torch.device(device).type
         self._dtypes = databases.claimed(found, device_type)
         self._with_gradient = databases.claimed_backward(found, device_type)
@@ -43,13 +45,13 @@ class HuntChecks:
     def run(self, check: str) -> Result:
         """Do one round."""
         case = Case(self.unit.what, self.unit.name, self.unit.dtype, check)
-        started = time.monotonic()
-        seconds = min(SECONDS * (3 if self.unit.name.startswith(_RICH) else 1), self.limits.timeout / 4)
+        started = self._clock()
+        seconds = min(self.limits.hunt_seconds * _weight(self.unit.name), self.limits.timeout / 4)
         counts = {PASS: 0, WRONG: 0, NOT_COMPARABLE: 0}
         refused = ""
         with _NoWarnings():
             for number, (dtype, way, variant) in enumerate(self._drawn(check)):
-                if time.monotonic() - started > seconds or number == self.limits.samples:
+                if self._clock() - started > seconds or number == self.limits.samples:
                     break
                 outcome = self._tried(dtype, way, variant)
                 if outcome.status == WRONG:
@@ -131,12 +133,12 @@ class HuntChecks:
 
     def _shrunk(self, dtype: str, way: str, variant: Variant, outcome: Outcome) -> tuple[Variant, Outcome]:
         """The smallest variant that is still wrong, as far as the time goes."""
-        ends = time.monotonic() + min(SHRINKING_SECONDS, self.limits.timeout / 4)
+        ends = self._clock() + min(SHRINKING_SECONDS, self.limits.timeout / 4)
         again = True
         while again:
             again = False
             for smaller in _smaller(variant):
-                if time.monotonic() > ends:
+                if self._clock() > ends:
                     return variant, outcome
                 found = self._tried(dtype, way, smaller)
                 if found.status == WRONG:
@@ -181,6 +183,19 @@ def _smaller(variant: Variant) -> Iterator[Variant]:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_(tensor.requires_grad)
+
+
+def _weight(name: str) -> int:
+    return 3 if name.startswith(_RICH) else 1
+
+
+def seconds_of_a_round(device_type: str, total: float) -> float:
+    """The time for one operator if one round of all operators is to fit into so many seconds of all workers.
+
+    Example: ``seconds_of_a_round("cuda", 60 * 10 * 2)``
+    """
+    weights = sum(_weight(unit.name) for unit in units(device_type))
+    return min(SECONDS, max(_SHORTEST, 0.9 * total / max(1, weights)))
 
 
 def units(device_type: str) -> list[Unit]:

@@ -44,6 +44,7 @@ class Answers:
         self.device: str = settings["device"]
         self.api = settings["mode"] == "api"
         self.limits = Limits(settings["samples"], settings["timeout"])
+        self._hunt_seconds: float | None = settings.get("hunt_seconds")
         if torch.device(self.device).type == "cuda":
             # The verdict is on float32, not on TF32. Set before the databases freeze these flags.
             torch.backends.cuda.matmul.allow_tf32 = False
@@ -146,8 +147,11 @@ class Answers:
 
             return OptimizerChecks(unit, self.device, self.limits)
         if unit.what == "hunt":
-            from ditorch.conformance.hunt_checks import HuntChecks
+            from ditorch.conformance.hunt_checks import HuntChecks, seconds_of_a_round
 
+            if self._hunt_seconds is not None:
+                share = seconds_of_a_round(torch.device(self.device).type, self._hunt_seconds)
+                self.limits, self._hunt_seconds = replace(self.limits, hunt_seconds=share), None
             return HuntChecks(unit, self.device, self.limits)
         from ditorch.conformance.op_checks import OperatorChecks
 
