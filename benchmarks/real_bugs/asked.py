@@ -77,7 +77,7 @@ def hunted(bug: Bug, scripts: Scripts | None = None) -> Answer:
         with planted(bug.fault) as all_planted:
             result = checks.run("round-1")
             hits += sum(one.hits for one in all_planted)
-        if result.status == WRONG:
+        if result.status == WRONG and hits and checks.run("round-1").status != WRONG:
             seconds = round(time.process_time() - began, 2)
             return Answer(
                 hits, True, True, reproduced=_again(result, bug, scripts), note=result.message[:160], seconds=seconds

@@ -38,7 +38,7 @@ class Scripts:
 
 
 def _serve() -> None:
-    import torch  # noqa: F401
+    from benchmarks.real_bugs import bugs  # noqa: F401  # PyTorch, and operators of a library that faults may name
 
     for line in sys.stdin:
         script, environment = json.loads(line)

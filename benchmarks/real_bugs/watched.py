@@ -65,6 +65,8 @@ def compared(bug: Bug, way: str, scripts: Scripts | None = None) -> Answer:
     calls = {b.call_id for b in right}  # a backward may be wrong because its forward is
     others = sorted({f"{b.op} {b.phase}" for b in tool.blames if b not in right and b.call_id not in calls})
     answer = Answer(hits, bool(tool.blames), bool(right), others=others)
+    if not tool.blames and any("torch.compile" in line and "not compared" in line for line in tool.summary()):
+        answer.note = "says: not compared"
     if right:
         answer.placed = (
             _line(right[0].location).find(bug.line) >= 0 and bug.module == right[0].module.rpartition(".")[2]

@@ -85,6 +85,7 @@ def _data(summary: Summary) -> dict[str, Any]:
             "pairs": str(summary.rate("what", "name", "dtype")),
         },
         "counts": summary.statuses,
+        "coverage": [] if summary.coverage is None else summary.coverage.rows(),
         "new_failures": len(summary.new_failures),
         "new_passes": len(summary.new_passes),
         "rows": [[what, name, cells] for (what, name), cells in rows.items()],

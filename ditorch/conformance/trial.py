@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ditorch.conformance.cases import ERROR, NOT_COMPARABLE, PASS, WRONG, Case, Limits, Result
+from ditorch.conformance.coverage import OBSERVER
+from op_tools.call.arguments import numbers_of
 from op_tools.call.description import map_tensors, tensors_in
 from op_tools.call.traits import OpTraits
 from op_tools.judge import golden, verdict
@@ -31,6 +34,20 @@ class Skip(Exception):
     """A sample that does not apply to a check."""
 
 
+class Place(NamedTuple):
+    """The worst element of a wrong result, or of the gradient of so many-th tensor among the arguments.
+
+    >>> Place("output", 0, (2, 1), 1e-6).allowed
+    1e-06
+    """
+
+    part: str
+    number: int
+    where: tuple[int, ...]
+    allowed: float
+    """How far it may be off the result in float64."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What one sample showed.
@@ -42,6 +59,7 @@ class Outcome:
     status: str
     message: str = ""
     details: str = ""
+    worst: Place | None = None
 
 
 def one_line(error: BaseException) -> str:
@@ -170,6 +188,7 @@ class Trial:
         if backward and gradients is None:
             raise Skip("no gradient for these arguments")
         self.outputs, self.gradients = outputs, gradients
+        OBSERVER.repeat(lambda: self._on_device(backward, number))
         return self._judged(outputs if forward else None, cotangents, gradients)
 
     def judge(self, outputs: Any) -> Outcome:
@@ -212,7 +231,23 @@ class Trial:
         except Exception as error:  # a failure of the judge says nothing about the device
             return Outcome(NOT_COMPARABLE, f"no verdict: {one_line(error)}")
         wrong = [row for row in found.rows if row.verdict == verdict.WRONG]
-        return Outcome(_STATUS[found.verdict], found.reason[:300], "\n".join(_row(row) for row in wrong))
+        place = self._place(max(wrong, key=lambda row: row.excess)) if wrong else None
+        return Outcome(_STATUS[found.verdict], found.reason[:300], "\n".join(_row(row) for row in wrong), place)
+
+    def _place(self, row: verdict.Row) -> Place | None:
+        """Where a row is off by most; None where there is no bound to tell."""
+        number = row.index or 0
+        if row.part == "grad_input":
+            found = numbers_of(self.name, *self.before).place(row.part, row.index)
+            if found is None:
+                return None
+            number = found
+        try:
+            bound = row.bound[row.where] if isinstance(row.bound, torch.Tensor) else row.bound
+            allowed = float(bound)
+        except (IndexError, TypeError):
+            return None
+        return Place(row.part, number, tuple(row.where), allowed) if math.isfinite(allowed) else None
 
     def _verdict(self, outputs: Any, cotangents: Any, gradients: Any) -> verdict.Judgement:
         args, kwargs = self.before

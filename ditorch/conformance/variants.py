@@ -88,11 +88,16 @@ class Variants:
         self._samples: dict[tuple[int, ...], list[Variant]] = {}
         self._structured = info.name.startswith((*_STRUCTURED, *_TRUSTS_INDICES))  # not any values and sizes will do
 
+    @classmethod
+    def first(cls, info: Any, dtype: str) -> list[Variant]:
+        """The first sample of an operator as PyTorch has it; none where it has none."""
+        return cls(info, dtype, grad=False, seed="")._made(_SCALES[0])[:1]
+
     def drawn(self) -> Iterator[Variant]:
         """Variants without end; those of an operator without samples end at once."""
         steps: list[Callable[[Variant], Variant]] = [self._other_arguments, self._other_layout, self._other_layout]
         if not self._structured:
-            steps += [self._other_size, self._other_size, self._other_values]
+            steps += [self._other_size, self._other_size, self._one_or_none, self._other_values]
         while True:
             made = self._made(self._random.choice(_SCALES)) or self._made(_SCALES[0])
             if not made:
@@ -159,6 +164,29 @@ class Variants:
             return variant
         old, new = self._random.choice(sizes), self._random.choice(SIZES)
         return resized(variant, old, new, self._random)
+
+    def _one_or_none(self, variant: Variant) -> Variant:
+        """One tensor gets dimensions of one element, or of none: kernels of 1x1, broadcast, empty batches."""
+        tensors = [n for n, t in enumerate(variant.tensors) if t.layout is torch.strided and t.dim() and t.numel()]
+        if not tensors:
+            return variant
+        chosen = self._random.choice(tensors)
+        dim = variant.tensors[chosen].dim()
+        dims = range(2, dim) if dim > 2 and self._toss() else (self._random.randrange(dim),)
+        size = int(self._random.random() > 0.2)
+
+        def change(number: int, t: torch.Tensor) -> torch.Tensor:
+            if number != chosen:
+                return t
+            with torch.no_grad():
+                part = t.detach()
+                for d in dims:
+                    part = part.narrow(d, 0, size)
+                return _laid_out_as(part.clone(memory_format=torch.contiguous_format), t).requires_grad_(
+                    t.requires_grad
+                )
+
+        return variant.mapped(change, f"tensor {chosen} of size {size} along {list(dims)}")
 
     def _other_values(self, variant: Variant) -> Variant:
         floating = [n for n, t in enumerate(variant.tensors) if t.dtype.is_floating_point and t.numel()]
@@ -285,6 +313,7 @@ def _where(t: torch.Tensor, generator: torch.Generator, value: Any, share: float
 VALUES: Final[dict[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]]] = {
     "all equal": lambda t, g: t.reshape(-1)[:1].expand(t.numel()).reshape(t.shape).clone(),
     "with signed zeros": lambda t, g: _where(t, g, torch.copysign(torch.zeros_like(t), t)),
+    "not negative": lambda t, g: t.abs(),
     "tiny": lambda t, g: t * 2.0**-10,
     "large": lambda t, g: t * 2.0**5,
 }

@@ -106,6 +106,7 @@ class Answers:
 
     def unit(self, unit: Unit) -> bool:
         """Run all checks of a unit; False when this process can no longer use the device."""
+        from ditorch.conformance.coverage import OBSERVER
         from ditorch.conformance.trial import DeviceLost
 
         try:
@@ -118,6 +119,7 @@ class Answers:
         for check in unit.checks:
             self.send(started=check)
             case, started = Case(unit.what, unit.name, unit.dtype, check), time.monotonic()
+            OBSERVER.begin(torch.device(self.device).type)
             try:
                 result = checks.run(check)
             except DeviceLost as error:
@@ -129,7 +131,8 @@ class Answers:
 
                 outcome = failed(error)
                 result = Result(case, ERROR, f"outside of a sample: {outcome.message}", details=(outcome.details,))
-            self.send(result=replace(result, seconds=round(time.monotonic() - started, 4)).as_dict())
+            seconds = round(time.monotonic() - started, 4)
+            self.send(result=replace(result, seconds=seconds, seen=OBSERVER.new()).as_dict())
         return True
 
     def checks(self, unit: Unit) -> Checks:
