@@ -13,7 +13,7 @@ import torch
 from ditorch.conformance import databases, freedoms, hunt_script
 from ditorch.conformance.cases import NO_DTYPE, NOT_COMPARABLE, PASS, WRONG, Case, Limits, Result, Unit
 from ditorch.conformance.op_checks import OperatorChecks, _Exact, _NoWarnings, _Strided
-from ditorch.conformance.trial import Outcome, Skip
+from ditorch.conformance.trial import Outcome, Skip, Trial
 from ditorch.conformance.variants import Variant, Variants, resized
 
 SECONDS: Final = Limits().hunt_seconds
@@ -32,15 +32,26 @@ _DTYPES: Final = (
 class HuntChecks:
     """The rounds of one operator; what a round draws follows from its number alone.
 
+    What has the CPU's bits is right without a verdict, which takes ten times as long; with `judges_all`, each call
+    gets one.
+
     Example: ``HuntChecks(Unit("hunt", "add", "-", ("round-1",)), "cuda:0", Limits()).run("round-1")``
     """
 
-    def __init__(self, unit: Unit, device: str, limits: Limits, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        device: str,
+        limits: Limits,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        judges_all: bool = False,
+    ) -> None:
         found = databases.operators().get(unit.name)
         if found is None:
             raise ValueError(f"this version of PyTorch has no operator {unit.name} in its database")
         self.info, self.unit, self.device, self.limits = found, unit, device, limits
-        self._clock = clock
+        self._clock, self._judges_all = clock, judges_all
         device_type = torch.device(device).type
         self._dtypes = databases.claimed(found, device_type)
         self._with_gradient = databases.claimed_backward(found, device_type)
@@ -97,7 +108,7 @@ class HuntChecks:
         sample = _Sample(variant)
         try:
             trial = checks._trial(sample)
-            if (why := trial.refused_by_cpu(way == "backward")) or (why := _undefined(trial)):
+            if (why := self._refused(trial, way == "backward")) or (why := _undefined(trial)):
                 return Outcome(NOT_COMPARABLE, why)
             if way == "out":
                 expected = checks._trial(sample, lambda *a, **k: self.info.op(*a, **k)).on_cpu()
@@ -108,6 +119,9 @@ class HuntChecks:
         except Skip as reason:
             return Outcome(NOT_COMPARABLE, str(reason))
 
+    def _refused(self, trial: Trial, backward: bool = False) -> str:
+        return trial.refused_by_cpu(backward) if self._judges_all else trial.ask_cpu(backward)
+
     def _in_place(self, checks: OperatorChecks, sample: _Sample) -> Outcome:
         function = self.info.get_inplace()
         if not isinstance(sample.input, torch.Tensor) or (sample.input.numel() > 1 and 0 in sample.input.stride()):
@@ -117,7 +131,7 @@ class HuntChecks:
             return sample.output_process_fn_grad(function(first, *args, **kwargs))
 
         trial = checks._trial(sample, call)
-        if why := trial.refused_by_cpu():
+        if why := self._refused(trial):
             return Outcome(NOT_COMPARABLE, why)
         if sample.input.dtype.is_floating_point or sample.input.dtype.is_complex:
             trial.reference = checks._kept_dtype(sample)
@@ -163,7 +177,7 @@ class _Sample:
         self.broadcasts_input = of_database.broadcasts_input
 
 
-def _undefined(trial: Any) -> str:
+def _undefined(trial: Trial) -> str:
     """Why a call has no single right result; empty where it has one."""
     args, _ = trial.before
     if freedoms.written_twice(trial.name.removeprefix("torch."), args):

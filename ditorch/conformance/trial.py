@@ -148,6 +148,19 @@ def on_host(value: Any) -> Any:
     return map_tensors(value, lambda t: t.detach().clone() if t.device.type == "cpu" else t.detach().cpu())
 
 
+def same_bits(ours: Any, theirs: Any) -> bool:
+    """Whether the tensors of two trees on the CPU have one shape, one dtype and the same bits (`same_bits(x, x)`)."""
+    left, right = list(tensors_in(ours)), list(tensors_in(theirs))
+    return len(left) == len(right) and all(map(_same_bits, left, right))
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if (a.shape, a.dtype, a.layout, b.layout) != (b.shape, b.dtype, torch.strided, torch.strided) or a.is_quantized:
+        return False
+    plain = [t.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format) for t in (a, b)]
+    return torch.equal(*(t.reshape(-1).view(torch.uint8) for t in plain))
+
+
 # --- judging --------------------------------------------------------------------------------------------
 
 
@@ -173,6 +186,8 @@ class Trial:
     outputs: Any = field(init=False, default=None)
     """What was judged last, on the CPU; `gradients` likewise, None where none were."""
     gradients: Any = field(init=False, default=None)
+    expected: Any = field(init=False, default=None)
+    """Results and gradients of the CPU, once `ask_cpu` has run: what has the same bits is not judged any further."""
 
     def __post_init__(self) -> None:
         self.before = moved((self.args, self.kwargs), "cpu")  # the call may change its arguments
@@ -189,11 +204,15 @@ class Trial:
             raise Skip("no gradient for these arguments")
         self.outputs, self.gradients = outputs, gradients
         OBSERVER.repeat(lambda: self._on_device(backward, number))
+        if self.expected is not None and same_bits((outputs, gradients), self.expected):
+            return Outcome(PASS)
         return self._judged(outputs if forward else None, cotangents, gradients)
 
     def judge(self, outputs: Any) -> Outcome:
         """Judge results that another way of calling gave."""
         self.outputs, self.gradients = outputs, None
+        if self.expected is not None and same_bits(outputs, self.expected[0]):
+            return Outcome(PASS)
         return self._judged(outputs, None, None)
 
     def on_cpu(self, backward: bool = False) -> Any:
@@ -201,6 +220,16 @@ class Trial:
         args, kwargs = moved(self.before, "cpu")
         function = self.reference or self.call
         return _called(function, args, kwargs, backward, 0, "cpu")[0]
+
+    def ask_cpu(self, backward: bool = False) -> str:
+        """Why the CPU does not do this call; empty if it does, and then what it gives is `expected`."""
+        args, kwargs = moved(self.before, "cpu")
+        try:
+            outputs, _, gradients = _called(self.reference or self.call, args, kwargs, backward, 0, "cpu")
+        except Exception as error:
+            return one_line(error)
+        self.expected = (outputs, gradients)
+        return ""
 
     def refused_by_cpu(self, backward: bool = False) -> str:
         """Why the CPU does not do this call either; empty if it does."""

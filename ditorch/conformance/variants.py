@@ -166,27 +166,11 @@ class Variants:
         return resized(variant, old, new, self._random)
 
     def _one_or_none(self, variant: Variant) -> Variant:
-        """One tensor gets dimensions of one element, or of none: kernels of 1x1, broadcast, empty batches."""
-        tensors = [n for n, t in enumerate(variant.tensors) if t.layout is torch.strided and t.dim() and t.numel()]
-        if not tensors:
+        """Dimensions of one element, or of none: kernels of 1x1, broadcast, empty batches."""
+        sizes = sorted({n for t in variant.tensors if t.layout is torch.strided for n in t.shape if n > 1})
+        if not sizes:
             return variant
-        chosen = self._random.choice(tensors)
-        dim = variant.tensors[chosen].dim()
-        dims = range(2, dim) if dim > 2 and self._toss() else (self._random.randrange(dim),)
-        size = int(self._random.random() > 0.2)
-
-        def change(number: int, t: torch.Tensor) -> torch.Tensor:
-            if number != chosen:
-                return t
-            with torch.no_grad():
-                part = t.detach()
-                for d in dims:
-                    part = part.narrow(d, 0, size)
-                return _laid_out_as(part.clone(memory_format=torch.contiguous_format), t).requires_grad_(
-                    t.requires_grad
-                )
-
-        return variant.mapped(change, f"tensor {chosen} of size {size} along {list(dims)}")
+        return resized(variant, self._random.choice(sizes), int(self._random.random() > 0.2), self._random)
 
     def _other_values(self, variant: Variant) -> Variant:
         floating = [n for n, t in enumerate(variant.tensors) if t.dtype.is_floating_point and t.numel()]
