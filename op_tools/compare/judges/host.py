@@ -26,7 +26,7 @@ from ...judge.golden import GoldenResult
 from ...judge.random_draws import Mask
 from ...judge.references import NO_GRADIENT, NOT_JUDGED, shape_problem
 from ...judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
-from .. import cores, pieces
+from .. import cores, looks, pieces
 from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup, asked, gradient_kind
 from ..memory import Guarded, NodeGuard, Outside, wild
 from ..snapshots import Snapshots
@@ -100,6 +100,8 @@ class Host(Judge):
             found = Judgement(NOT_COMPARABLE, f"{found.reason}; {call.notes['repeated']}")
         if elsewhere is not None:
             found = found + elsewhere
+        if looks.NOTE in call.notes and job.phase == FORWARD:
+            found = found + looks.judgement(call)
         if job.suspicion:
             neighbours.suspect(call.op, job.suspicion)
         if found.verdict == WRONG or self.setup.shown:  # told after the fetcher has gone on: copy what was borrowed
