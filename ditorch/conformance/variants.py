@@ -97,7 +97,7 @@ class Variants:
         """Variants without end; those of an operator without samples end at once."""
         steps: list[Callable[[Variant], Variant]] = [self._other_arguments, self._other_layout, self._other_layout]
         if not self._structured:
-            steps += [self._other_size, self._other_size, self._one_or_none, self._other_values]
+            steps += [self._other_numbers, self._other_size, self._other_size, self._one_or_none, self._other_values]
         while True:
             made = self._made(self._random.choice(_SCALES)) or self._made(_SCALES[0])
             if not made:
@@ -139,6 +139,25 @@ class Variants:
                 args[number] = value
                 changes.append(f"argument {number}: {value!r:.40}")
         return replace(variant, args=tuple(args), kwargs=kwargs, changes=(*variant.changes, *changes))
+
+    def _other_numbers(self, variant: Variant) -> Variant:
+        """One whole number, truth value or tuple of small numbers among the arguments gets another value."""
+        args, kwargs = list(variant.args), dict(variant.kwargs)
+        places: list[tuple[Any, Any]] = [(args, n) for n in range(1, len(args)) if _is_small(args[n])]
+        places += [(kwargs, key) for key, value in kwargs.items() if _is_small(value)]
+        if not places:
+            return variant
+        where, key = self._random.choice(places)
+        where[key] = new = self._another(where[key])
+        change = f"{key if where is kwargs else f'argument {key}'}: {new!r:.40}"
+        return replace(variant, args=tuple(args), kwargs=kwargs, changes=(*variant.changes, change))
+
+    def _another(self, value: Any) -> Any:
+        if isinstance(value, bool):
+            return not value
+        if isinstance(value, int):
+            return self._random.choice((0, 1, 2, 3, value - 1, value + 1, -1))
+        return type(value)([self._another(0)] * len(value))
 
     def _other_layout(self, variant: Variant) -> Variant:
         tensors = [(n, t) for n, t in enumerate(variant.tensors) if t.layout is torch.strided and t.dim() and t.numel()]
@@ -189,6 +208,13 @@ class Variants:
 
     def _toss(self) -> bool:
         return self._random.random() < 0.5
+
+
+def _is_small(value: Any) -> bool:
+    """Whether an argument is a number of the kind that says how: a dimension, a stride, a padding; not a size."""
+    if isinstance(value, (bool, int)):
+        return -4 <= value <= 8
+    return type(value) in (list, tuple) and bool(value) and all(type(v) is int and -4 <= v <= 4 for v in value)
 
 
 def resized(variant: Variant, old: int, new: int, numbers: random.Random | None = None) -> Variant:

@@ -17,8 +17,7 @@ from ..judge.verdict import Judgement, Rules
 from . import cores
 from .choose import Chooser
 from .judges.host import Host
-from .ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, make_ladder
-from .looks import Looks
+from .ladder import BACKWARD, PENDING, ComparedCall, Job, Judge, Setup, make_ladder
 from .snapshots import Snapshots
 from .teller import Reporter, Teller
 
@@ -43,7 +42,7 @@ class Judging:
     """
 
     def __init__(self, tool: ComparingTool, chooser: Chooser, look: str, snapshots: Snapshots) -> None:
-        self._chooser, self._snapshots, self._looks = chooser, snapshots, Looks()
+        self._chooser, self._snapshots = chooser, snapshots
         self.chooses = chooser.chooses
         queue_bytes = int(settings.number("OP_AUTOCOMPARE_QUEUE_BYTES", within_free_memory(2**30)))
         threads = int(settings.number("OP_AUTOCOMPARE_THREADS", max(1, min(4, cores.available() - 2))))
@@ -91,11 +90,6 @@ class Judging:
 
     def settle_live(self, job: Job) -> bool:
         """Whether a judge settles the job now, from the run's own tensors (`judging.settle_live(job)`)."""
-        if job.phase == FORWARD:
-            seen = (job.call.op, *job.call.numbers, job.call.region.autocast)
-            if seen not in self._looks.fine and self._looks.accuses(job, seen):
-                job.local = True
-                return False
         kind = (job.call.op, job.call.numbers[0])
         for judge in self._live:
             found = None if kind in judge.never_settles else judge.settle(job)

@@ -26,8 +26,9 @@ from ...judge.golden import GoldenResult
 from ...judge.random_draws import Mask
 from ...judge.references import NO_GRADIENT, NOT_JUDGED, shape_problem
 from ...judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
-from .. import cores, looks, pieces
+from .. import cores, pieces
 from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup, asked, gradient_kind
+from ..looks import Looks
 from ..memory import Guarded, NodeGuard, Outside, wild
 from ..snapshots import Snapshots
 
@@ -100,8 +101,6 @@ class Host(Judge):
             found = Judgement(NOT_COMPARABLE, f"{found.reason}; {call.notes['repeated']}")
         if elsewhere is not None:
             found = found + elsewhere
-        if looks.NOTE in call.notes and job.phase == FORWARD:
-            found = found + looks.judgement(call)
         if job.suspicion:
             neighbours.suspect(call.op, job.suspicion)
         if found.verdict == WRONG or self.setup.shown:  # told after the fetcher has gone on: copy what was borrowed
@@ -136,7 +135,7 @@ class Comparer:
         self._plans: dict[Hashable, verdict.Plan] = {}
         self._tally = random_draws.Tally()
         self._numbering = Numbering()
-        self._outside = Outside()
+        self._outside, self._looks = Outside(), Looks()
 
     def compare(self, job: Job, forward: ForwardRun | None = None, shown: bool = False) -> Judgement:
         """Judge a job; its golden run is kept in it where one was needed, and always where it is shown."""
@@ -171,6 +170,8 @@ class Comparer:
             if forward is not None and facts.has_free_vectors(job.call.op):
                 forward.returned = map_tensors(job.values[2], lambda t: t.clone())
             found = self._judge_forward(job, result, kind)
+            if kind is not None and kind not in self._looks.fine and found.verdict == RIGHT:
+                found += self._looks.judge(job, kind) or Judgement(RIGHT, "")
         if kind is not None:
             if kind not in self._moves and len(self._moves) < _MAX_KINDS:
                 self._moves[kind] = found if _only_moves(job, result, found) else None
