@@ -99,7 +99,7 @@ class _Mode(TorchDispatchMode):
     """Notes the overloads that reach the kernels of a device."""
 
     def __init__(self, seen: set[str], device_type: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._seen, self._device_type = seen, device_type
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
