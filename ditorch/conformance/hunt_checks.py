@@ -204,8 +204,13 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_(tensor.requires_grad)
 
 
+def is_rich(name: str) -> bool:
+    """Whether an operator has many arguments, and gets more time (`is_rich("nn.functional.conv2d")`)."""
+    return name.startswith(_RICH)
+
+
 def _weight(name: str) -> int:
-    return 3 if name.startswith(_RICH) else 1
+    return 3 if is_rich(name) else 1
 
 
 def seconds_of_a_round(device_type: str, total: float) -> float:
