@@ -34,8 +34,8 @@ class Walk:
         self.active = False
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        if event != "call" or not self.active:
-            return
+        if event != "call" or not self.active or threading.current_thread().name == "op_tools-store":
+            return  # that thread writes records by the clock, whatever is called
         name = frame.f_code.co_filename
         if not name.startswith(PACKAGE):
             return

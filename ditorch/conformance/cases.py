@@ -91,6 +91,8 @@ class Result:
     seconds: float = 0.0
     note: str = ""
     details: tuple[str, ...] = field(default=())
+    seen: tuple[str, ...] = field(default=())
+    """Overloads of aten that reached the device in this case, and in none that its worker did before."""
 
     @property
     def failed(self) -> bool:
@@ -107,7 +109,7 @@ class Result:
         try:
             known = {key: data[key] for key in cls.__dataclass_fields__ if key in data}
             known["case"] = Case.parse(data["case"])
-            known["details"] = tuple(data.get("details", ()))
+            known["details"], known["seen"] = (tuple(data.get(key, ())) for key in ("details", "seen"))
             result = cls(**known)
         except (KeyError, TypeError) as error:
             raise ValueError(f"not a result of a case: {dict(data)!r:.200}") from error
@@ -126,6 +128,8 @@ class Limits:
 
     samples: int | None = None
     timeout: float = 60.0
+    hunt_seconds: float = 2.0
+    """For one operator in one round of a hunt; those with many arguments get three times as much."""
 
     @property
     def sampling_seconds(self) -> float:

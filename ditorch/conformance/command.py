@@ -160,6 +160,8 @@ def run(options: argparse.Namespace, view: View, backend: Backend, devices: list
     jobs, samples = _jobs(options, backend), number_of_samples(options.samples)
     entries = ledger.load(backend.name, options.ledger)
     settings = Settings(backend.name, devices[0], samples=samples, timeout=_timeout(options, CASE_TIMEOUT))
+    if options.hunt and not options.ops:  # all operators get their turn
+        settings = replace(settings, hunt_seconds=60 * options.minutes * jobs)
     workers = [replace(settings, device=devices[number % len(devices)]) for number in range(jobs)]
     about = describe(backend, devices, options, jobs)
     if not options.resume and not options.fresh and (folder / store.FILE).exists():

@@ -68,6 +68,8 @@ class View:
             table.add_row(part, str(one.by_case), str(one.rate("name")), str(one.rate("name", "dtype")))
         self.console.print(table)
         self.say("cases: " + ", ".join(f"{count:,} {status}" for status, count in summary.statuses.items()))
+        if summary.coverage is not None:
+            self.say(str(summary.coverage))
         self._listed("failures that the ledger does not know", summary.new_failures)
         self._listed("unexpected passes: the ledger says that they fail", summary.new_passes)
         self.say(f"{folder / 'index.html'} is the page; summary.csv, summary.json and badge.svg are beside it")

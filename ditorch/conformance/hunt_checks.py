@@ -13,29 +13,45 @@ import torch
 from ditorch.conformance import databases, freedoms, hunt_script
 from ditorch.conformance.cases import NO_DTYPE, NOT_COMPARABLE, PASS, WRONG, Case, Limits, Result, Unit
 from ditorch.conformance.op_checks import OperatorChecks, _Exact, _NoWarnings, _Strided
-from ditorch.conformance.trial import Outcome, Skip
+from ditorch.conformance.trial import Outcome, Skip, Trial
 from ditorch.conformance.variants import Variant, Variants, resized
 
-SECONDS: Final = 2.0
-"""For the variants of one operator in one round; operators with many arguments get three times as much."""
+SECONDS: Final = Limits().hunt_seconds
+"""For the variants of one operator in one round at most."""
+_SHORTEST: Final = 0.2
 ROUNDS: Final = 40
 """More than a hunt has time for: it ends by the clock."""
 SHRINKING_SECONDS: Final = 8.0
 _RICH: Final = ("nn.functional.", "conv", "matmul", "mm", "addmm", "bmm", "baddbmm", "index", "scatter", "sum", "sort")
-_DTYPES: Final = ("float32", "float32", "float32", "bfloat16", "float16", "float64", "int64", "complex64", "bool")
+_DTYPES: Final = (
+    *("float32", "float32", "float32", "bfloat16", "bfloat16", "float16", "float16", "float64", "int64", "complex64"),
+    "bool",
+)
 
 
 class HuntChecks:
     """The rounds of one operator; what a round draws follows from its number alone.
 
+    What has the CPU's bits is right without a verdict, which takes ten times as long; with `judges_all`, each call
+    gets one.
+
     Example: ``HuntChecks(Unit("hunt", "add", "-", ("round-1",)), "cuda:0", Limits()).run("round-1")``
     """
 
-    def __init__(self, unit: Unit, device: str, limits: Limits) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        device: str,
+        limits: Limits,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        judges_all: bool = False,
+    ) -> None:
         found = databases.operators().get(unit.name)
         if found is None:
             raise ValueError(f"this version of PyTorch has no operator {unit.name} in its database")
         self.info, self.unit, self.device, self.limits = found, unit, device, limits
+        self._clock, self._judges_all = clock, judges_all
         device_type = torch.device(device).type
         self._dtypes = databases.claimed(found, device_type)
         self._with_gradient = databases.claimed_backward(found, device_type)
@@ -43,13 +59,13 @@ class HuntChecks:
     def run(self, check: str) -> Result:
         """Do one round."""
         case = Case(self.unit.what, self.unit.name, self.unit.dtype, check)
-        started = time.monotonic()
-        seconds = min(SECONDS * (3 if self.unit.name.startswith(_RICH) else 1), self.limits.timeout / 4)
+        started = self._clock()
+        seconds = min(self.limits.hunt_seconds * _weight(self.unit.name), self.limits.timeout / 4)
         counts = {PASS: 0, WRONG: 0, NOT_COMPARABLE: 0}
         refused = ""
         with _NoWarnings():
             for number, (dtype, way, variant) in enumerate(self._drawn(check)):
-                if time.monotonic() - started > seconds or number == self.limits.samples:
+                if self._clock() - started > seconds or number == self.limits.samples:
                     break
                 outcome = self._tried(dtype, way, variant)
                 if outcome.status == WRONG:
@@ -70,6 +86,8 @@ class HuntChecks:
         if not dtypes:
             return
         drawn: dict[tuple[str, bool], Iterator[Variant]] = {}
+        if "float32" in dtypes:  # before anything else: some kernels are wrong in the first call of a process
+            yield from (("float32", "plain", first) for first in Variants.first(self.info, "float32"))
         ways = ["plain", "plain", *(["out"] if self.info.supports_out else [])]
         ways += ["in place"] if self.info.get_inplace() is not None else []
         for _ in itertools.count():
@@ -90,7 +108,7 @@ class HuntChecks:
         sample = _Sample(variant)
         try:
             trial = checks._trial(sample)
-            if (why := trial.refused_by_cpu(way == "backward")) or (why := _undefined(trial)):
+            if (why := self._refused(trial, way == "backward")) or (why := _undefined(trial)):
                 return Outcome(NOT_COMPARABLE, why)
             if way == "out":
                 expected = checks._trial(sample, lambda *a, **k: self.info.op(*a, **k)).on_cpu()
@@ -101,6 +119,9 @@ class HuntChecks:
         except Skip as reason:
             return Outcome(NOT_COMPARABLE, str(reason))
 
+    def _refused(self, trial: Trial, backward: bool = False) -> str:
+        return trial.refused_by_cpu(backward) if self._judges_all else trial.ask_cpu(backward)
+
     def _in_place(self, checks: OperatorChecks, sample: _Sample) -> Outcome:
         function = self.info.get_inplace()
         if not isinstance(sample.input, torch.Tensor) or (sample.input.numel() > 1 and 0 in sample.input.stride()):
@@ -110,7 +131,7 @@ class HuntChecks:
             return sample.output_process_fn_grad(function(first, *args, **kwargs))
 
         trial = checks._trial(sample, call)
-        if why := trial.refused_by_cpu():
+        if why := self._refused(trial):
             return Outcome(NOT_COMPARABLE, why)
         if sample.input.dtype.is_floating_point or sample.input.dtype.is_complex:
             trial.reference = checks._kept_dtype(sample)
@@ -125,18 +146,18 @@ class HuntChecks:
             text = f"{way}, {dtype}, {variant.told}: {outcome.message}"
             return Result(case, WRONG, f"wrong once, right when repeated: {text}", tried, details=(outcome.details,))
         smallest, outcome = self._shrunk(dtype, way, variant, outcome)
-        script = hunt_script.text(self.info, smallest, way, self.device, outcome.message)
+        script = hunt_script.text(self.info, smallest, way, self.device, outcome)
         message = f"{way}, {dtype}, {hunt_script.in_words(smallest)}: {outcome.message}"
         return Result(case, WRONG, message, tried, note=f"drawn: {variant.told}", details=(outcome.details, script))
 
     def _shrunk(self, dtype: str, way: str, variant: Variant, outcome: Outcome) -> tuple[Variant, Outcome]:
         """The smallest variant that is still wrong, as far as the time goes."""
-        ends = time.monotonic() + min(SHRINKING_SECONDS, self.limits.timeout / 4)
+        ends = self._clock() + min(SHRINKING_SECONDS, self.limits.timeout / 4)
         again = True
         while again:
             again = False
             for smaller in _smaller(variant):
-                if time.monotonic() > ends:
+                if self._clock() > ends:
                     return variant, outcome
                 found = self._tried(dtype, way, smaller)
                 if found.status == WRONG:
@@ -156,7 +177,7 @@ class _Sample:
         self.broadcasts_input = of_database.broadcasts_input
 
 
-def _undefined(trial: Any) -> str:
+def _undefined(trial: Trial) -> str:
     """Why a call has no single right result; empty where it has one."""
     args, _ = trial.before
     if freedoms.written_twice(trial.name.removeprefix("torch."), args):
@@ -181,6 +202,24 @@ def _smaller(variant: Variant) -> Iterator[Variant]:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_(tensor.requires_grad)
+
+
+def is_rich(name: str) -> bool:
+    """Whether an operator has many arguments, and gets more time (`is_rich("nn.functional.conv2d")`)."""
+    return name.startswith(_RICH)
+
+
+def _weight(name: str) -> int:
+    return 3 if is_rich(name) else 1
+
+
+def seconds_of_a_round(device_type: str, total: float) -> float:
+    """The time for one operator if one round of all operators is to fit into so many seconds of all workers.
+
+    Example: ``seconds_of_a_round("cuda", 60 * 10 * 2)``
+    """
+    weights = sum(_weight(unit.name) for unit in units(device_type))
+    return min(SECONDS, max(_SHORTEST, 0.9 * total / max(1, weights)))
 
 
 def units(device_type: str) -> list[Unit]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ditorch.conformance.trial import Outcome
 from ditorch.conformance.variants import Variant
 from op_tools.call.description import map_tensors
 
@@ -32,16 +33,26 @@ except Exception as error:
     sys.exit(print(f"could not be tried: {{type(error).__name__}}: {{error}}") or 2)
 
 
+PLACE = {place}  # part, number, element, and how far it may be off the result in float64
+NARROW = []
+
+
 def strided(values, dtype, shape, stride, offset=0, grad=False):
     """A tensor that lies in memory as it did."""
     flat = torch.tensor(values, dtype=dtype)
-    return lambda device: flat.to(device).as_strided(shape, stride, offset).detach().requires_grad_(grad)
+    return lambda device: flat.to(device, copy=True).as_strided(shape, stride, offset).detach().requires_grad_(grad)
 
 
 def dense(seed, dtype, shape, grad=False):
     """Random numbers: the values do not matter."""
     flat = torch.rand(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    return lambda device: flat.to(device).detach().requires_grad_(grad)
+    return lambda device: flat.to(device, copy=True).detach().requires_grad_(grad)
+
+
+def wide(x):
+    """The same in float64."""
+    kind = torch.complex128 if x.is_complex() else torch.float64
+    return x.detach().to(kind).requires_grad_(x.requires_grad) if x.is_complex() or x.is_floating_point() else x
 
 
 {function}
@@ -52,19 +63,39 @@ TENSORS = [
 
 def call(device, wider=False):
     t = [make(device) for make in TENSORS]
-    if wider:  # for the eye: the same in float64
-        t = [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in t]
+    if wider:
+        t = [wide(x) for x in t]
 {body}
 
 
+def exact(part, number):
+    """What a result or gradient is in float64."""
+    return call("cpu", wider=True)[part == "grad_input"][number].detach()
+
+
+def parts(results, gradients):
+    """All that came out, by its part and number."""
+    both = {{"output": results, "grad_input": gradients}}
+    return {{(p, n): x.detach().cpu() for p, some in both.items() for n, x in enumerate(some) if x is not None}}
+
+
 try:
-    expected = call("cpu")
-    found = call(DEVICE)
+    expected = parts(*call("cpu"))
+    found = parts(*call(DEVICE))
 except Exception as error:
     sys.exit(print(f"could not be tried: {{type(error).__name__}}: {{error}}") or 2)
 wrong = 0
-for number, (a, b) in enumerate(zip(found, expected)):
-    a, b = a.detach().cpu(), b.detach().cpu()
+if PLACE is not None:
+    part, number, where, allowed = PLACE
+    try:
+        value, right = found[part, number][where], exact(part, number)[where]
+        if not abs(value.to(right.dtype) - right) <= allowed:
+            print(f"{{part}} {{number}} at {{where}}: {{value}} instead of {{right}}; {{allowed}} may be off")
+            wrong += 1
+    except Exception as error:
+        print(f"not known in float64: {{type(error).__name__}}: {{error}}")
+for number, a in found.items():
+    b = expected[number]
     if a.shape != b.shape or a.dtype != b.dtype:
         print(f"{{number}}: {{tuple(a.shape)}} {{a.dtype}} instead of {{tuple(b.shape)}} {{b.dtype}}")
         wrong += 1
@@ -78,7 +109,7 @@ for number, (a, b) in enumerate(zip(found, expected)):
         print(b)
         try:
             print("which is, in float64,")
-            print(call("cpu", wider=True)[number].detach())
+            print(exact(*number))
         except Exception as error:
             print(f"not known: {{type(error).__name__}}")
         wrong += 1
@@ -87,9 +118,10 @@ sys.exit(1 if wrong else 0)
 '''
 
 
-def text(info: Any, variant: Variant, way: str, device: str, message: str) -> str:
-    """The script (`text(info, variant, "backward", "cuda:0", "off by 0.57")`)."""
+def text(info: Any, variant: Variant, way: str, device: str, outcome: Outcome) -> str:
+    """The script (`text(info, variant, "backward", "cuda:0", Outcome(WRONG, "off by 0.57"))`)."""
     tensors = variant.tensors
+    kept = outcome.worst is not None and all(t.layout is torch.strided and _is_short(t) for t in tensors)
     numbers = {id(t): number for number, t in reversed(list(enumerate(tensors)))}
     args, kwargs = map_tensors((variant.args, variant.kwargs), lambda t: _Name(f"t[{numbers[id(t)]}]"))
     given = [_source(a) for a in args] + [f"{key}={_source(value)}" for key, value in kwargs.items()]
@@ -101,7 +133,7 @@ def text(info: Any, variant: Variant, way: str, device: str, message: str) -> st
             f"    expected = {name}({', '.join(given)})\n"
             "    wide = torch.full((*expected.shape, 2), 7, dtype=expected.dtype, device=device)[..., 0]\n"
             f"    {name}({', '.join(given)}, out=wide)\n"
-            "    return [wide]"
+            "    return [wide], []"
         )
     else:
         body = f"    results = {name}({', '.join(given)})\n"
@@ -110,16 +142,20 @@ def text(info: Any, variant: Variant, way: str, device: str, message: str) -> st
         if way == "backward":
             body += (
                 "    used = [r for r in results if r.requires_grad]\n"
-                "    numbers = torch.Generator().manual_seed(0)\n"
-                "    sent = [torch.randn(r.shape, generator=numbers).to(r.dtype).to(device) for r in used]\n"
+                "    numbers, kinds = torch.Generator().manual_seed(0), (torch.float32, torch.complex64)\n"
+                "    sent = [torch.randn(r.shape, generator=numbers, dtype=kinds[r.is_complex()]) for r in used]\n"
+                "    NARROW[:] = NARROW or [r.dtype for r in used]\n"
+                "    sent = [s.to(kind).to(r.dtype).to(device) for s, kind, r in zip(sent, NARROW, used)]\n"
                 "    leaves = [x for x in t if x.requires_grad]\n"
                 "    found = torch.autograd.grad(used, leaves, sent, allow_unused=True)\n"
-                "    return [*results, *(g for g in found if g is not None)]"
+                "    gradients = {id(x): g for x, g in zip(leaves, found)}\n"
+                "    return results, [gradients.get(id(x)) for x in t]"
             )
         else:
-            body += "    return results"
+            body += "    return results, []"
     return _SCRIPT.format(
-        title=f"{info.name}, {way}: {message}".replace('"""', "'''").replace("\\", "\\\\"),
+        place=tuple(outcome.worst) if kept and outcome.worst is not None else None,
+        title=f"{info.name}, {way}: {outcome.message}".replace('"""', "'''").replace("\\", "\\\\"),
         device=device,
         function=function,
         tensors="\n".join(f"    {_tensor(number, t)}," for number, t in enumerate(tensors)),
@@ -175,12 +211,16 @@ def _tensor(number: int, tensor: torch.Tensor) -> str:
     if tensor.layout is not torch.strided:
         return f"lambda device: {number}  # a {tensor.layout} tensor"
     plain = torch.empty(0, dtype=tensor.dtype).set_(tensor.detach().untyped_storage(), 0, (_length(tensor),), (1,))
-    if len(plain) > _MAX_VALUES:
+    if not _is_short(tensor):
         return f"dense({number}, {tensor.dtype}, {tuple(tensor.shape)}{grad})"
     return (
         f"strided({plain.tolist()}, {tensor.dtype}, {tuple(tensor.shape)}, {tuple(tensor.stride())}, "
         f"{tensor.storage_offset()}{grad})"
     )
+
+
+def _is_short(tensor: torch.Tensor) -> bool:
+    return _length(tensor) <= _MAX_VALUES
 
 
 def _length(tensor: torch.Tensor) -> int:

@@ -11,6 +11,7 @@ import torch
 
 from ditorch.conformance import databases, freedoms
 from ditorch.conformance.cases import ERROR, NOT_COMPARABLE, PASS, WRONG, Case, Limits, Result, Unit
+from ditorch.conformance.coverage import OBSERVER
 from ditorch.conformance.trial import (
     DeviceLost,
     Outcome,
@@ -158,6 +159,7 @@ class OperatorChecks:
                 raise DeviceLost(one_line(error)) from error
             why = self._out_on_cpu(trial, host)[0]
             return Outcome(NOT_COMPARABLE, f"the CPU refuses out= too: {why}") if why else failed(error)
+        OBSERVER.repeat(lambda: self.info.op(*args, **kwargs, out=wanted))
         changed = layout != self._layout(args, target)
         if kind.keeps_layout and changed and not self._out_on_cpu(trial, host)[1]:
             return Outcome(WRONG, f"out= {kind.name} was given new memory or strides")

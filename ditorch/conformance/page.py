@@ -44,11 +44,12 @@ def page(summary: Summary) -> str:
     Example: ``Path("index.html").write_text(page(summary))``
     """
     backend = str(summary.about.get("backend", "device"))
-    view = View("cases", {"en": "Cases", "zh": "用例"}, _blocks(summary))
+    coverage = _coverage(summary)
+    views = [View("cases", {"en": "Cases", "zh": "用例"}, _blocks(summary)), _coverage_view(bool(coverage))]
     about = [summary.about.get(key) for key in ("device_name", "framework", "date", "machine")]
     subtitle = " · ".join(str(one) for one in (f"torch {summary.about.get('torch', '')}", *about) if one)
     extra = {"conformance": summary.about}
-    return Page(f"PyTorch on {backend}", [view], [_table(summary)], subtitle, extra=extra).html()
+    return Page(f"PyTorch on {backend}", views, [_table(summary), *coverage], subtitle, extra=extra).html()
 
 
 def read(path: Path) -> Summary:
@@ -77,6 +78,29 @@ def read(path: Path) -> Summary:
         raise ValueError(f"{path} is not a page of ditorch conformance: {error!r}") from None
     summary.results.sort(key=lambda result: result.case)
     return summary
+
+
+def _coverage(summary: Summary) -> list[Table]:
+    if summary.coverage is None:
+        return []
+    rows = summary.coverage.rows()
+    known = Column.numbers("known", np.array([row[1] for row in rows]), {"en": "overloads", "zh": "重载数"})
+    seen = np.array([np.nan if row[2] is None else row[2] for row in rows])  # not a number: none is asked for
+    columns = [
+        Column.words("kind", [row[0] for row in rows], {"en": "what it is to a device", "zh": "对设备而言"}),
+        known,
+        Column.numbers("seen", seen, {"en": "exercised by this run", "zh": "本次运行用到"}),
+    ]
+    return [Table("coverage", columns)]
+
+
+def _coverage_view(is_known: bool) -> View:
+    empty = {
+        "en": "This run does not say which overloads it came to; a new run will.",
+        "zh": "此运行没有记录用到的重载。",
+    }
+    title = {"en": "Overloads of aten", "zh": "aten 重载"}
+    return View("coverage", title, [blocks.table("coverage")] if is_known else [], empty)
 
 
 def _rows(table: Table) -> list[dict[str, Any]]:

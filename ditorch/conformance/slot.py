@@ -47,6 +47,8 @@ class Settings:
     """`plain`: the device under its own name. `api`: with "cuda" redirected, for the CUDA surface."""
     samples: int | None = None
     timeout: float = 60.0
+    hunt_seconds: float | None = None
+    """Of all workers together for one hunt through all operators; None where each gets its full time."""
 
     def environment(self) -> dict[str, str]:
         """Environment of the worker process (`settings.environment()["OMP_NUM_THREADS"] == "1"`)."""
@@ -69,7 +71,8 @@ class Settings:
 
     def argument(self) -> str:
         """The same for the worker's command line."""
-        return json.dumps({"device": self.device, "mode": self.mode, "samples": self.samples, "timeout": self.timeout})
+        names = ("device", "mode", "samples", "timeout", "hunt_seconds")
+        return json.dumps({name: getattr(self, name) for name in names})
 
 
 class Slot:

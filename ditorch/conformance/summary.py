@@ -13,6 +13,7 @@ from typing import Any
 
 from ditorch.conformance import ledger as ledgers
 from ditorch.conformance.cases import NOT_COMPARABLE, PASS, STATUSES, Case, Result
+from ditorch.conformance.coverage import Coverage
 from ditorch.conformance.ledger import Ledger
 
 COLUMNS = (
@@ -116,6 +117,12 @@ class Summary:
         return Summary(self.about, [r for r in self.results if r.case.what == what], self.expectations)
 
     @property
+    def coverage(self) -> Coverage | None:
+        """Which overloads of aten the run exercised; None where no case says so (a run of an earlier version)."""
+        seen = {name for result in self.results for name in result.seen}
+        return Coverage.of(seen) if seen else None
+
+    @property
     def parts(self) -> list[str]:
         """The parts that were run."""
         return sorted({result.case.what for result in self.results})
@@ -149,6 +156,7 @@ class Summary:
             "unexpected_failures": [str(result.case) for result in self.new_failures],
             "unexpected_passes": [str(result.case) for result in self.new_passes],
             "failures": [result.as_dict() for result in self.failures],
+            "coverage": None if self.coverage is None else self.coverage.as_dict(),
             "cases": cases,
         }
 

@@ -88,11 +88,16 @@ class Variants:
         self._samples: dict[tuple[int, ...], list[Variant]] = {}
         self._structured = info.name.startswith((*_STRUCTURED, *_TRUSTS_INDICES))  # not any values and sizes will do
 
+    @classmethod
+    def first(cls, info: Any, dtype: str) -> list[Variant]:
+        """The first sample of an operator as PyTorch has it; none where it has none."""
+        return cls(info, dtype, grad=False, seed="")._made(_SCALES[0])[:1]
+
     def drawn(self) -> Iterator[Variant]:
         """Variants without end; those of an operator without samples end at once."""
         steps: list[Callable[[Variant], Variant]] = [self._other_arguments, self._other_layout, self._other_layout]
         if not self._structured:
-            steps += [self._other_size, self._other_size, self._other_values]
+            steps += [self._other_numbers, self._other_size, self._other_size, self._one_or_none, self._other_values]
         while True:
             made = self._made(self._random.choice(_SCALES)) or self._made(_SCALES[0])
             if not made:
@@ -135,6 +140,25 @@ class Variants:
                 changes.append(f"argument {number}: {value!r:.40}")
         return replace(variant, args=tuple(args), kwargs=kwargs, changes=(*variant.changes, *changes))
 
+    def _other_numbers(self, variant: Variant) -> Variant:
+        """One whole number, truth value or tuple of small numbers among the arguments gets another value."""
+        args, kwargs = list(variant.args), dict(variant.kwargs)
+        places: list[tuple[Any, Any]] = [(args, n) for n in range(1, len(args)) if _is_small(args[n])]
+        places += [(kwargs, key) for key, value in kwargs.items() if _is_small(value)]
+        if not places:
+            return variant
+        where, key = self._random.choice(places)
+        where[key] = new = self._another(where[key])
+        change = f"{key if where is kwargs else f'argument {key}'}: {new!r:.40}"
+        return replace(variant, args=tuple(args), kwargs=kwargs, changes=(*variant.changes, change))
+
+    def _another(self, value: Any) -> Any:
+        if isinstance(value, bool):
+            return not value
+        if isinstance(value, int):
+            return self._random.choice((0, 1, 2, 3, value - 1, value + 1, -1))
+        return type(value)([self._another(0)] * len(value))
+
     def _other_layout(self, variant: Variant) -> Variant:
         tensors = [(n, t) for n, t in enumerate(variant.tensors) if t.layout is torch.strided and t.dim() and t.numel()]
         if not tensors:
@@ -160,6 +184,13 @@ class Variants:
         old, new = self._random.choice(sizes), self._random.choice(SIZES)
         return resized(variant, old, new, self._random)
 
+    def _one_or_none(self, variant: Variant) -> Variant:
+        """Dimensions of one element, or of none: kernels of 1x1, broadcast, empty batches."""
+        sizes = sorted({n for t in variant.tensors if t.layout is torch.strided for n in t.shape if n > 1})
+        if not sizes:
+            return variant
+        return resized(variant, self._random.choice(sizes), int(self._random.random() > 0.2), self._random)
+
     def _other_values(self, variant: Variant) -> Variant:
         floating = [n for n, t in enumerate(variant.tensors) if t.dtype.is_floating_point and t.numel()]
         if not floating:
@@ -177,6 +208,13 @@ class Variants:
 
     def _toss(self) -> bool:
         return self._random.random() < 0.5
+
+
+def _is_small(value: Any) -> bool:
+    """Whether an argument is a number of the kind that says how: a dimension, a stride, a padding; not a size."""
+    if isinstance(value, (bool, int)):
+        return -4 <= value <= 8
+    return type(value) in (list, tuple) and bool(value) and all(type(v) is int and -4 <= v <= 4 for v in value)
 
 
 def resized(variant: Variant, old: int, new: int, numbers: random.Random | None = None) -> Variant:
@@ -285,6 +323,7 @@ def _where(t: torch.Tensor, generator: torch.Generator, value: Any, share: float
 VALUES: Final[dict[str, Callable[[torch.Tensor, torch.Generator], torch.Tensor]]] = {
     "all equal": lambda t, g: t.reshape(-1)[:1].expand(t.numel()).reshape(t.shape).clone(),
     "with signed zeros": lambda t, g: _where(t, g, torch.copysign(torch.zeros_like(t), t)),
+    "not negative": lambda t, g: t.abs(),
     "tiny": lambda t, g: t * 2.0**-10,
     "large": lambda t, g: t * 2.0**5,
 }

@@ -44,6 +44,7 @@ class Answers:
         self.device: str = settings["device"]
         self.api = settings["mode"] == "api"
         self.limits = Limits(settings["samples"], settings["timeout"])
+        self._hunt_seconds: float | None = settings.get("hunt_seconds")
         if torch.device(self.device).type == "cuda":
             # The verdict is on float32, not on TF32. Set before the databases freeze these flags.
             torch.backends.cuda.matmul.allow_tf32 = False
@@ -105,6 +106,7 @@ class Answers:
 
     def unit(self, unit: Unit) -> bool:
         """Run all checks of a unit; False when this process can no longer use the device."""
+        from ditorch.conformance.coverage import OBSERVER
         from ditorch.conformance.trial import DeviceLost
 
         try:
@@ -117,6 +119,7 @@ class Answers:
         for check in unit.checks:
             self.send(started=check)
             case, started = Case(unit.what, unit.name, unit.dtype, check), time.monotonic()
+            OBSERVER.begin(torch.device(self.device).type)
             try:
                 result = checks.run(check)
             except DeviceLost as error:
@@ -128,7 +131,8 @@ class Answers:
 
                 outcome = failed(error)
                 result = Result(case, ERROR, f"outside of a sample: {outcome.message}", details=(outcome.details,))
-            self.send(result=replace(result, seconds=round(time.monotonic() - started, 4)).as_dict())
+            seconds = round(time.monotonic() - started, 4)
+            self.send(result=replace(result, seconds=seconds, seen=OBSERVER.new()).as_dict())
         return True
 
     def checks(self, unit: Unit) -> Checks:
@@ -146,8 +150,11 @@ class Answers:
 
             return OptimizerChecks(unit, self.device, self.limits)
         if unit.what == "hunt":
-            from ditorch.conformance.hunt_checks import HuntChecks
+            from ditorch.conformance.hunt_checks import HuntChecks, seconds_of_a_round
 
+            if self._hunt_seconds is not None:
+                share = seconds_of_a_round(torch.device(self.device).type, self._hunt_seconds)
+                self.limits, self._hunt_seconds = replace(self.limits, hunt_seconds=share), None
             return HuntChecks(unit, self.device, self.limits)
         from ditorch.conformance.op_checks import OperatorChecks
 

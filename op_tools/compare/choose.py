@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import threading
 import time
@@ -18,6 +19,7 @@ MODES: Final = options("OP_AUTOCOMPARE_MODE")
 _FIRST_DEBT: Final = 0.05  # seconds that calls of a new kind may overdraw in all
 _FIRST_COST: Final = 0.01  # seconds that a comparison is thought to cost before any is done
 _COSTS_TO_SPARE: Final = 20  # with so many times its cost left over, any call is compared
+_FIRST_AGAIN: Final = 8  # calls of a kind before one is compared again in mode `once`
 _MAX_KINDS: Final = 100_000
 
 
@@ -72,7 +74,14 @@ class Chooser:
         self._reserved = 0.0
         self._least = 0
         self._passed_on: set[Hashable] = set()
+        self._due: dict[Hashable, int] = {}  # in mode `once`: the next call of a kind that is compared
+        self._random = random.Random(0)
         self.left_out: Counter[Hashable] = Counter()
+
+    @property
+    def looks_again(self) -> bool:
+        """Whether calls that are left out are worth a second look: few of a kind are compared, however long the run."""
+        return self.mode == "once" and self.factor is None
 
     @property
     def chooses(self) -> bool:
@@ -84,7 +93,7 @@ class Chooser:
         with self._lock:
             if not self.chooses or kind in self._passed_on:
                 return True
-            taken = self._done[kind] == 0 if self.factor is None else self._affordable(kind, self.factor)
+            taken = self._is_due(kind) if self.factor is None else self._affordable(kind, self.factor)
             if taken:
                 self._reserve(kind)
                 self._done[kind] += 1
@@ -92,6 +101,21 @@ class Chooser:
             elif len(self.left_out) < _MAX_KINDS:
                 self.left_out[kind] += 1
             return taken
+
+    def _is_due(self, kind: Hashable) -> bool:
+        """The first call of a kind, and one drawn from its calls 8 to 15, 16 to 31, and so on."""
+        if self._done[kind] == 0:
+            return True
+        number = self._done[kind] + self.left_out[kind]
+        if number & (number - 1) == 0 and number >= _FIRST_AGAIN and len(self._due) < _MAX_KINDS:
+            self._due[kind] = number + self._random.randrange(number)
+        return self._due.get(kind) == number
+
+    def look_again(self, kind: Hashable) -> None:
+        """A call that was left out is compared after all."""
+        with self._lock:
+            self._done[kind] += 1
+            self.left_out[kind] -= 1
 
     def take_by_number(self, kind: Hashable) -> bool:
         """The same for a collective: its number alone decides, so that all ranks choose the same ones."""

@@ -140,15 +140,15 @@ class Unjudged:
             return
         self._calls[call.op] += 1
         if self._calls[call.op] <= _MIN_REPEATED or not self._calls[call.op] % _REPEAT_EVERY:
-            found = _again(call, compared)
+            found = again(call, compared)
             if found and self._known.get(call.op) != OTHER_BITS:
                 self._known[call.op] = found
         if call.op in self._known:
             compared.notes["repeated"] = self._known[call.op]
 
 
-def _again(call: Any, compared: ComparedCall) -> str:
-    """What a repetition shows; empty where it cannot be made."""
+def again(call: Any, compared: ComparedCall) -> str:
+    """What a repetition of a call that has just run shows; empty where it cannot be made (`again(call, compared)`)."""
     state = get_rng_state(call.device)
     try:
         with _same_region(compared), torch.no_grad():

@@ -374,8 +374,8 @@ class Noise(DispatchMode):
         largest = precision.largest
         if self._inside is None:
             tensor.mul_(self._factors(tensor, precision.stored))
-            if precision.dtype == torch.float16 and not tensor.is_complex():  # the others reach further down
-                tensor.add_(self._signs.like(tensor, precision.smallest / 2).mul_(tensor != 0))
+            if precision.dtype != torch.float64 and not tensor.is_complex():
+                self._round_subnormals(tensor, precision)
         elif self._inside < precision.stored:  # in float32, which is wider
             largest = max(largest, _LARGEST_SINGLE)
         if tensor.is_complex() or precision.dtype == torch.float64 or not tensor.numel():
@@ -383,6 +383,15 @@ class Noise(DispatchMode):
         if not float(tensor.abs().max()) <= largest:  # or a NaN
             tensor.masked_fill_(tensor > largest, math.inf)
             tensor.masked_fill_(tensor < -largest, -math.inf)
+
+    def _round_subnormals(self, tensor: Tensor, precision: Precision) -> None:
+        """Numbers below the normal ones are rounded to the same distance, whatever their size."""
+        tiny = tensor != 0
+        if precision.dtype != torch.float16:  # the others reach further down
+            tiny &= tensor.abs() < torch.finfo(precision.dtype).smallest_normal
+            if not bool(tiny.any()):
+                return
+        tensor.add_(self._signs.like(tensor, precision.smallest / 2).mul_(tiny))
 
 
 def _forget_masked_rows(func: Any, args: Any, kwargs: Any, result: Any) -> None:

@@ -29,6 +29,7 @@ from ..compare.judging import Judging
 from ..compare.ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, gradient_kind
 from ..compare.memory import Guarded, NodeGuard
 from ..compare.repeat import Repeater, Unjudged
+from ..compare.second_look import SecondLooks
 from ..compare.snapshots import Snapshots
 from ..compare.teller import Blame
 from ..compat import MODULE_CALL, in_func_transform
@@ -97,7 +98,7 @@ class OpAutoCompare(Tool):
         self._chooser = _chooser(self._mode, self._budget)
         self._chooses = self._chooser.chooses
         references.load(settings.read("OP_AUTOCOMPARE_REFERENCES"))
-        self._repeater, self._unjudged = Repeater(), Unjudged()
+        self._repeater, self._unjudged, self._second_looks = Repeater(), Unjudged(), SecondLooks()
         self._snapshots = Snapshots(self._copies_are_wrong)
         self._routes, self._neighbours = self._snapshots.routes, self._snapshots.neighbours
         self._stage = self._snapshots.layouts.stage
@@ -133,6 +134,8 @@ class OpAutoCompare(Tool):
         started = time.perf_counter()
         kind = call.notes[(self, "kind")] = kind_of(call.op, call.args, call.kwargs)
         taken = self._chooser.take(kind)
+        if not taken and self._chooser.looks_again and self._second_looks.wants(call):
+            taken = call.notes[(self, "second look")] = True
         self._chooser.spend(None, _WATCHING_COST + time.perf_counter() - started)
         return taken
 
@@ -176,6 +179,9 @@ class OpAutoCompare(Tool):
             kind=kind,
             in_backward=call.traits.by_engine or (around is not None and around.backward),
         )
+        if (self, "second look") in call.notes:
+            call.notes[self] = compared
+            return
         look = (call.op, call.inputs.number)
         for judge in self._judging.expecting:
             if look not in judge.never_settles and judge.expects(compared):
@@ -228,6 +234,10 @@ class OpAutoCompare(Tool):
                 self._collectives.left(call)
             return
         started = time.perf_counter()
+        if (self, "second look") in call.notes and not self._differs(call, compared):
+            del call.notes[self]
+            self._chooser.spend(None, time.perf_counter() - started)
+            return
         guarded = Guarded in compared.notes
         if guarded or (call.results and call.results[0].device not in self._routes.checked):
             self._snapshots.end(compared)
@@ -263,6 +273,13 @@ class OpAutoCompare(Tool):
         compared.live = weakref.proxy(call)  # which holds it
         if self._chooses:
             self._chooser.spend(compared.kind, time.perf_counter() - started)
+
+    def _differs(self, call: Call, compared: ComparedCall) -> bool:
+        """Whether a call that is left out gives other bits when it is made again; then it is compared."""
+        found = self._second_looks.differs(call, compared)
+        if found:
+            self._chooser.look_again(compared.kind)
+        return found
 
     def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
         compared: ComparedCall | None = call.notes.get(self)
@@ -348,7 +365,7 @@ class OpAutoCompare(Tool):
 
     def summary(self) -> list[str]:
         notes = [line for judge in self._judging.ladder for line in judge.summary()]
-        notes += [self._chooser.describe(), INTERCEPTOR.sums.why_unheard()]
+        notes += [self._chooser.describe(), self._second_looks.describe(), INTERCEPTOR.sums.why_unheard()]
         told = self._teller.summary(self._chooser.left_out, notes, self.compiled)
         return [*told, f"comparisons in {self.csv_path}"]
 

@@ -75,7 +75,9 @@ def read(text: str) -> Expression:
     (True, ['n', 's'])
     """
     if len(text) > MAX_LENGTH:
-        raise ExpressionError(f"has {len(text)} characters; {MAX_LENGTH} are allowed")
+        raise ExpressionError(
+            f"has {len(text)} characters; {MAX_LENGTH} are allowed: it goes on at position {MAX_LENGTH + 1}"
+        )
     return _Parser(text).expression()
 
 

@@ -28,6 +28,7 @@ from ...judge.references import NO_GRADIENT, NOT_JUDGED, shape_problem
 from ...judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row, Rules
 from .. import cores, pieces
 from ..ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, Setup, asked, gradient_kind
+from ..looks import Looks
 from ..memory import Guarded, NodeGuard, Outside, wild
 from ..snapshots import Snapshots
 
@@ -134,7 +135,7 @@ class Comparer:
         self._plans: dict[Hashable, verdict.Plan] = {}
         self._tally = random_draws.Tally()
         self._numbering = Numbering()
-        self._outside = Outside()
+        self._outside, self._looks = Outside(), Looks()
 
     def compare(self, job: Job, forward: ForwardRun | None = None, shown: bool = False) -> Judgement:
         """Judge a job; its golden run is kept in it where one was needed, and always where it is shown."""
@@ -169,6 +170,8 @@ class Comparer:
             if forward is not None and facts.has_free_vectors(job.call.op):
                 forward.returned = map_tensors(job.values[2], lambda t: t.clone())
             found = self._judge_forward(job, result, kind)
+            if kind is not None and kind not in self._looks.fine and found.verdict == RIGHT:
+                found += self._looks.judge(job, kind) or Judgement(RIGHT, "")
         if kind is not None:
             if kind not in self._moves and len(self._moves) < _MAX_KINDS:
                 self._moves[kind] = found if _only_moves(job, result, found) else None

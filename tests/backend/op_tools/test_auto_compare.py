@@ -366,6 +366,35 @@ def test_each_kind_once(device: str) -> None:
     assert any("left out (each kind of call once)" in line for line in compared.summary())
 
 
+@pytest.mark.parametrize("every", [2, 5])
+def test_once_finds_a_kernel_that_is_wrong_now_and_then(device: str, every: int) -> None:
+    if getattr(ditorch.backend, "name", "") != "soft":
+        pytest.skip("only the software accelerator can be made to fail on purpose")
+    from ditorch.soft import faults
+
+    x = torch.randn(8, 8, device=device)
+    with faults.plant(f"mm: noise=1e-2, every={every}"), op_tools.OpAutoCompare(mode="once") as compared:
+        for _ in range(300):
+            torch.mm(x, x)
+            torch.exp(x)
+    assert {(blame.op, blame.phase) for blame in compared.blames} == {("torch.mm", "forward")}
+    assert any("gave other bits and were compared in full" in line for line in compared.summary())
+    assert compared.calls["torch.exp"] < 10
+
+
+def test_once_makes_calls_again_only_where_that_changes_nothing(device: str) -> None:
+    x, total = torch.ones(4, device=device), torch.zeros(4, device=device)
+    with op_tools.OpAutoCompare(mode="once") as compared:
+        for _ in range(200):
+            total.add_(x)
+            torch.rand(3, device=device)
+            x.view(2, 2)
+            torch.exp(x)
+    assert total.tolist() == [200.0] * 4
+    assert not compared.blames
+    assert any("were made a second time: all gave the same bits" in line for line in compared.summary())
+
+
 def test_a_budget_leaves_calls_out_and_says_so(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OP_AUTOCOMPARE_BUDGET", "1.2x")
     x = torch.randn(64, 64, device=device)

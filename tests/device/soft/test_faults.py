@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from pathlib import Path
 
@@ -612,7 +613,7 @@ def test_the_environment_is_validated_as_a_whole(monkeypatch):
         ("exp: nan, arg=selff is None", r"'exp' has no 'selff'\. Did you mean self\?"),
         ("exp: nan, shape=self is None", r"'exp' has no 'self'"),
         ("exp: nan, shape=" + "(" * 60 + "1" + ")" * 60, r"nested more than 30 deep at position 31"),
-        ("exp: nan, shape=" + "1 + " * 2500 + "1", r"has 10001 characters; 400 are allowed"),
+        ("exp: nan, shape=" + "1 + " * 2500 + "1", r"has 10001 characters; 400 are allowed: .* position 401"),
         ("exp: nan, nth=0", r"must be a whole number, 1 or more"),
         ("exp: nan=0", r"must be a whole number, 1 or more"),
         ("exp: slow=fast", r"a factor like 3x or a time like 20ms"),
@@ -636,6 +637,42 @@ def test_bad_faults_are_explained(text, message):
     with pytest.raises(FaultSyntaxError, match=message):
         plant(text)
     assert faults.active() == []
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "__import__('os').system('touch /tmp/x')",
+        "exec('1')",
+        "(lambda: 1)()",
+        "[x for x in s]",
+        "s.__class__.__mro__",
+        "9 ** 9 ** 9 ** 9",
+        "n if n else n",
+        "'a' * 10 ** 9",
+        "n\x00",
+        "n == '" + "a" * 300,
+        "\u202en > 1",
+    ],
+)
+def test_a_hostile_expression_is_an_error_with_a_position_and_nothing_runs(expression, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("Python code was run")
+
+    with monkeypatch.context() as patched:
+        for name in ("eval", "exec", "compile", "__import__"):
+            patched.setattr(f"builtins.{name}", refuse)
+        started = time.perf_counter()
+        try:
+            faults.grammar.parse_one(f"exp: nan, shape={expression}")
+            outcome = None
+        except FaultSyntaxError as error:
+            outcome = str(error)
+        took = time.perf_counter() - started
+    assert outcome is not None
+    assert re.search(r"position \d+", outcome), outcome
+    assert len(outcome) < 1000
+    assert took < 1
 
 
 def test_bad_overrides_are_explained():

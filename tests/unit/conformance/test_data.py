@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ditorch.conformance import store
 from ditorch.conformance.cases import PASS, STATUSES, WHAT, Case, Limits, Result, Unit
+from ditorch.conformance.trial import same_bits
 
 names = st.text(st.characters(codec="utf-8", exclude_characters="/", exclude_categories=["Cc", "Cs"]), min_size=1)
 cases = st.builds(Case, st.sampled_from(WHAT), names, names, names)
@@ -128,3 +129,19 @@ def test_tracebacks_do_not_tell_folders_of_the_machine() -> None:
         outcome = failed(error)
     assert str(Path(torch.__file__).parents[1]) not in str(outcome.details)
     assert "Traceback" in str(outcome.details)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int64, torch.bool, torch.complex64])
+def test_the_same_bits_in_any_layout(dtype: torch.dtype) -> None:
+    x = (torch.arange(12).reshape(3, 4) - 5).to(dtype)
+    strided = torch.zeros(3, 4, 2).to(dtype)
+    strided[..., 0] = x
+    assert same_bits([x, None, x[0, 0]], [strided[..., 0], x[0, 0]])
+    assert same_bits(x[:, :0], x[:, :0].clone())
+    assert same_bits(x[:1, :1], strided[:1, :1, 0])  # whose strides do not matter
+    other = x.clone()
+    other[2, 3] = 0
+    assert not same_bits(x, other)
+    assert not same_bits(x, x.reshape(4, 3))
+    assert not same_bits(x, [x, x])
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))

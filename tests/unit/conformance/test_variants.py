@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ditorch.conformance import databases, hunt_script
+from ditorch.conformance.cases import WRONG
+from ditorch.conformance.trial import Outcome, Place
 from ditorch.conformance.variants import LAYOUTS, MAX_ELEMENTS, VALUES, Variant, Variants, resized
 from tests.databases import load
 
@@ -59,7 +61,7 @@ def test_a_size_changes_everywhere(shape: list[int], old: int, new: int, name: s
 
 @pytest.mark.parametrize("name", VALUES)
 def test_values_are_of_the_same_kind(name: str) -> None:
-    values = torch.rand(4, 5, dtype=torch.float16)
+    values = torch.randn(4, 5, generator=torch.Generator().manual_seed(0)).half()
     made = VALUES[name](values, torch.Generator().manual_seed(0))
     assert (made.shape, made.dtype) == (values.shape, values.dtype)
     assert not torch.equal(made, values)
@@ -85,10 +87,20 @@ def test_a_script_stands_alone(tmp_path: Path, way: str, name: str) -> None:
     info = databases.operators()[name]
     x = torch.tensor([[1.0, float("inf")], [float("nan"), -2.0]]) if name == "add" else torch.eye(3)
     args = (x.t().requires_grad_(way == "backward"), *([2] if name == "add" else ["nuc"]))
-    text = hunt_script.text(info, Variant(args, {}), way, "cpu", 'off by """1"""')
+    text = hunt_script.text(info, Variant(args, {}), way, "cpu", Outcome(WRONG, 'off by """1"""'))
     compile(text, "script", "exec")
     if way == "backward":
         script = tmp_path / "script.py"
         script.write_text(text)
         done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
         assert (done.returncode, done.stdout) == (0, "the difference is gone\n"), done.stderr
+
+
+@pytest.mark.parametrize(("allowed", "status"), [(1.0, 0), (0.0, 1)])
+def test_a_script_asks_about_the_worst_element_and_its_own_bound(allowed: float, status: int, tmp_path: Path) -> None:
+    x = torch.full((2, 3), 0.1)  # in place: the CPU's call must not change what the device gets
+    place = Outcome(WRONG, "off", worst=Place("output", 0, (1, 2), allowed))  # 0.3 has no exact float32
+    script = tmp_path / "script.py"
+    script.write_text(hunt_script.text(databases.operators()["mul"], Variant((x, 3.0), {}), "in place", "cpu", place))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == status, done.stdout + done.stderr

@@ -101,6 +101,19 @@ def test_once_takes_each_kind_once_and_says_what_it_left_out() -> None:
     assert not Chooser().chooses
 
 
+def test_once_looks_again_at_a_call_of_each_doubling() -> None:
+    chooser = Chooser("once")
+    taken = [number for number in range(1024) if chooser.take("a")]
+    assert taken[0] == 0
+    assert [number.bit_length() for number in taken[1:]] == [4, 5, 6, 7, 8, 9, 10]  # one of 8 to 15, of 16 to 31, ...
+    assert any(number & (number - 1) for number in taken)  # not always the first of them
+    assert chooser.left_out["a"] == 1024 - len(taken)
+    chooser.look_again("a")
+    assert chooser.left_out["a"] == 1024 - len(taken) - 1
+    assert Chooser("once").looks_again
+    assert not Chooser("once", 2.0).looks_again
+
+
 def test_a_budget_keeps_the_run_within_its_factor_and_looks_at_everything() -> None:
     now = 0.0
     chooser = Chooser("every", 2.0, clock=lambda: now)

@@ -45,6 +45,20 @@ def test_the_smallest_numbers_of_float64_have_a_bound() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_subnormal_numbers_on_the_way_are_rounded_to_their_distance(dtype: torch.dtype) -> None:
+    x = torch.linspace(-98, -90, 300).to(dtype)
+
+    def thousandfold(x: torch.Tensor) -> torch.Tensor:
+        return x.exp() * 1000.0  # exp(-98) has one or two binary digits left in bfloat16, eight in float32
+
+    found = thousandfold(x)
+    off = (found.double() / thousandfold(x.double()) - 1).abs()
+    assert float(off[found > 2 * torch.finfo(dtype).tiny].max()) > 8 * torch.finfo(dtype).eps
+    assert judged("torch.exp", thousandfold, (x,), outputs=found) == verdict.RIGHT
+    assert judged("torch.exp", thousandfold, (x,), outputs=found * 1.5) == verdict.WRONG
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_overflows_on_the_way(dtype: torch.dtype) -> None:
     x = torch.full((4,), 6.15, dtype=dtype, requires_grad=True)
     y = torch.full((4,), torch.finfo(dtype).tiny, dtype=dtype, requires_grad=True)

@@ -1,38 +1,20 @@
-"""Bugs of real chips, planted in the software accelerator: are they found, and is the right operator blamed?
+"""The bugs: what is planted in the software accelerator, and a small program that meets it.
 
-Each is a silent wrong result that somebody reported in public, in a small program that a user might run. Sizes are
-scaled down where the true ones are in the gigabytes.
-
-    python -m benchmarks.real_bugs                        # the table, all ways of comparing
-    python -m benchmarks.real_bugs 8 26 --ways default    # some of them, by one way
-    python -m benchmarks.real_bugs --markdown             # as it stands in docs/verdicts.md
+Each is a silent wrong result that somebody reported in public. Sizes are scaled down where the true ones are in the
+gigabytes.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import os
-import subprocess
-import sys
-import tempfile
-import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import ditorch
-import op_tools
-
 Work = Callable[[], Callable[[], object]]
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -46,18 +28,31 @@ class Bug:
     program: Work  # makes the program's tensors, returns one step of it
     blamed: str  # part of the name of the operator
     phase: str = "forward"
+    line: str = ""  # text of the line that is to be named; the operator's name where empty
+    module: str = ""  # that is to be named
+    listed: tuple[str, ...] = ()  # operators of PyTorch's database whose calls can meet it
 
 
 BUGS: list[Bug] = []
 
 
 def bug(
-    number: int, title: str, reported: str, fault: str, blamed: str, phase: str = "forward"
+    number: int,
+    title: str,
+    reported: str,
+    fault: str,
+    blamed: str,
+    phase: str = "forward",
+    *,
+    line: str = "",
+    module: str = "",
+    listed: str = "",
 ) -> Callable[[Work], Work]:
-    """Register the program of a bug."""
+    """Register the program of a bug; `listed` names operators of PyTorch's database, separated by blanks."""
 
     def add(program: Work) -> Work:
-        BUGS.append(Bug(number, title, reported, fault, program, blamed, phase))
+        names = tuple(listed.split())
+        BUGS.append(Bug(number, title, reported, fault, program, blamed, phase, line or blamed, module, names))
         return program
 
     return add
@@ -90,6 +85,7 @@ def trained(model: nn.Module, x: torch.Tensor, rate: float = 1e-2) -> Callable[[
     "MPS #118115",
     "addcdiv_: drop_write, layout=noncontiguous; addcmul_: drop_write, layout=noncontiguous",
     "addc",
+    listed="addcdiv addcmul",
 )
 def adam_by_hand() -> Callable[[], object]:
     weight = randn(16, 8).t().requires_grad_()
@@ -106,13 +102,20 @@ def adam_by_hand() -> Callable[[], object]:
     return step
 
 
-@bug(2, "matmul(out=strided view)", "MPS #104832", "mm.out: drop_write, layout=noncontiguous", "matmul")
+@bug(
+    2,
+    "matmul(out=strided view)",
+    "MPS #104832",
+    "mm.out: drop_write, layout=noncontiguous",
+    "matmul",
+    listed="matmul mm",
+)
 def matmul_into_a_view() -> Callable[[], object]:
     a, b, buffer = randn(8, 8), randn(8, 8), torch.zeros(8, 16, device="cuda")
     return lambda: torch.matmul(a, b, out=buffer[:, ::2])
 
 
-@bug(3, "addmm(out=)", "MUSA torch_musa #51", "addmm.out: zero", "addmm")
+@bug(3, "addmm(out=)", "MUSA torch_musa #51", "addmm.out: zero", "addmm", listed="addmm")
 def addmm_out() -> Callable[[], object]:
     bias, a, b, out = randn(8), randn(4, 6), randn(6, 8), torch.empty(4, 8, device="cuda")
     return lambda: torch.addmm(bias, a, b, out=out)
@@ -121,13 +124,27 @@ def addmm_out() -> Callable[[], object]:
 # --- sums and precision ---------------------------------------------------------------------------
 
 
-@bug(4, "sum of half, many elements", "CUDA #74438", "sum: accumulate=float16, dtype=float16, shape=n > 4096", "sum")
+@bug(
+    4,
+    "sum of half, many elements",
+    "CUDA #74438",
+    "sum: accumulate=float16, dtype=float16, shape=n > 4096",
+    "sum",
+    listed="sum",
+)
 def sum_of_half() -> Callable[[], object]:
     x = torch.rand(3, 4000, device="cuda", dtype=torch.float16)
     return lambda: x.sum()
 
 
-@bug(5, "bf16 matmul that accumulates in bf16", "CPU #95125", "mm: accumulate=bfloat16, dtype=bfloat16", "matmul")
+@bug(
+    5,
+    "bf16 matmul that accumulates in bf16",
+    "CPU #95125",
+    "mm: accumulate=bfloat16, dtype=bfloat16",
+    "matmul",
+    listed="matmul mm",
+)
 def matmul_of_ones() -> Callable[[], object]:
     a, b = torch.ones(4, 1024, device="cuda").bfloat16(), torch.ones(1024, 4, device="cuda").bfloat16()
     return lambda: torch.matmul(a, b)
@@ -140,13 +157,23 @@ def matmul_of_ones() -> Callable[[], object]:
     "native_layer_norm_backward: coarse=bfloat16",
     "layer_norm",
     "backward",
+    line="model(x)",
+    module="LayerNorm",
+    listed="nn.functional.layer_norm native_layer_norm",
 )
 def layer_norm_backward() -> Callable[[], object]:
     # In float32: soft's own kernel (the CPU's) adds up rows of bfloat16 in bfloat16, which hides such an error.
     return trained(nn.LayerNorm(64), (randn(32, 64) * 0.5 + 4).requires_grad_())
 
 
-@bug(7, "index_add_ with alpha", "XPU torch-xpu-ops #3530", "index_add_: noise=5e-4, arg=alpha != 1", "index_add_")
+@bug(
+    7,
+    "index_add_ with alpha",
+    "XPU torch-xpu-ops #3530",
+    "index_add_: noise=5e-4, arg=alpha != 1",
+    "index_add_",
+    listed="index_add",
+)
 def index_add() -> Callable[[], object]:
     x, index, rows = randn(10, 8), torch.arange(0, 10, 2, device="cuda"), randn(5, 8)
     return lambda: x.clone().index_add_(0, index, rows, alpha=0.5)
@@ -159,12 +186,15 @@ def index_add() -> Callable[[], object]:
     "convolution: stale, arg=stride == 2, shape=s[0] > 1 and s1[-1] == 1; convolution: noise=0.1, arg=stride == 2, "
     "shape=s[0] > 1 and s1[-1] == 1",
     "conv2d",
+    line="model(x)",
+    module="0",
+    listed="nn.functional.conv2d",
 )
 def downsample() -> Callable[[], object]:
     return trained(nn.Sequential(nn.Conv2d(4, 6, 1, stride=2), nn.ReLU()), randn(2, 4, 8, 8))
 
 
-@bug(9, "unary functions, first call of a process", "CPU #188792", "exp: noise=1e-4, nth=1", "exp")
+@bug(9, "unary functions, first call of a process", "CPU #188792", "exp: noise=1e-4, nth=1", "exp", listed="exp")
 def first_exp() -> Callable[[], object]:
     x = randn(1000)
     return lambda: torch.exp(x)
@@ -173,27 +203,70 @@ def first_exp() -> Callable[[], object]:
 # --- linear layers --------------------------------------------------------------------------------
 
 
-@bug(10, "linear in bf16: NaN", "XPU torch-xpu-ops #5220", "addmm: nan=3, dtype=bfloat16", "linear")
+@bug(
+    10,
+    "linear in bf16: NaN",
+    "XPU torch-xpu-ops #5220",
+    "addmm: nan=3, dtype=bfloat16",
+    "linear",
+    line="model(x)",
+    module="0",
+    listed="nn.functional.linear",
+)
 def linear_bf16() -> Callable[[], object]:
     return trained(nn.Sequential(nn.Linear(16, 8), nn.ReLU()).bfloat16(), randn(4, 16).bfloat16())
 
 
-@bug(11, "linear with bias, few input features", "MPS #188438", "addmm: scale=0.8, shape=s1[-1] < 8", "linear")
+@bug(
+    11,
+    "linear with bias, few input features",
+    "MPS #188438",
+    "addmm: scale=0.8, shape=s1[-1] < 8",
+    "linear",
+    line="model(x)",
+    module="0",
+    listed="nn.functional.linear",
+)
 def linear_few_features() -> Callable[[], object]:
     return trained(nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 16)), randn(8, 4))
 
 
-@bug(12, "linear, input not contiguous", "MPS #161640", "addmm: misread, shape=s1[-1] == 12", "linear")
+@bug(
+    12,
+    "linear, input not contiguous",
+    "MPS #161640",
+    "addmm: misread, shape=s1[-1] == 12",
+    "linear",
+    line="model(x)",
+    module="0",
+    listed="nn.functional.linear",
+)
 def linear_strided() -> Callable[[], object]:
     return trained(nn.Sequential(nn.Linear(12, 8), nn.Tanh(), nn.Linear(8, 8)), randn(6, 24)[:, ::2])
 
 
-@bug(13, "linear, many output features", "MPS #116769", "addmm: tail=1024:noise:columns, shape=s2[-1] > 1024", "linear")
+@bug(
+    13,
+    "linear, many output features",
+    "MPS #116769",
+    "addmm: tail=1024:noise:columns, shape=s2[-1] > 1024",
+    "linear",
+    line="model(x)",
+    module="Linear",
+    listed="nn.functional.linear",
+)
 def linear_wide() -> Callable[[], object]:
     return trained(nn.Linear(8, 1100), randn(3, 8))
 
 
-@bug(14, "matmul, large K", "MPS #177116", "mm: scale=1.01, shape=s[-1] > 512 and s[0] >= 16", "matmul")
+@bug(
+    14,
+    "matmul, large K",
+    "MPS #177116",
+    "mm: scale=1.01, shape=s[-1] > 512 and s[0] >= 16",
+    "matmul",
+    listed="matmul mm",
+)
 def matmul_large_k() -> Callable[[], object]:
     a, b = randn(16, 600), randn(600, 16)
     return lambda: torch.matmul(a, b)
@@ -206,6 +279,7 @@ def matmul_large_k() -> Callable[[], object]:
     "bmm: wrap=100:rows, phase=backward, shape=n > 1024",
     "bmm",
     "backward",
+    listed="bmm",
 )
 def bmm_backward() -> Callable[[], object]:
     a, b = randn(4, 40, 16, grad=True), randn(4, 16, 40, grad=True)
@@ -215,13 +289,22 @@ def bmm_backward() -> Callable[[], object]:
 # --- indices --------------------------------------------------------------------------------------
 
 
-@bug(16, "argmax(dim=1)", "MPS #92311", "argmax: constant=-9223372036854775808, arg=dim == 1", "argmax")
+@bug(
+    16, "argmax(dim=1)", "MPS #92311", "argmax: constant=-9223372036854775808, arg=dim == 1", "argmax", listed="argmax"
+)
 def accuracy() -> Callable[[], object]:
     scores, labels = randn(16, 10), torch.randint(10, (16,), device="cuda")
     return lambda: (scores.argmax(dim=1) == labels).float().mean()
 
 
-@bug(17, "argsort(dim=0), many elements", "MPS #183885", "sort: indices, shape=n > 1000", "argsort")
+@bug(
+    17,
+    "argsort(dim=0), many elements",
+    "MPS #183885",
+    "sort: indices, shape=n > 1000",
+    "argsort",
+    listed="argsort sort",
+)
 def ranking() -> Callable[[], object]:
     scores = randn(1001)
     return lambda: torch.argsort(scores, dim=0)
@@ -242,25 +325,47 @@ def attended(length: int, dtype: torch.dtype = torch.float32, mask: torch.Tensor
     "MPS #174861",
     f"{ATTENTION}: noise=0.05, arg=key[-2] % 32 != 0",
     "attention",
+    listed="nn.functional.scaled_dot_product_attention",
 )
 def attention_odd_length() -> Callable[[], object]:
     return attended(33)
 
 
-@bug(19, "attention, head size of values differs", "MPS #176767", "bmm: garbage, shape=s1[-1] == 24", "attention")
+@bug(
+    19,
+    "attention, head size of values differs",
+    "MPS #176767",
+    "bmm: garbage, shape=s1[-1] == 24",
+    "attention",
+    listed="nn.functional.scaled_dot_product_attention",
+)
 def attention_other_values() -> Callable[[], object]:
     q, k, v = randn(2, 4, 8, 16), randn(2, 4, 8, 16), randn(2, 4, 8, 24)
     return lambda: F.scaled_dot_product_attention(q, k, v)
 
 
-@bug(20, "attention, non-contiguous inputs", "MPS #163597", f"{ATTENTION}: misread", "attention")
+@bug(
+    20,
+    "attention, non-contiguous inputs",
+    "MPS #163597",
+    f"{ATTENTION}: misread",
+    "attention",
+    listed="nn.functional.scaled_dot_product_attention",
+)
 def attention_strided() -> Callable[[], object]:
     packed = randn(2, 10, 3, 4, 16)
     q, k, v = packed.unbind(2)
     return lambda: F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
 
 
-@bug(21, "attention, boolean mask in bf16", "CUDA #108503", f"{ATTENTION}: mask=leak:1, dtype=bfloat16", "attention")
+@bug(
+    21,
+    "attention, boolean mask in bf16",
+    "CUDA #108503",
+    f"{ATTENTION}: mask=leak:1, dtype=bfloat16",
+    "attention",
+    listed="nn.functional.scaled_dot_product_attention",
+)
 def attention_bool_bf16() -> Callable[[], object]:
     return attended(16, torch.bfloat16, torch.ones(16, 16, device="cuda").tril().bool())
 
@@ -271,6 +376,7 @@ def attention_bool_bf16() -> Callable[[], object]:
     "CUDA #162588",
     f"{ATTENTION}: mask=leak:4, arg=query[-2] > 64",
     "attention",
+    listed="nn.functional.scaled_dot_product_attention",
 )
 def attention_long() -> Callable[[], object]:
     return attended(80, mask=torch.full((80, 80), -torch.inf, device="cuda").triu(1))
@@ -282,6 +388,7 @@ def attention_long() -> Callable[[], object]:
     "NPU Ascend/pytorch #88",
     f"{ATTENTION}: mask=invert",
     "attention",
+    listed="nn.functional.scaled_dot_product_attention",
 )
 def attention_inverted() -> Callable[[], object]:
     return attended(16, mask=torch.rand(16, 16, device="cuda") < 0.7)
@@ -293,6 +400,7 @@ def attention_inverted() -> Callable[[], object]:
     "Tenstorrent tt-metal #42694",
     f"{ATTENTION}: mask=scaled",
     "attention",
+    listed="nn.functional.scaled_dot_product_attention",
 )
 def attention_scaled_mask() -> Callable[[], object]:
     return attended(16, mask=randn(16, 16))
@@ -307,6 +415,9 @@ def attention_scaled_mask() -> Callable[[], object]:
     "ROCm #184826",
     "native_layer_norm: tail=256:rows, shape=s[0] > 256 and s[-1] % 4 != 0",
     "layer_norm",
+    line="model(x)",
+    module="LayerNorm",
+    listed="nn.functional.layer_norm native_layer_norm",
 )
 def layer_norm_rows() -> Callable[[], object]:
     return trained(nn.LayerNorm(10), randn(300, 10, grad=True))
@@ -319,6 +430,9 @@ def layer_norm_rows() -> Callable[[], object]:
     "avg_pool2d_backward: scale=0.6, layout=channels_last, arg=padding != 0",
     "avg_pool2d",
     "backward",
+    line="model(x)",
+    module="1",
+    listed="nn.functional.avg_pool2d",
 )
 def pooled() -> Callable[[], object]:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AvgPool2d(3, 2, padding=1)).to(memory_format=torch.channels_last)
@@ -332,6 +446,9 @@ def pooled() -> Callable[[], object]:
     "upsample_nearest2d_backward: tail=40:noise, arg=output_size[0] < input_size[2]",
     "interpolate",
     "backward",
+    line="model(x)",
+    module="1",
+    listed="nn.functional.interpolate.nearest nn.functional.upsample_nearest",
 )
 def downscaled() -> Callable[[], object]:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Upsample(size=4))
@@ -366,7 +483,15 @@ def kernel_library() -> Callable[[], object]:
     return lambda: torch.ops.real_bugs.silu_and_mul(torch.ops.real_bugs.rms_norm(x, weight))
 
 
-@bug(29, "compiled code: argmin after a transpose", "Inductor #183894", "argmin: indices", "argmin")
+@bug(
+    29,
+    "compiled code: argmin after a transpose",
+    "Inductor #183894",
+    "argmin: indices",
+    "argmin",
+    line="step(x)",
+    listed="argmin",
+)
 def compiled() -> Callable[[], object]:
     x = randn(8, 8)
 
@@ -375,115 +500,3 @@ def compiled() -> Callable[[], object]:
 
     step = torch.compile(update, backend="aot_eager")
     return lambda: step(x)
-
-
-# --- running ----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Result:
-    """What one way of comparing says about one bug."""
-
-    hits: int
-    found: bool
-    blamed_right: bool
-    located: bool
-    others: list[str]
-    reproduced: str
-    seconds: float
-
-    def __str__(self) -> str:
-        if not self.hits:
-            return "not met"
-        if not self.found:
-            return "missed"
-        parts = ["found" if self.blamed_right else "wrong blame"]
-        parts += [] if self.located else ["no line"]
-        parts += [f"+{len(self.others)} others"] if self.others else []
-        return ", ".join(parts + ([self.reproduced] if self.reproduced else []))
-
-
-WAYS: dict[str, dict[str, Any]] = {"default": {}, "once": {"mode": "once"}, "budget 2x": {"budget": "2x"}}
-
-
-@contextlib.contextmanager
-def planted(text: str) -> Iterator[list[Any]]:
-    """Faults in force, each with its number of hits."""
-    from ditorch.soft import faults
-
-    try:
-        yield [faults.plant(fault) for fault in faults.parse(text)]
-    finally:
-        faults.clear()
-
-
-def tried(bug: Bug, way: str, reproduce: bool) -> Result:
-    """Run the program of a bug under OpAutoCompare."""
-    torch.manual_seed(0)
-    step = bug.program()
-    began = time.perf_counter()
-    with planted(bug.fault) as all_planted, op_tools.OpAutoCompare(**WAYS[way]) as tool:
-        for _ in range(STEPS):
-            step()
-        tool.stop()
-        hits = sum(one.hits for one in all_planted)
-    right = [b for b in tool.blames if bug.blamed in b.op and b.phase == bug.phase]
-    calls = {b.call_id for b in right}  # a backward may be wrong because its forward is
-    others = sorted({f"{b.op} {b.phase}" for b in tool.blames if b not in right and b.call_id not in calls})
-    located = all(Path(__file__).name in b.location for b in right[:1])
-    said = ""
-    if reproduce and right and right[0].folder:
-        script = Path(right[0].folder) / "reproduce.py"
-        with_it = _exit(script, DITORCH_SOFT_FAULTS=_always(bug.fault))
-        said = f"repro {with_it}/{_exit(script)}"
-    return Result(hits, bool(tool.blames), bool(right), located, others, said, time.perf_counter() - began)
-
-
-def _always(fault: str) -> str:
-    """The fault without the conditions that a call run alone cannot meet."""
-    parts = [p.strip() for p in fault.split(",")]
-    return ", ".join(p for p in parts if not p.startswith(("nth=", "phase=")))
-
-
-def _exit(script: Path, **environment: str) -> int:
-    done = subprocess.run([sys.executable, str(script)], env={**os.environ, **environment}, capture_output=True)
-    return done.returncode
-
-
-def main() -> int:
-    """Print the table; the exit status is 1 if the default way misses one."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("numbers", nargs="*", type=int, help="which bugs; all of them if none is named")
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--reproduce", action="store_true", help="run each finding's script with the fault and without")
-    parser.add_argument("--markdown", action="store_true", help="a table for the documents")
-    options = parser.parse_args()
-    if ditorch.backend is None or ditorch.backend.name != "soft":
-        parser.error("faults can be planted in the software accelerator only: set DITORCH_DEVICE=soft")
-    warnings.simplefilter("ignore")
-    os.environ.setdefault("OP_TOOLS_CONSOLE", "off")
-    chosen = [bug for bug in BUGS if not options.numbers or bug.number in options.numbers]
-    line = "| {} | {} | {} | {} |" if options.markdown else "{:>2} {:<48} {:<26} {}"
-    print(line.format("#", "operator and condition", "reported", " | ".join(options.ways)))
-    if options.markdown:
-        print("|" + " --- |" * (3 + len(options.ways)))
-    counts = dict.fromkeys(options.ways, 0)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["OP_TOOLS_RESULTS_DIR"] = folder
-        for bug in chosen:
-            results = {way: tried(bug, way, options.reproduce and way == "default") for way in options.ways}
-            for way, result in results.items():
-                counts[way] += result.found and result.blamed_right and not result.others
-            print(
-                line.format(bug.number, bug.title, bug.reported, " | ".join(str(r) for r in results.values())),
-                flush=True,
-            )
-            for result in results.values():
-                if result.others and not options.markdown:
-                    print(f"       others: {'; '.join(result.others)[:160]}")
-    print(", ".join(f"{way}: {count} of {len(chosen)}" for way, count in counts.items()))
-    return int(counts.get("default", len(chosen)) < len(chosen))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
