@@ -11,7 +11,6 @@ from typing import Final
 
 import torch
 
-import ditorch
 from benchmarks.real_bugs.answers import Answer
 from benchmarks.real_bugs.bugs import Bug
 from benchmarks.real_bugs.scripts import Scripts
@@ -32,12 +31,8 @@ _NONE: Final = "not in op_db"
 
 
 def load() -> None:
-    """Import PyTorch's databases without the redirection: they make functions for CUDA when they are imported."""
-    ditorch.deactivate()
-    try:
-        databases.operators()
-    finally:
-        ditorch.activate()
+    """Import PyTorch's databases and the verdict's own tables before anything is timed."""
+    databases.operators()
     # As workers do: the verdict imports PyTorch's decompositions on first use, and the clock must not see that.
     x = torch.linspace(-1, 1, 12).reshape(3, 4).bfloat16().requires_grad_()
     Trial("torch.softmax", torch.softmax, (x, 1), {}, "cpu").run(backward=True)

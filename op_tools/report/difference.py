@@ -13,14 +13,11 @@ from ..trace import format as columns
 from ..trace.diff import Diff
 from ..trace.diverge import growth
 from ..trace.graph import Graph
+from .empty import EMPTY
 from .words import both, line_of, short_op, source_of, times_bound
 
 _MAX_NODES: Final = 60_000
 _MAX_GROWTH: Final = 400
-_EMPTY: Final = both(
-    "One run alone has no difference. Record both and align them: op_tools diff A B --html diff.html",
-    "单个运行没有差异可看。分别记录两次运行后对齐：op_tools diff A B --html diff.html",
-)
 _COLUMNS: Final[list[Any]] = [
     {"name": "inputs", "title": both("inputs apart", "输入差")},
     {"name": "outputs", "title": both("outputs apart", "输出差")},
@@ -32,7 +29,7 @@ def view(found: Diff | None) -> View:
     """The view of a difference; without one it says what to run."""
     title = both("Diff", "对比")
     if found is None:
-        return View("diff", title, [], _EMPTY)
+        return View("diff", title, [], EMPTY["diff"])
     parts = [_banner(found), *_first(found), _tree(found), *_growth(found), *_structure(found)]
     return View("diff", title, parts)
 

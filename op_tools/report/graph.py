@@ -13,6 +13,7 @@ from ..trace import format as columns
 from ..trace.graph import Graph
 from ..view.rows import NOT_COMPARABLE, RIGHT, WEAK, WRONG
 from .columns import groups, occurrences
+from .empty import EMPTY
 from .places import Places
 from .run import Run
 from .words import both, line_of, short_op, size_of
@@ -20,10 +21,6 @@ from .words import both, line_of, short_op, size_of
 _MAX_OPERATORS: Final = 20_000
 _MAX_DETAILS: Final = 4_000
 _MAX_USERS: Final = 12
-_EMPTY: Final = both(
-    "No modules are known of this run. To record its graph: op_tools trace --steps 0:1 train.py",
-    "本次运行没有模块信息。要记录计算图：op_tools trace --steps 0:1 train.py",
-)
 _COLUMNS: Final[list[Any]] = [
     {"name": "verdict", "title": both("verdict", "结论")},
     {"name": "time", "title": both("time", "时间"), "unit": "ms"},
@@ -42,7 +39,7 @@ def view(run: Run, places: Places) -> View:
     if run.graphs and run.graphs[0].count:
         return View("graph", title, _Traced(run, run.graphs[0]).blocks())
     found = _from_records(run, places)
-    return View("graph", title, found, _EMPTY)
+    return View("graph", title, found, EMPTY["graph"])
 
 
 class Known:

@@ -9,15 +9,12 @@ import numpy as np
 from ditorch_common.page import Block, View, blocks
 
 from .. import losscmp
+from .empty import EMPTY
 from .run import Run
 from .verdict import Wrong
 from .words import both, short_op
 
 _MAX_POINTS: Final = 20_000
-_EMPTY: Final = both(
-    "No losses beside this run. Give a metrics.json or a log: op_tools report RUN --loss metrics.json [REFERENCE]",
-    "没有损失数据。请给出 metrics.json 或训练日志：op_tools report RUN --loss metrics.json [参考运行]",
-)
 
 
 def view(run: Run) -> View:
@@ -25,7 +22,7 @@ def view(run: Run) -> View:
     title = both("Loss", "损失")
     curves = [curve for curve in run.curves if len(curve.steps)]
     if not curves:
-        return View("loss", title, [], _EMPTY)
+        return View("loss", title, [], EMPTY["loss"])
     return View("loss", title, [*_verdicts(curves), _lines(run, curves)])
 
 

@@ -10,14 +10,11 @@ from ditorch_common.page import Block, View, blocks
 
 from ..trace import format as columns
 from ..trace.graph import Graph
+from .empty import EMPTY
 from .run import Run
 from .words import both, size_of
 
 _MAX_POINTS: Final = 2_000
-_EMPTY: Final = both(
-    "No trace in this run. To see memory by kind and module: op_tools trace --steps 0:2 train.py",
-    "本次运行没有 trace。要查看各类、各模块的内存：op_tools trace --steps 0:2 train.py",
-)
 
 
 def view(run: Run) -> View:
@@ -28,7 +25,7 @@ def view(run: Run) -> View:
         if graph.count:
             some = _of_rank(graph)
             found += some if len(run.graphs) == 1 else [blocks.group(f"rank {graph.trace.rank}", some, open=not found)]
-    return View("memory", title, found, _EMPTY)
+    return View("memory", title, found, EMPTY["memory"])
 
 
 def _of_rank(graph: Graph) -> list[Block]:

@@ -10,16 +10,13 @@ from ditorch_common.page import Block, Column, Table, View, blocks
 
 from ..native.statistics import NAMES
 from .columns import Array, groups, occurrences, short_floats
+from .empty import EMPTY
 from .places import Places
 from .run import Run
 from .words import both, line_of, short_op, source_of
 
 _MAX_LAYERS: Final = 200
 _MAX_STEPS: Final = 200
-_EMPTY: Final = both(
-    "No statistics in this run. To see where magnitudes grow: op_tools run OpOverflowCheck train.py",
-    "本次运行没有统计量。要查看数值在哪里变大：op_tools run OpOverflowCheck train.py",
-)
 
 
 def view(run: Run, places: Places) -> tuple[View, list[Table]]:
@@ -27,7 +24,7 @@ def view(run: Run, places: Places) -> tuple[View, list[Table]]:
     title = both("Overflow", "溢出")
     rows = measured(run, places)
     if not len(rows["op"]):
-        return View("overflow", title, [], _EMPTY), []
+        return View("overflow", title, [], EMPTY["overflow"]), []
     found = [_answer(run), *_heat(run, rows)]
     shown = ["step", "call", "operator", "phase", "role", "module", "min", "max", "mean", "std", "norm", "nan", "inf"]
     everything = both("All measured tensors", "全部被测张量")

@@ -9,14 +9,11 @@ import numpy as np
 from ditorch_common.page import Block, Column, Table, Text, View, blocks
 
 from .columns import Array, short_floats
+from .empty import EMPTY
 from .places import Places
 from .run import Run
 from .words import both, line_of
 
-_EMPTY: Final = both(
-    "No records in this run. Tools leave them: op_tools run OpAutoCompare,OpTimeMeasure train.py",
-    "本次运行没有记录。工具会留下记录：op_tools run OpAutoCompare,OpTimeMeasure train.py",
-)
 _MAX_FINDINGS: Final = 50_000
 
 
@@ -49,7 +46,7 @@ def view(run: Run, places: Places) -> tuple[View, list[Table]]:
     if any(p.small["findings"] for p in run.processes):
         tables.append(findings(run))
         found.append(blocks.table("findings", None, ["tool", "kind", "operator"], None, None, both("Findings", "发现")))
-    return View("records", both("All records", "全部记录"), found, _EMPTY), tables
+    return View("records", both("All records", "全部记录"), found, EMPTY["records"]), tables
 
 
 def comparisons(run: Run) -> Table:

@@ -11,23 +11,20 @@ import numpy as np
 from ditorch_common.page import Block, Column, Table, View, blocks
 
 from .columns import Array, groups
+from .empty import EMPTY
 from .places import Places
 from .run import Run
 from .words import both, line_of, short_op
 
 _MAX_SPANS: Final = 4_000
 _MAX_FLAME: Final = 20_000
-_EMPTY: Final = both(
-    "No times in this run. To measure every operator: op_tools run OpTimeMeasure train.py",
-    "本次运行没有计时。要测量每个算子：op_tools run OpTimeMeasure train.py",
-)
 
 
 def view(run: Run, places: Places, perfetto: str = "") -> tuple[View, list[Table]]:
     """The view, and the table of times by operator; `perfetto` is the address of the trace, where it is served."""
     title = both("Time", "时间")
     if not run.count("op_time_measure"):
-        return View("time", title, [], _EMPTY), []
+        return View("time", title, [], EMPTY["time"]), []
     rows = run.joined("op_time_measure", "call_id", "site", "phase", "elapsed_ms", "start_us", "thread", "step")
     rows["elapsed_ms"] = np.nan_to_num(rows["elapsed_ms"])
     table = by_operator(run, rows)

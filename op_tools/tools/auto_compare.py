@@ -10,8 +10,7 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from pathlib import Path
+from collections.abc import Hashable, Sequence
 from types import FrameType
 from typing import Any, ClassVar, Final
 
@@ -22,27 +21,24 @@ from ..call import description
 from ..call.description import Finding, Tensor, describe, tensors_in
 from ..call.site import MAX_MODULE_FRAMES, module_path_at
 from ..call.traits import OpTraits
-from ..compare import wrong_elements
 from ..compare.choose import MODES, Chooser, kind_of, parse_budget
 from ..compare.judges.collectives import Collectives
 from ..compare.judging import Judging
-from ..compare.ladder import BACKWARD, FORWARD, ComparedCall, Job, Judge, gradient_kind
+from ..compare.ladder import BACKWARD, FORWARD, ComparedCall, Job, gradient_kind
 from ..compare.memory import Guarded, NodeGuard
 from ..compare.repeat import Repeater, Unjudged
 from ..compare.second_look import SecondLooks
 from ..compare.snapshots import Snapshots
-from ..compare.teller import Blame
 from ..compat import MODULE_CALL, in_func_transform
 from ..copies.invocation import Region, Site
-from ..copies.operands import Fetcher, Operands
+from ..copies.operands import Operands
 from ..judge import golden, references
-from ..judge.verdict import WRONG
 from ..native import measuring
-from ..view import console, rows
+from ..view import rows
 from ..watch.inside import is_wrapper
 from ..watch.intercept import INTERCEPTOR, Call
 from ..watch.sums import NAMES as SUMS
-from .base import Tool
+from .comparing import Comparing
 
 _WATCHING_COST: Final = 1e-5  # seconds that the interceptor needs for a call, whether or not it is compared
 _MAX_GRADIENT_KINDS: Final = 20_000
@@ -58,7 +54,7 @@ _COLUMNS: Final = {
 }
 
 
-class OpAutoCompare(Tool):
+class OpAutoCompare(Comparing):
     """Compare each operator's results and gradients with the CPU while the training runs.
 
     `mode` is `every` (call) or `once` (per operator, shape, dtype and layout); `budget="2x"` compares as much as
@@ -112,7 +108,7 @@ class OpAutoCompare(Tool):
         if self._collectives is not None:
             self._collectives.start(self, self._teller, self._chooser)
         measuring.prepare()
-        self.csv_path: Path | None = None
+        self.csv_path = None
 
     # -- choose ---------------------------------------------------------------------------------------
 
@@ -336,50 +332,7 @@ class OpAutoCompare(Tool):
         if self._collectives is not None:
             self._collectives.backward_ended()
 
-    def in_background(self, nbytes: int, work: Callable[[Fetcher], None]) -> None:
-        """Have a worker thread do something with so many bytes of copies."""
-        self._judging.in_background(nbytes, work)
-
-    # -- tell, at the end -----------------------------------------------------------------------------
-
-    def finish(self) -> None:
-        teller = self._teller
-        try:
-            left = teller.numbered - teller.told
-            if left > 50 and self.view.on and sys.stderr.isatty():
-                console.wait_with_progress("comparing", left, lambda: teller.numbered - teller.told)
-            self.wait()
-        except KeyboardInterrupt:
-            teller.abandoned = True  # what is queued is dropped; what was found is kept
-            raise
-        finally:
-            self._judging.close()
-            assert self._store is not None
-            after = self._store.table("consequences", wrong_elements.CONSEQUENCES)
-            after.extend((self._run_key, *row) for row in teller.consequences())
-            self.csv_path = teller.write_table(self._store, self.table_name, self._run_key, self.only is None)
-
-    def release(self) -> None:
-        if self._collectives is not None:
-            self._collectives.close()
-
-    def summary(self) -> list[str]:
-        notes = [line for judge in self._judging.ladder for line in judge.summary()]
-        notes += [self._chooser.describe(), self._second_looks.describe(), INTERCEPTOR.sums.why_unheard()]
-        told = self._teller.summary(self._chooser.left_out, notes, self.compiled)
-        return [*told, f"comparisons in {self.csv_path}"]
-
-    def _compiled_fact(self) -> list[str]:
-        return []  # the coverage says it
-
-    def progress(self) -> str:
-        told, verdicts = self._teller.told, self._teller.verdicts
-        return f"{super().progress()}, {told:,} comparisons, {verdicts[WRONG]:,} wrong"
-
-    def note_wrong(self, *row: Any) -> None:
-        """Store what is known of a wrong call (`op_tools report` shows it)."""
-        assert self._store is not None
-        self._store.table(wrong_elements.TABLE, wrong_elements.COLUMNS).append((self._run_key, *row))
+    # -- what went wrong, and what is not watched ------------------------------------------------------
 
     def failed(
         self, call: Call, error: BaseException, what: str = "the tool failed on this operator", phase: str = FORWARD
@@ -403,35 +356,6 @@ class OpAutoCompare(Tool):
 
     def not_watched(self, call: Call, reason: str) -> None:
         self._teller.skip(call, reason)
-
-    @property
-    def blames(self) -> Sequence[Blame]:
-        """The wrong events in program order (`comparison.blames[0].module`)."""
-        return tuple(sorted(self._teller.blames, key=lambda b: b.event))
-
-    def judge(self, kind: type[Judge]) -> Any:
-        """The judge of that class in this run's ladder, or None (`comparison.judge(Workers)`)."""
-        return self._judging.judge(kind)
-
-    def wait(self) -> None:
-        """Wait until every call so far is compared (`comparison.wait()`)."""
-        self._judging.wait()
-
-    def records(self) -> list[dict[str, Any]]:
-        """All rows so far, in the order of the calls (`comparison.records()[0]["verdict"]`)."""
-        if self.active:
-            self.wait()
-        return super().records()
-
-    def findings(self) -> list[Any]:
-        """What was found since the last start (`comparison.findings()`)."""
-        if self.active:
-            self.wait()
-        return super().findings()
-
-    def decode_row(self, row: dict[str, Any]) -> None:
-        row.pop("described", None)
-        row["allclose"] = bool(row["allclose"])
 
 
 def _module_of(tool: OpAutoCompare, call: Call) -> str:

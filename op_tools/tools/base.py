@@ -48,6 +48,9 @@ TOOLS: dict[str, type[Tool]] = {}  # all that are defined, by name
 class Shown(Hooks):
     """How notebooks and consoles show the records of a tool."""
 
+    _store: store.Store | None = None
+    _run_key: int  # the number of this run in its table
+
     def records(self) -> list[dict[str, Any]]:
         """What was recorded, one dict per row."""
         raise NotImplementedError
@@ -61,8 +64,13 @@ class Shown(Hooks):
         return pandas.DataFrame(self.records())
 
     def answer_as_html(self) -> str:
-        """What `op_tools report` says first about this run, as plain HTML."""
-        return ""
+        """What `op_tools report` says first about this run, as plain HTML (notebooks show it)."""
+        if self._store is None:
+            return ""
+        from ..report.small import html_of_tool  # only notebooks need it
+
+        self._store.flush()
+        return html_of_tool(self._store.path, self._run_key, self.name)
 
     def _repr_html_(self) -> str:
         rows = self.records()[:_MAX_SHOWN]
@@ -91,7 +99,6 @@ class Tool(Shown):
     run_options: ClassVar[dict[str, dict[str, Any]]] = {}  # of `op_tools run`: keyword of the tool, words for argparse
     nothing_found: ClassVar[str] = ""  # what the summary of a tool that looks for something says where it found nothing
     announces: ClassVar[bool] = False  # says "apply OpXHook on ..." as a tool; the others do as features
-    _store: store.Store | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -167,7 +174,7 @@ class Tool(Shown):
                 self.filter = OpFilter.from_environment(self.prefix, self._ops, self._disable)
                 self.prepare()
                 try:
-                    self._run_key = next(_RUNS)  # the number of this run in its table
+                    self._run_key = next(_RUNS)
                     self._store = store.current()
                     self._new_rows = self._store.table(self.table_name, {"run": "INTEGER", **self.columns})
                     self._add_finding = self._store.table("findings", _FINDING_COLUMNS).append
@@ -364,15 +371,6 @@ class Tool(Shown):
         return [f"not watched, made by torch.compile: {self.compiled}"] if self.compiled else []
 
     # -- records --------------------------------------------------------------------------------------
-
-    def answer_as_html(self) -> str:
-        """What `op_tools report` says first about this run, as plain HTML (notebooks show it)."""
-        if self._store is None:
-            return ""
-        from ..report.small import html_of_tool  # only notebooks need it
-
-        self._store.flush()
-        return html_of_tool(self._store.path, self._run_key, self.name)
 
     @property
     def table_name(self) -> str:
