@@ -22,9 +22,8 @@ import ditorch
 import op_tools
 from op_tools import launch, settings
 from op_tools.compare import cores, pieces
-from op_tools.compare.judges.host import Host
+from op_tools.compare.judges.host import Comparer, Host
 from op_tools.compare.judges.views import Views
-from op_tools.judge import golden
 from op_tools.replay.captured import CapturedOp
 from op_tools.replay.check import replay
 from op_tools.replay.outcome import Options
@@ -261,8 +260,8 @@ def test_calls_that_only_move_values_are_compared_each_time(
 ) -> None:
     """The second time in their own dtype, and no less strictly."""
     again = []
-    as_is = golden.run_as_is
-    monkeypatch.setattr(golden, "run_as_is", lambda *args: again.append(args[1]) or as_is(*args))
+    moved = Comparer._moved_as_before
+    monkeypatch.setattr(Comparer, "_moved_as_before", lambda self, job: again.append(job.call.op) or moved(self, job))
     x, sent = torch.randn(8, 16, device=device, requires_grad=True), torch.ones(16, 8, device=device)
 
     def step() -> None:
