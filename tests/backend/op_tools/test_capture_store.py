@@ -27,6 +27,7 @@ from op_tools.files import captures, segments, store_format, stored
 from op_tools.files.archive import ArchiveError
 from op_tools.native import fingerprints
 from op_tools.replay.check import Options, replay
+from op_tools.view import store as view_store
 
 
 @pytest.fixture(params=["device", "host"])
@@ -169,6 +170,12 @@ def on_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OP_TOOLS_INCLUDE_CPU", "1")
 
 
+@pytest.fixture
+def within_one_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop the clock of the names: each tool asks it for itself, and a new second may begin between two of them."""
+    monkeypatch.setattr(view_store, "_label_of", lambda second: "2026-01-02-03-04-05")
+
+
 def _many_kinds_of_calls(device: str) -> None:
     torch.manual_seed(3)
     x = torch.randn(6, 8, device=device, requires_grad=True)
@@ -193,7 +200,7 @@ def _many_kinds_of_calls(device: str) -> None:
         torch.einsum("ij,jk->ik", x, w)
 
 
-@pytest.mark.usefixtures("on_cpu_too")
+@pytest.mark.usefixtures("on_cpu_too", "within_one_second")
 def test_an_export_is_the_documented_capture_bit_for_bit(
     device: str, fingerprinted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,7 +219,7 @@ def test_an_export_is_the_documented_capture_bit_for_bit(
     assert not errors
 
 
-@pytest.mark.usefixtures("on_cpu_too")
+@pytest.mark.usefixtures("on_cpu_too", "within_one_second")
 def test_a_store_replays_with_the_verdicts_of_files(device: str, fingerprinted: str) -> None:
     both = Both(lambda: _many_kinds_of_calls(device))
     of_store = captures.find(both.folder)
