@@ -7,6 +7,7 @@ that is judged, and some chunks are done again on the CPU, so that the partial r
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
@@ -17,6 +18,7 @@ from ...call.description import Tensor, tensors_in
 from ...call.operators.registry import last_name
 from ...compat import foreach_norm
 from .axes import Affine
+from .chains import as_rounded_in_order
 from .places import choose
 from .reduction import VARIANTS, on_device, places_on
 
@@ -48,7 +50,7 @@ class Total:
 
     def elements(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
         """How many there are; None for calls of another form, such as those along a dimension."""
-        if len(args) != 1 or [v for v in kwargs.values() if v is not None] or not isinstance(args[0], Tensor):
+        if len(args) != 1 or any(map(_is_given, kwargs.values())) or not isinstance(args[0], Tensor):
             return None
         return args[0].numel() if _is_long(args[0]) else None
 
@@ -77,9 +79,11 @@ class Sum(Total):
         checked = Reduced("torch.sum", torch.sum, (rows.index_select(0, chosen), 1), {}, partial[chosen].float())
         if tail.numel():
             partial = torch.cat((partial, tail.sum(dtype=torch.float64).reshape(1)))
-        if last_name(self.op) == "mean":
-            partial *= partial.numel() / x.numel()
-        return [Reduced(self.op, self.function, (partial,), {}, result.detach().clone()), checked]
+        share = 1 / x.numel() if last_name(self.op) == "mean" else 1.0
+        judged = as_rounded_in_order([result], [partial], [x], lambda total: total * share, squares=False)[0]
+        if share != 1:
+            partial *= partial.numel() * share
+        return [Reduced(self.op, self.function, (partial,), {}, judged), checked]
 
     def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], rng: random.Random) -> Any:
         x: Tensor = args[0]
@@ -102,7 +106,7 @@ class Norm(Total):
 
     def elements(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
         power = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
-        others = [v for k, v in kwargs.items() if k not in ("ord", "p") and v is not None]
+        others = [v for k, v in kwargs.items() if k not in ("ord", "p") and _is_given(v)]
         tensors = list(tensors_in(args))
         if power not in (2, 2.0, "fro") or len(args) > 2 or others or not tensors:
             return None
@@ -125,7 +129,8 @@ class Norm(Total):
                 found = torch.cat((found, torch.linalg.vector_norm(tail, 2, dtype=torch.float64).reshape(1)))
             partial.append(found)
         several = isinstance(args[0], (list, tuple))
-        values = [r.detach().clone() for r in tensors_in(result)]
+        sums = [p.square() for p in partial]
+        values = as_rounded_in_order(list(tensors_in(result)), sums, tensors, math.sqrt, squares=True)
         rest = args[1:]
         return [
             Reduced(
@@ -343,18 +348,16 @@ _TOTALS: Final[dict[str, type[Total]]] = {
 }
 
 
-_MIN_NORM: Final = 1 << 25
-"""Elements below which norms are compared in full: partial norms do not see how far long chains of squares drift."""
-
-
 def total_of(op: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Total | None:
     """How a call is judged from partial results; None where no rule knows it."""
     kind = _TOTALS.get(last_name(op)) if op.startswith("torch.") else None
     found = None if kind is None else kind(op, function)
-    count = None if found is None else found.elements(args, kwargs)
-    if count is None or (kind is Norm and count < _MIN_NORM):
-        return None
-    return found
+    return None if found is None or found.elements(args, kwargs) is None else found
+
+
+def _is_given(value: Any) -> bool:
+    """Whether an option has another value than that of a call without it."""
+    return value is not None and value is not False
 
 
 def _is_long(x: Tensor) -> bool:

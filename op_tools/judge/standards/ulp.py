@@ -21,6 +21,7 @@ from ...view.rows import RIGHT, WRONG, Row
 from .. import allowances, ties
 from ..measures import beyond
 from ..noise import PROBES
+from ..orders import DRIFTS
 from ..pair import Pair, first_place, joined
 from ..rounding import Precision, unit
 from ..uncertainty import Uncertainty
@@ -29,7 +30,6 @@ from ..uncertainty import Uncertainty
 # roundings inside the call move the element on average (root mean square of the probes).
 STORED: Final = 2.0
 SIGMAS: Final = 6.0
-DRIFTS: Final = 2.0  # how often what real orders of summation are off is added, before a result is called wrong
 _MIN_TF32_SHARE: Final = 1 / 64  # of the largest error that TF32 can make: the worst element has at least that
 _TRUST_IN_ONE_PROBE: Final = 0.5  # its sigma counts by half; that of n probes by the square root of n times as much
 _MAX_NARROWED_SHARE: Final = 1 / 16  # share of elements in doubt above which a probe of the whole call is cheaper

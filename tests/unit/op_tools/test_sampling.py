@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from op_tools.call.description import map_tensors, tensors_in
 from op_tools.call.functions import name_of
 from op_tools.compare.judges.views import without_memory
 from op_tools.compare.sample import Kind
-from op_tools.judge.sampling import places, suspects
+from op_tools.judge.sampling import chains, places, suspects
 from op_tools.judge.sampling.axes import axes_of
 from op_tools.judge.sampling.reduction import cut_tensor
 from op_tools.judge.sampling.totals import total_of
@@ -162,10 +163,7 @@ def test_places_have_both_sides_of_every_edge() -> None:
         (F.cross_entropy, ("x", "t", "w"), {}),
     ],
 )
-def test_totals_come_from_partial_results(
-    function: Any, args: Any, kwargs: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("op_tools.judge.sampling.totals._MIN_NORM", 0)
+def test_totals_come_from_partial_results(function: Any, args: Any, kwargs: Any) -> None:
     torch.manual_seed(0)
     known = {"x": torch.randn(300, 40), "t": torch.randint(40, (300,)), "w": torch.rand(40) + 0.5}
     given = tuple([known[a] for a in args])
@@ -194,3 +192,29 @@ def test_totals_come_from_partial_results(
 
 def _double(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().double() if tensor.is_floating_point() else tensor
+
+
+@pytest.mark.parametrize("lanes", [1, 4, 64])
+def test_terms_are_added_one_by_one_in_each_lane(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chains, "_AT_ONCE", 128)
+    terms = torch.rand(1000, generator=torch.Generator().manual_seed(2)) + 0.1
+    sums = [0.0] * lanes
+    for number, term in enumerate(terms.numpy()):
+        sums[number % lanes] = np.float32(sums[number % lanes]) + np.float32(term * term)
+    total = np.float32(0)
+    for one in sums:
+        total += one
+    found = dict(zip(chains.LANES, chains._totals(terms, squares=True)))
+    assert found[lanes] == float(total)
+
+
+def test_a_total_that_an_order_of_adding_explains_is_as_good_as_the_exact_one() -> None:
+    terms = torch.full((3_000_000,), 0.1)
+    partial = terms.double().view(1000, -1).sum(1)
+    chain = float(np.add.accumulate(terms.numpy())[-1])
+    assert abs(chain / 300_000 - 1) > 1e-4  # far from the exact total
+    results = [torch.tensor(value) for value in (chain, 300_000 + 3 * (chain - 300_000), float("nan"))]
+    found = chains.as_rounded_in_order(results, [partial] * 3, [terms] * 3, lambda total: total, squares=False)
+    assert found[0] == pytest.approx(300_000, rel=1e-6)
+    assert found[1] == results[1]
+    assert found[2].isnan()
