@@ -363,6 +363,8 @@ class _Hook:
     started: Sequence[Any] = ()  # what `before_node` of each tool returned
 
     def __call__(self, grads: Any, grad_outputs: Any = None) -> None:
+        if THREAD.region is not None:  # the whole pass is compiled, and left alone
+            return
         state = self.state
         starters = state.starters
         if grad_outputs is None:  # a hook before the node gets one argument, a hook after it two

@@ -9,7 +9,7 @@ import { numeric, show } from "./numbers.js";
 import { framed } from "./text_blocks.js";
 import { say } from "./words.js";
 
-const LABELS = 190, HEAT_FOOT = 20, COPIED_COLUMNS = 12;
+const LABELS = 190, HEAT_HEAD = 20, HEAT_FOOT = 20, COPIED_COLUMNS = 12;
 
 /**
  * How strong the colour of a value is, from 0 to 1.
@@ -47,7 +47,7 @@ function heatColour(share) {
 function layout(block, width) {
   const rows = block.rows.length, columns = block.columns.length, left = Math.min(LABELS, width * 0.35);
   const tall = Math.max(6, Math.min(20, Math.floor(520 / Math.max(1, rows)))), wide = Math.min(40, (width - left) / Math.max(1, columns));
-  return { rows, columns, left, tall, wide, height: rows * tall + HEAT_FOOT };
+  return { rows, columns, left, tall, wide, height: HEAT_HEAD + rows * tall + HEAT_FOOT };
 }
 
 /**
@@ -66,7 +66,7 @@ function drawHeat(block, canvas, width) {
   const foreground = style("fg"), mapped = Array.from({ length: 65 }, (_, i) => heatColour(i / 64));
   for (let row = 0; row < rows; row++) {
     for (let column = 0; column < columns; column++) {
-      const value = numeric(block.values[row * columns + column]), x = left + column * wide, y = row * tall;
+      const value = numeric(block.values[row * columns + column]), x = left + column * wide, y = HEAT_HEAD + row * tall;
       if (Number.isNaN(value)) continue;
       pen.fillStyle = mapped[Math.round(of(value) * 64)];
       pen.fillRect(x, y, Math.max(0.7, wide - (wide > 4 ? 0.5 : 0)), tall - (tall > 8 ? 1 : 0));
@@ -75,11 +75,12 @@ function drawHeat(block, canvas, width) {
       pen.fillText("∞", x + wide / 2 - 4, y + tall / 2 + 4);
     }
     pen.fillStyle = foreground;
-    if (tall >= 10 || row % Math.ceil(10 / tall) === 0) pen.fillText(clipped(pen, block.rows[row], left - 8), 0, row * tall + tall / 2 + 4);
+    if (tall >= 10 || row % Math.ceil(10 / tall) === 0) pen.fillText(clipped(pen, block.rows[row], left - 8), 0, HEAT_HEAD + row * tall + tall / 2 + 4);
   }
   pen.fillStyle = style("soft");
   const every = Math.max(1, Math.ceil((46 * columns) / Math.max(1, columns * wide)));
-  for (let column = 0; column < columns; column += every) pen.fillText(block.columns[column], left + column * wide, rows * tall + 14);
+  for (let column = 0; column < columns; column += every)
+    for (const y of [HEAT_HEAD - 6, HEAT_HEAD + rows * tall + 14]) pen.fillText(block.columns[column], left + column * wide, y);
 }
 
 /**
@@ -124,7 +125,7 @@ function listen(block, canvas, told) {
   };
   canvas.addEventListener("pointermove", (event) => {
     const { left, tall, wide, rows, columns } = layout(block, canvas.clientWidth);
-    const y = Math.floor(event.offsetY / tall), x = Math.floor((event.offsetX - left) / wide);
+    const y = Math.floor((event.offsetY - HEAT_HEAD) / tall), x = Math.floor((event.offsetX - left) / wide);
     if (y < 0 || y >= rows || x < 0 || x >= columns) return;
     [row, column] = [y, x];
     tell();
