@@ -30,7 +30,9 @@ def view(found: Diff | None) -> View:
     title = both("Diff", "对比")
     if found is None:
         return View("diff", title, [], EMPTY["diff"])
-    parts = [_banner(found), *_first(found), _tree(found), *_growth(found), *_structure(found)]
+    sides = [_tree(found), *_growth(found)]
+    structure = _structure(found)  # where there are no values, this is what the runs differ by
+    parts = [_banner(found), *_first(found), *([*sides, *structure] if found.valued else [*structure[::-1], *sides])]
     return View("diff", title, parts)
 
 

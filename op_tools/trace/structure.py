@@ -153,7 +153,8 @@ def _looks(alignment: Alignment) -> Iterator[str]:
             here = Counter(modules[counted[pair]].tolist())
             places = _some([one.paths.get(m, "") or "(outside)" for m, _ in here.most_common(4)], 3)
             what = f"{word.removesuffix('s')}: {pair[0] or 'local'} in A, {pair[1] or 'local'} in B"
-            yield f"{what}, of {int(counted[pair].sum()):,} operators ({places})"
+            count = int(counted[pair].sum())
+            yield f"{what}, of {count:,} {'operator' if count == 1 else 'operators'} ({places})"
 
 
 def _first_looks(graph: Graph) -> Any:

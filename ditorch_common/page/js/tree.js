@@ -37,15 +37,16 @@ class Nodes {
     this.open = new Set();
   }
 
-  /** Opens the first levels, as long as they are few rows. */
+  /** Opens the first levels, as long as they are few rows; a node that alone holds too many stays closed. */
   openFirst() {
     let level = this.roots, rows = level.length;
     while (level.length) {
-      const next = level.flatMap((node) => this.children[node]);
+      const most = this.open.size ? OPEN_AT_FIRST : 8 * OPEN_AT_FIRST;
+      const some = level.length > 1 ? level.filter((node) => this.children[node].length <= OPEN_AT_FIRST) : level;
+      const next = some.flatMap((node) => this.children[node]);
       rows += next.length;
-      if (rows > OPEN_AT_FIRST && this.open.size) return;
-      if (rows > 8 * OPEN_AT_FIRST) return;
-      for (const node of level) if (this.children[node].length) this.open.add(node);
+      if (rows > most) return;
+      for (const node of some) if (this.children[node].length) this.open.add(node);
       level = next;
     }
   }
