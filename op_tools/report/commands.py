@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import sys
+import time
 import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,8 +19,9 @@ from ..settings import SettingsError
 from ..trace.diff import Diff, compare
 from . import difference, verdict
 from .gather import page_of
-from .run import ReportError, Run
+from .run import NoRunYet, ReportError, Run
 
+_POLL: Final = 0.5  # seconds between two looks for a run that has not begun
 _PORT: Final = 9001  # the one from which ui.perfetto.dev takes traces
 _RUN: Final = "a folder that tools wrote to (op_tools_results), the records file of one process, or a trace"
 _EXAMPLES: Final = """\
@@ -116,7 +118,7 @@ def _serve(options: argparse.Namespace) -> int:
     with _listening(options.port) as listener:
         port, token = listener.getsockname()[1], secrets.token_urlsafe(24)
         traced = f"http://127.0.0.1:{port}/trace.json?token={token}" if port == _PORT else ""
-        live = Live(Run(options.run, options.loss), lambda run: page_of(run, compared, traced))
+        live = Live(_awaited(options), lambda run: page_of(run, compared, traced))
         address = f"http://127.0.0.1:{port}/?token={token}"
         print(f"{address}\nCtrl-C ends it; the run does not notice.", flush=True)
         if options.open:
@@ -125,6 +127,19 @@ def _serve(options: argparse.Namespace) -> int:
         config = uvicorn.Config(application(live, token), log_level="warning", timeout_graceful_shutdown=1)
         uvicorn.Server(config).run(sockets=[listener])
     return 0
+
+
+def _awaited(options: argparse.Namespace) -> Run:
+    """The run, as soon as a tool has begun to write it."""
+    told = False
+    while True:
+        try:
+            return Run(options.run, options.loss)
+        except NoRunYet as error:
+            if not told:
+                print(f"{error}. Waiting for a run to begin there; Ctrl-C ends it.", flush=True)
+            told = True
+            time.sleep(_POLL)
 
 
 def _listening(port: int | None) -> socket.socket:

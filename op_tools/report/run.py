@@ -28,6 +28,10 @@ class ReportError(SettingsError):
     """A run that cannot be shown, told in one line."""
 
 
+class NoRunYet(ReportError):
+    """There is no run: the folder is missing, or has neither records nor a trace."""
+
+
 class Run:
     """A run, read on where it has grown: `Run(Path("op_tools_results")).refresh()`.
 
@@ -37,7 +41,7 @@ class Run:
 
     def __init__(self, folder: Path, losses: Sequence[Path] = (), only: int | None = None) -> None:
         if not folder.exists():
-            raise ReportError(f"{folder}: no such file or folder")
+            raise NoRunYet(f"{folder}: no such file or folder")
         self.folder = folder
         self.words: dict[str, Words] = {}
         self.processes: list[Records] = []
@@ -51,9 +55,7 @@ class Run:
         self._losses: tuple[Any, list[losscmp.Curve]] = ((), [])
         self.refresh()
         if not self.processes and not self.graphs and not self.problems:
-            raise ReportError(
-                f"{folder}: no run in it: neither records (*.sqlite) nor a trace (*{trace_format.SUFFIX})"
-            )
+            raise NoRunYet(f"{folder}: no run in it: neither records (*.sqlite) nor a trace (*{trace_format.SUFFIX})")
         if not self.processes and not self.graphs:
             raise ReportError(self.problems[0])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -22,7 +23,11 @@ uvicorn = pytest.importorskip("uvicorn", reason="the live page needs the extra `
 
 from ditorch_common.page import Table  # noqa: E402
 from op_tools import cli  # noqa: E402
-from op_tools.report import Run, page_of  # noqa: E402
+from op_tools.report import (  # noqa: E402
+    Run,
+    commands,
+    page_of,
+)
 from op_tools.report.commands import _listening  # noqa: E402
 from op_tools.report.live import Live, application, chrome_trace  # noqa: E402
 
@@ -174,8 +179,26 @@ def test_a_port_that_is_taken_is_one_line(written: Written, tmp_path: Path, caps
         port = taken.getsockname()[1]
         assert cli.main(["ui", str(tmp_path), "--port", str(port)]) == 2
     assert capsys.readouterr().err.startswith(f"--port {port}: ")
-    assert cli.main(["ui", str(tmp_path / "none")]) == 2
     assert cli.main(["ui", str(tmp_path), "--port", "99999"]) == 2
+
+
+def test_a_run_that_has_not_begun_is_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "later"
+    steps = iter([lambda: folder.mkdir(), lambda: Written(folder).compared(1).store.flush()])
+    monkeypatch.setattr(commands.time, "sleep", lambda seconds: next(steps)())
+    found = commands._awaited(argparse.Namespace(run=folder, loss=[]))
+    assert len(found.processes) == 1
+    assert capsys.readouterr().out.count("Waiting for a run to begin there") == 1
+
+
+def test_waiting_ends_with_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands.time, "sleep", interrupted)
+    assert cli.main(["ui", str(tmp_path / "none")]) == 130
 
 
 def test_a_new_version_is_announced(written: Written, live: Live) -> None:
