@@ -48,6 +48,12 @@ def operators() -> dict[str, Any]:
     return _by_name(op_db, full_name)
 
 
+def called(info: Any) -> str:
+    """The name of the function that an OpInfo calls: `rand_like` of some versions draws by `torch.randn_like`."""
+    code = getattr(info.op, "__code__", None)
+    return "randn_like" if info.name == "rand_like" and code and "randn_like" in code.co_names else str(info.name)
+
+
 @functools.cache
 def modules() -> dict[str, Any]:
     """Every ModuleInfo by name (`modules()["nn.Linear"]`)."""

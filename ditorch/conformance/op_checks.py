@@ -351,7 +351,8 @@ class OperatorChecks:
         # Without a mode where it is known: composites of conjugated views go wrong under one in PyTorch (pinv does).
         known = traits_of(self.info.op).random is False or self.info.name.startswith("linalg.")
         random = False if known else None
-        return Trial(f"torch.{self.info.name}", call, args, kwargs, self.device, stay=self._stay, random=random)
+        name = f"torch.{databases.called(self.info)}"
+        return Trial(name, call, args, kwargs, self.device, stay=self._stay, random=random)
 
     def _call(self, sample: Any) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:

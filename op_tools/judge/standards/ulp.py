@@ -32,6 +32,7 @@ STORED: Final = 2.0
 SIGMAS: Final = 6.0
 _MIN_TF32_SHARE: Final = 1 / 64  # of the largest error that TF32 can make: the worst element has at least that
 _TRUST_IN_ONE_PROBE: Final = 0.5  # its sigma counts by half; that of n probes by the square root of n times as much
+_LOST: Final = 1e4  # times the size of arguments and results: a bound beyond that bounds nothing
 _MAX_NARROWED_SHARE: Final = 1 / 16  # share of elements in doubt above which a probe of the whole call is cheaper
 
 
@@ -100,6 +101,11 @@ def _judge_rounding(row: Row, pair: Pair) -> Row:
         if elements.drift is not None:
             left = elements.unexplained(sigma)
             suspects = None if left is None else _mask_or_none(suspects & left)
+    if suspects is not None and elements.regular and sigma is not None:
+        lost = suspects & _without_digits(uncertainty, elements, sigma)
+        if bool(lost.any()):
+            note = f"{int(lost.sum())} elements not compared: roundings of the arguments decide every digit"
+            row, suspects = row._replace(error_info=joined(row.error_info, note)), _mask_or_none(suspects & ~lost)
     if suspects is None and uncertainty.not_settled(pair.position) is not None:
         left = elements.unexplained(sigma)
         if left is not None:
@@ -110,6 +116,18 @@ def _judge_rounding(row: Row, pair: Pair) -> Row:
     allowed = _allowed(row, pair, uncertainty) if pair.allowances else None
     hint = "" if allowed is not None else _pattern_of_errors(pair, elements, suspects, sigma)
     return allowed or _concluded(row, elements, suspects, sigma, hint)
+
+
+def _without_digits(uncertainty: Uncertainty, elements: _Elements, sigma: Tensor) -> Tensor:
+    """Where a rounding moves a result far beyond its own size and what its arguments are large enough for.
+
+    An inverse next to a singular matrix is like that. How far it moves has no usual size, which probes could find out.
+    """
+    source, largest = uncertainty.result.source, max(elements.largest, 1.0)
+    for tensor in [*source.tensors, *[g for g in source.grad_outputs or () if g is not None]]:
+        if tensor.numel() and tensor.is_floating_point():
+            largest *= max(1.0, float(tensor.detach().abs().max()))
+    return elements.bound(sigma) > _LOST * largest
 
 
 def _allowed(row: Row, pair: Pair, uncertainty: Uncertainty) -> Row | None:

@@ -716,3 +716,15 @@ def test_pieces_side_by_side_keep_their_order_and_their_errors() -> None:
     assert names == {"op_tools-piece"}
     with pytest.raises(ValueError, match="thirteen"):
         cores.side_by_side(square, range(20), 4)
+
+
+def test_gradients_of_a_singular_inverse_are_not_called_wrong(device: str) -> None:
+    """Which of its digits are right is decided by roundings: the CPU itself gives 1e7 in float32 and 0.5 in float64."""
+    rows = torch.tensor([[-1.114950180053711, -0.3856009244918823], [0.6932570934295654, -0.19225582480430603]])
+    matrices = rows[:, None, :].repeat(1, 2, 1)  # two equal rows each
+    with op_tools.OpAutoCompare() as tool:
+        for seed in range(4):
+            x = matrices.to(device).requires_grad_()
+            y = torch.pinverse(x)
+            y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(device))
+    assert not tool.blames

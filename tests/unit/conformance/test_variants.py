@@ -104,3 +104,12 @@ def test_a_script_asks_about_the_worst_element_and_its_own_bound(allowed: float,
     script.write_text(hunt_script.text(databases.operators()["mul"], Variant((x, 3.0), {}), "in place", "cpu", place))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
     assert done.returncode == status, done.stdout + done.stderr
+
+
+def test_an_entry_is_named_by_what_it_calls() -> None:
+    """Judged as `rand_like`, normal numbers would be called wrong."""
+    found = databases.operators()["rand_like"]
+    torch.manual_seed(0)
+    drawn = found.op(torch.zeros(1000))
+    assert databases.called(found) == ("randn_like" if float(drawn.min()) < 0 else "rand_like")
+    assert databases.called(databases.operators()["add"]) == "add"
