@@ -71,6 +71,9 @@ class Compiled(Judge):
             tensors = len(list(tensors_in(args)))
             found = {GRADIENT: [*asked(made, job.unasked), *[None] * (tensors - len(made))]}
         judged = judge_graph(runs, found, self.setup.rules, self.setup.max_seconds)
+        written = graph.writes if graph.writes is not None else set()
+        shown = [row for row in judged.rows if row.part != INPUT or row.verdict == WRONG or (row.index or 0) in written]
+        judged = dataclasses.replace(judged, rows=tuple(shown))
         if judged.verdict != WRONG:
             return judged
         what = self._why(job, call, graph, runs, args)
