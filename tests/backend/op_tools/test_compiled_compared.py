@@ -100,7 +100,10 @@ def _phases(tool: Any) -> set[str]:
     return {row["phase"] for row in tool.records() if row["op"] == "torch.compile"}
 
 
-@pytest.mark.parametrize("program", _PROGRAMS)
+_SLOW = ("graph breaks", "dynamic shapes", "pixels")  # Dynamo takes its time
+
+
+@pytest.mark.parametrize("program", [pytest.param(p, marks=[pytest.mark.slow] * (p in _SLOW)) for p in _PROGRAMS])
 def test_programs_that_are_right(device: str, program: str) -> None:
     expected = _train(program, device, "aot_eager")
     tool = op_tools.OpAutoCompare()
