@@ -34,6 +34,8 @@ _MEMBERS: Final = 3  # runs with roundings moved
 _MORE: Final = 8  # such runs for a result that seems wrong
 _FURTHER: Final = 8.0  # how much further numbers are moved in those
 _SIGMAS: Final = 16.0
+_USUAL: Final = 3.0  # times the median
+_LONG: Final = 8  # elements of a row that has a median of its own
 OUTPUT, INPUT, GRADIENT = "output", "input", "grad_input"
 Found = Mapping[str, Sequence[Any]]  # by part: what the device returned, wrote, or sent back; None where unknown
 
@@ -202,10 +204,11 @@ class _Bound:
         self._info = None if self._whole else torch.finfo(ours.dtype)
         size = self._exact.abs()
         if self._info is None:
-            self._allowed = torch.zeros(size.shape, dtype=torch.float64)
+            self._least = torch.zeros(size.shape, dtype=torch.float64)
         else:
             size = torch.where(size.isfinite(), size, 0.0)
-            self._allowed = _UNITS * (size * (self._info.eps / 2) + self._info.smallest_normal * self._info.eps)
+            self._least = _UNITS * (size * (self._info.eps / 2) + self._info.smallest_normal * self._info.eps)
+        self._spread = torch.zeros(size.shape, dtype=torch.float64)
         self._free = torch.zeros(size.shape, dtype=torch.bool)  # where nothing is settled
         if self._info is not None and not ours.is_complex():
             self._free |= (self._exact.abs() > 0.5 * self._info.max) & self._exact.isfinite()
@@ -236,22 +239,28 @@ class _Bound:
         self._widen(factor * torch.where(finite, distance, 0.0))
 
     def _widen(self, distance: Tensor) -> None:
-        """Elements lean on their neighbours: among many, some are always lucky."""
-        if distance.dim():
-            distance = torch.maximum(distance, distance.square().mean(-1, keepdim=True).sqrt())
-            distance = torch.maximum(distance, distance.square().mean().sqrt())
-        self._allowed = torch.maximum(self._allowed, distance)
+        self._spread = torch.maximum(self._spread, distance)
 
     def allowed(self) -> Tensor:
-        """How far each element may be off."""
-        return torch.where(self._free, math.inf, self._allowed)
+        """How far each element may be off.
+
+        Elements lean on what is usual among them: of many, some are always lucky. A jump is not usual.
+        """
+        spread = self._spread
+        if spread.dim():
+            usual = spread[spread > 0]
+            if usual.numel():
+                spread = spread.clamp_min(_USUAL * float(usual.median()))
+            if spread.shape[-1] >= _LONG:
+                spread = torch.maximum(spread, _USUAL * spread.median(-1, keepdim=True).values)
+        return torch.where(self._free, math.inf, torch.maximum(self._least, spread))
 
     def excess(self) -> tuple[float, int, float]:
         """The largest error divided by what is allowed, its place, and the share of elements that are wrong."""
         same = (self._ours == self._exact) | (self._ours.isnan() & self._exact.isnan()) | self._free
         error = (self._ours - self._exact).abs()
         odd = ~error.isfinite() if not self._whole else torch.ones_like(self._free)
-        share = torch.where(odd, math.inf, error / self._allowed.clamp_min(1e-300))
+        share = torch.where(odd, math.inf, error / self.allowed().clamp_min(1e-300))
         share = torch.where(same, 0.0, share)
         worst, where = share.flatten().max(0)
         return float(worst), int(where), float((share > 1).double().mean())
