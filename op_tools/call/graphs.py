@@ -57,6 +57,9 @@ class Graph:
     location: str  # of the compiled function; empty where it is no code of the user's
     elements: int  # of all results, where their sizes are fixed
     writes: set[int] | None = None  # arguments that it writes to; None until it has been run
+    usual: dict[Any, float] = dataclasses.field(
+        default_factory=dict
+    )  # by result: how far roundings move it, relatively
 
     @property
     def dtypes(self) -> set[torch.dtype]:

@@ -14,7 +14,7 @@ from ..call.description import Tensor, map_tensors, tensors_in
 from ..call.equality import same_values
 from ..call.graphs import ENTER_AUTOCAST, EXIT_AUTOCAST, OP, Graph, Step
 from ..call.traits import OpTraits
-from .allowances import TF32, tf32_allowed
+from .allowances import TF32, known_weakness, tf32_allowed
 from .golden import AS_IS, DOUBLE, GoldenResult, NoRandomNumbers, Run, Source, mapped_settings
 
 _HALVES: Final = (torch.float16, torch.bfloat16)
@@ -109,7 +109,7 @@ class Runner:
         args, kwargs = mapped_settings((args, kwargs), DOUBLE if self.wide else AS_IS)
         if not self.wide:
             args, kwargs = _as_autocast_does(step, args, kwargs)
-        elif self.jitter is not None and self._in_tf32(step):
+        elif self.jitter is not None and is_coarse(step.name, self.device):
             jitter = self.jitter
             args, kwargs = map_tensors((args, kwargs), lambda t: jitter(t, TF32) if t.is_floating_point() else t)
         result = _called(step.node, args, kwargs, self.wide)
@@ -130,13 +130,21 @@ class Runner:
                 tensor = tensor.to(dtype)
             if self.jitter is None or tensor.untyped_storage()._cdata in memory:
                 return tensor
-            unit = TF32 if dtype == torch.float32 and self._in_tf32(step) else 0.0
+            unit = TF32 if dtype == torch.float32 and is_coarse(step.name, self.device) else 0.0
             return self.jitter(tensor, max(unit, torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 0.0))
 
         return map_tensors(result, store)
 
-    def _in_tf32(self, step: Step) -> bool:
-        return self.device == "cuda" and facts.last_name(step.name) in facts.AUTOCAST_LOW and tf32_allowed(step.name)
+
+@functools.lru_cache(maxsize=4096)
+def _is_weak(name: str, device: str) -> bool:
+    return any(known_weakness(name, phase, device, torch.float32) for phase in ("forward", "backward"))
+
+
+def is_coarse(name: str, device: str) -> bool:
+    """Whether a device may do a call on float32 in TF32, or its kernel is known to be as coarse."""
+    products = device == "cuda" and facts.last_name(name) in facts.AUTOCAST_LOW and tf32_allowed(name)
+    return products or _is_weak(name, device)
 
 
 def _called(node: Any, args: Any, kwargs: Any, wide: bool = False) -> Any:

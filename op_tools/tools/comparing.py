@@ -50,6 +50,7 @@ class Comparing(Tool):
 
     def finish(self) -> None:
         teller = self._teller
+        self._regions.stop()
         try:
             left = teller.numbered - teller.told
             if left > 50 and self.view.on and sys.stderr.isatty():

@@ -27,7 +27,7 @@ from ...judge.verdict import NOT_COMPARABLE, WRONG, Judgement, Rules
 from ..ladder import FORWARD, ComparedCall, Job, Judge, Setup, asked
 
 _MAX_NARROWED: Final = 20  # graphs that are looked at once more
-_RANDOM: Final = "it draws random numbers, and two runs draw different ones"
+_RANDOM: Final = "random numbers, of which two runs draw different ones"
 
 
 class Compiled(Judge):
@@ -55,7 +55,8 @@ class Compiled(Judge):
         try:
             return self._judge(job, call, graph, args, values)
         except DrawsRandomNumbers:
-            return Judgement(NOT_COMPARABLE, f"compiled code: {_RANDOM}")
+            graph.why_not = _RANDOM  # later runs are not copied
+            return Judgement(NOT_COMPARABLE, f"compiled code with {_RANDOM}")
         except Exception as error:
             text = (str(error).strip().splitlines() or [""])[0][:200]
             return Judgement(NOT_COMPARABLE, f"the CPU cannot run its graph: {type(error).__name__}: {text}")

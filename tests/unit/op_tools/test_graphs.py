@@ -99,6 +99,20 @@ def test_gradients(change: float, expected: str) -> None:
     assert judge_graph(runs, {GRADIENT: [None, grad * (1 + change)]}, Rules()).verdict == expected
 
 
+def test_later_runs_of_a_graph_need_no_float64() -> None:
+    def chain(x: Tensor) -> Tensor:
+        return (x.sin() @ x.cos()).tanh().softmax(-1)
+
+    drawn = torch.Generator().manual_seed(0)
+    graph = traced(chain, torch.rand(16, 16, generator=drawn))
+    for number, change in enumerate((1e-7, 1e-7, 1e-3)):
+        x = torch.rand(16, 16, generator=drawn)
+        runs = Runs(graph, (x,), "xpu")
+        judged = judge_graph(runs, {OUTPUT: [chain(x) * (1 + change)]}, Rules())
+        assert judged.verdict == ("wrong" if change > 1e-4 else "right")
+        assert ("exact" in vars(runs)) == (number != 1)
+
+
 def test_what_a_graph_writes_to_is_learned_and_compared() -> None:
     def update(x: Tensor, total: Tensor) -> Tensor:
         total.add_(x)
