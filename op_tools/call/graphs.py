@@ -47,7 +47,7 @@ class Graph:
     """
 
     arguments: tuple[Any, ...]  # nodes
-    names: tuple[str, ...]  # of the arguments, as the user's program has them
+    names: tuple[str, ...]  # of the arguments and constants, as the user's program has them
     steps: tuple[Step, ...]
     result: Any  # a tree of nodes
     constants: tuple[Tensor, ...]
@@ -112,8 +112,9 @@ def graph_of(module: Any, code: CodeType | None = None) -> Graph:
     for part in parts.values():
         reasons += [part.why_not] * bool(part.why_not) + ["constants in a part of its graph"] * bool(part.constants)
         elements += part.elements
+    called = (*names, *[node.name for node in constants])
     return Graph(
-        *(tuple(arguments), tuple(names), steps, result, tuple(constants.values()), tuple(constants), parts),
+        *(tuple(arguments), called, steps, result, tuple(constants.values()), tuple(constants), parts),
         *(reasons[0] if reasons else "", "" if code is None else _place(code), elements),
     )
 

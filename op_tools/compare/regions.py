@@ -118,10 +118,10 @@ class CompiledRegions(Hooks):
     def _why_not(self, call: Call, graph: Graph) -> str:
         if graph.why_not:
             return f"compiled code with {graph.why_not}"
-        odd = dict.fromkeys(type(t).__name__ for t in call.tensors if not is_plain(t))
+        odd = dict.fromkeys(type(t).__name__ for t in (*call.tensors, *graph.constants) if not is_plain(t))
         if odd:
             return f"compiled code on arguments of type {', '.join(odd)}"
-        needed = 8 * (sum(t.numel() for t in call.tensors) + graph.elements)
+        needed = 8 * (sum(t.numel() for t in (*call.tensors, *graph.constants)) + graph.elements)
         if needed > self._max_bytes:
             limit = self._max_bytes / 2**20
             return f"needs {needed / 2**20:,.0f} MiB in double precision; the limit is {limit:,.0f} MiB"
@@ -153,9 +153,9 @@ class CompiledRegions(Hooks):
         compared.record_site = self._tool.site(call)
         compared.event = self._teller.lineage.made_from(call.inputs.data_ptrs, call.outputs.data_ptrs)
         job = Job(compared, FORWARD, event=compared.event, live=call, local=True)
-        writes = graph.writes
-        written = range(len(args)) if writes is None else writes
-        after = tuple([a if n in written and isinstance(a, Tensor) else None for n, a in enumerate(args)])
+        everything = (*args, *graph.constants)  # optimizers write to constants: their parameters
+        written = range(len(everything)) if graph.writes is None else graph.writes
+        after = tuple([a if n in written and isinstance(a, Tensor) else None for n, a in enumerate(everything)])
         job.snapshot = self._snapshots.layouts.stage(0, [], (after, {}, call.result))
         self._judging.submit(job, compared)
         self._chooser.spend(compared.kind, time.perf_counter() - started)

@@ -65,7 +65,7 @@ class Compiled(Judge):
         if job.phase == FORWARD:
             after, _, result = values
             runs = Runs(graph, args, call.region.device)
-            found = {OUTPUT: list(leaves_of(result)), INPUT: [*after, *[None] * len(graph.constants)]}
+            found = {OUTPUT: list(leaves_of(result)), INPUT: list(after)}
         else:
             sent, made = values
             runs = Runs(graph, args, call.region.device, sent)
@@ -106,16 +106,12 @@ def _named(row: Any, graph: Graph, args: tuple[Any, ...], what: str) -> Any:
     """The row of a wrong argument or gradient with its name, and what is known of the cause."""
     own = ""
     if row.part == INPUT:
-        own = _word(graph.names, row.index or 0)
+        own = graph.names[row.index or 0]
     elif row.part == GRADIENT:
         places = [n for n, a in enumerate(args) for _ in tensors_in(a)]
-        own = _word(graph.names, places[row.index or 0])
+        own = graph.names[places[row.index or 0]]
     text = f"{own}: {row.reason}" if own else row.reason
     return row._replace(reason=f"{text}; {what}" if what else text)
-
-
-def _word(names: tuple[str, ...], place: int) -> str:
-    return names[place] if place < len(names) else "a constant"
 
 
 class Narrowing:

@@ -210,6 +210,31 @@ def test_a_lost_write_to_a_buffer_is_found(device: str) -> None:
     assert "norm" in blame.reason
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_a_compiled_optimizer(device: str, right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)  # Dynamo asks CUDA about parameters
+    torch._dynamo.reset()
+    parameter = nn.Parameter(torch.ones(3, device=device))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1, foreach=False)
+
+    def broken(module: Any, inputs: Any) -> Callable[..., Any]:
+        def compiled(*args: Any) -> Any:
+            result = module.forward(*args)
+            with torch.no_grad():
+                parameter[1] = 0.0
+            return result
+
+        return compiled
+
+    update = torch.compile(lambda: optimizer.step(), backend="aot_eager" if right else broken)
+    with op_tools.OpAutoCompare() as tool:
+        parameter.grad = torch.full_like(parameter, 0.5)
+        update()
+    verdicts = [row["verdict"] for row in tool.records() if row["op"] == "torch.compile"]
+    assert len(verdicts) >= 3, "the parameter and its state"
+    assert verdicts.count("wrong") == (not right)
+
+
 def test_wrong_gradients_are_found(device: str) -> None:
     from functorch.compile import make_boxed_func
     from torch._dynamo.backends.common import aot_autograd
