@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Final
 
 import torch
@@ -77,13 +77,13 @@ class Compiled(Judge):
         judged = dataclasses.replace(judged, rows=tuple(shown))
         if judged.verdict != WRONG:
             return judged
-        what = self._why(job, call, graph, runs, args)
+        what = self._why(job, call, graph, runs, args, values[0])
         rows = [_named(row, graph, args, what) if row.verdict == WRONG else row for row in judged.rows]
         return dataclasses.replace(
             judged, reason=f"{judged.reason}; {what}" if what else judged.reason, rows=tuple(rows)
         )
 
-    def _why(self, job: Job, call: ComparedCall, graph: Graph, runs: Runs, args: tuple[Any, ...]) -> str:
+    def _why(self, job: Job, call: ComparedCall, graph: Graph, runs: Runs, args: tuple[Any, ...], sent: Any) -> str:
         """Whose fault it is, in words; asked once per graph and phase."""
         key = (id(graph), job.phase)
         with self._lock:
@@ -93,7 +93,8 @@ class Compiled(Judge):
         try:
             device = next(t.device for t in call.before.storages if not t.is_cpu) if call.before is not None else None
             with quiet():
-                said = Narrowing(graph, args, device, call.region.device, self.setup.rules).say()
+                narrowing = Narrowing(graph, args, device, call.region.device, self.setup.rules)
+                said = narrowing.say() if job.phase == FORWARD else narrowing.say_of_gradients(runs, sent, job.unasked)
         except StopIteration:
             said = ""
         except Exception as error:
@@ -136,6 +137,23 @@ class Narrowing:
         step, reason = self._wrong
         where = f" at {step.location}" if step.location else ""
         return f"its call {step.name}{where} is wrong on the device without the compiler, too: {reason}"
+
+    def say_of_gradients(self, runs: Runs, sent: Sequence[Tensor | None], unasked: tuple[int, ...]) -> str:
+        """The same of a backward: autograd goes through the graph on the device, without the compiler."""
+        with neutral(grad=True):
+            copier = Copier(self._device, grad=True, enter=True)
+            outputs = tensors_in(Runner(self._graph, here=True)(*copier.copy(self._args)))
+            pairs = [(o, g) for o, g in zip(outputs, sent) if g is not None and o.requires_grad]
+            leaves = list({id(leaf): leaf for leaf in copier.leaves if leaf is not None}.values())
+            grads = [g.to(o.device, o.dtype) for o, g in pairs]
+            found = golden.differentiated([o for o, _ in pairs], leaves, grads)
+        made = {id(leaf): None if grad is None else _on_cpu(grad) for leaf, grad in zip(leaves, found)}
+        gradients = asked([None if leaf is None else made[id(leaf)] for leaf in copier.leaves], unasked)
+        if judge_graph(runs, {GRADIENT: gradients}, self._rules).verdict == WRONG:
+            return "autograd's gradients of its graph are wrong on the device without the compiler, too"
+        return (
+            "autograd's gradients of its graph are right on the device without the compiler: its own backward is wrong"
+        )
 
     def _seen(self, step: Step, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
         if self._wrong is not None:

@@ -250,7 +250,7 @@ def test_wrong_gradients_are_found(device: str) -> None:
         compiled(weight, torch.ones(2, 3, device=device)).sum().backward()
     (blame,) = tool.blames
     assert (blame.op, blame.phase) == ("torch.compile", "backward")
-    assert "every call of its graph is right" in blame.reason
+    assert "autograd's gradients of its graph are right on the device without the compiler" in blame.reason
 
 
 # --- what is not compared, and why -------------------------------------------------------------------------
