@@ -136,8 +136,8 @@ def tensor_parallel(job: Job) -> Step:
     return trained(job, net, lambda: net(x).square().mean())
 
 
-def _compiled(job: Job, backend: str) -> Step:
-    net = job.to(nn.Sequential(Block(16), nn.Linear(16, 4)))
+def _compiled(job: Job, backend: str, dropout: bool = True) -> Step:
+    net = job.to(nn.Sequential(Block(16), nn.Linear(16, 4))).train(dropout)
     fast: Any = torch.compile(net, backend=backend)
     x = job.randn(2, 8, 16)
     return trained(job, net, lambda: fast(x).square().mean())
@@ -151,3 +151,8 @@ def compiled_eager(job: Job) -> Step:
 @program
 def compiled_aot(job: Job) -> Step:
     return _compiled(job, "aot_eager")
+
+
+@program
+def compiled_without_dropout(job: Job) -> Step:
+    return _compiled(job, "aot_eager", dropout=False)

@@ -30,7 +30,7 @@ _FACTOR_STEPS: Final = 10  # operations for each element and row when a matrix i
 
 _LEFT_OUT: Final = "left out, and no call of its kind was compared"
 
-_WHOLE: Final = "compiled code runs as a whole (TORCH_COMPILE_DISABLE=1 runs its operators one by one)"
+_BEFORE: Final = "compiled before the tool was started (TORCH_COMPILE_DISABLE=1 runs its operators one by one)"
 
 _Key = tuple[str, Hashable, str]  # operator, kind of arguments, phase
 
@@ -138,7 +138,7 @@ class Coverage:
         ordered = sorted(missed.items(), key=lambda item: (-item[1][1].work, -item[1][1].calls))
         lines = [first]
         if compiled:
-            lines.append(f"  torch.compile: {compiled}, not compared: {_WHOLE}")
+            lines.append(f"  torch.compile: {compiled}, not compared: {_BEFORE}")
         if unjudged:
             names = ", ".join(unjudged)
             were = "operator was" if len(unjudged) == 1 else "operators were"

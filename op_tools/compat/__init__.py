@@ -14,6 +14,7 @@ Other rooms may read these attributes of PyTorch's objects, which hold for the s
     class       _execution_engine                   of torch.autograd.Variable, replaced while tools watch backward
     module      _maybe_set_eval_frame               of `dynamo_eval_frame`, replaced while tools watch
     class       apply  apply_boxed                  of `PythonNode`, replaced once Dynamo is there; some have no second
+    class       call_user_compiler                  of `dynamo_output_graph`, replaced while compiled code is compared
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 import torch.utils.checkpoint
 from torch._decomp import decomposition_table as decomposition_table
+from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch.storage import _dtype_to_storage_type_map
@@ -301,6 +303,30 @@ def dynamo_eval_frame() -> Any:
     """Dynamo's module that sets the frame callback; None if Dynamo is not imported yet, or has no such setter."""
     module = sys.modules.get(DYNAMO_MODULE)
     return module if hasattr(module, "_maybe_set_eval_frame") else None
+
+
+DYNAMO_GRAPHS: Final = "torch._dynamo.output_graph"  # a module
+
+
+def dynamo_output_graph() -> Any:
+    """Dynamo's class that hands graphs to backends; None if Dynamo is not imported yet, or has no such class."""
+    kind = getattr(sys.modules.get(DYNAMO_GRAPHS), "OutputGraph", None)
+    return kind if hasattr(kind, "call_user_compiler") else None
+
+
+def compiled_code_of(output_graph: Any) -> Any:
+    """The code of the function that a graph is made of; None where Dynamo does not tell."""
+    return getattr(getattr(output_graph, "root_tx", None), "f_code", None)
+
+
+def is_packaged(output_graph: Any) -> bool:
+    """Whether Dynamo saves what the backend returns to a file: then nobody may stand around it."""
+    return getattr(output_graph, "package", None) is not None
+
+
+def example_value(node: Any) -> Any:
+    """What a node of Dynamo's graphs returned when it was traced: tensors without values; None where it is unknown."""
+    return node.meta.get("example_value")
 
 
 def hide_from_dynamo(function: Any) -> None:

@@ -41,7 +41,7 @@ AS_IS: Final[dict[torch.dtype, torch.dtype]] = {}
 Graph = tuple[Any, list[Tensor | None]]  # results with their history, and the leaf of each tensor of the arguments
 
 
-class _NoRandomNumbers(DispatchMode):
+class NoRandomNumbers(DispatchMode):
     """Stops a call before it draws from any random stream."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -249,7 +249,7 @@ def run_as_is(
     torch.Size([1, 2])
     """
     with neutral(grad=grad_outputs is not None):
-        args, kwargs = _map_settings(facts.adapt(name, args, kwargs), AS_IS)
+        args, kwargs = mapped_settings(facts.adapt(name, args, kwargs), AS_IS)
         outputs = facts.on_cpu(name, function)(*args, **kwargs)
         if grad_outputs is None:
             return outputs, None
@@ -301,7 +301,7 @@ def _first_that_works(source: Source, dtype_cast: Cast | None, backward: bool, k
     else:
         candidates = (DOUBLE, SINGLE, AS_IS)
     first_error = ""
-    guard = _NoRandomNumbers() if source.traits.random is not False and source.draws is None else None
+    guard = NoRandomNumbers() if source.traits.random is not False and source.draws is None else None
     for cast in candidates:
         try:
             done, graph = _execute(source, cast, backward, guard, keep_graph)
@@ -342,7 +342,7 @@ def _execute(
         if not plain or source.kwargs:
             given = facts.adapt(source.name, *given)
             function = facts.on_cpu(source.name, function)
-        args, kwargs = _map_settings(copier.copy(given, source.tensors), cast)
+        args, kwargs = mapped_settings(copier.copy(given, source.tensors), cast)
         drawn = None if source.draws is None else Substitute(source.draws)
         with mode or contextlib.nullcontext(), drawn or contextlib.nullcontext():  # what probes draw is their own
             outputs = function(*args, **kwargs)
@@ -442,7 +442,7 @@ def _unwrapped(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def _map_settings(value: Any, cast: Cast) -> Any:
+def mapped_settings(value: Any, cast: Cast) -> Any:
     """Dtypes follow the cast, devices become the CPU, generators of a device go."""
     kind = type(value)
     if kind is torch.dtype:
@@ -454,9 +454,9 @@ def _map_settings(value: Any, cast: Cast) -> Any:
     if kind is torch.Generator:
         return None
     if kind is list:
-        return [_map_settings(v, cast) for v in value]
+        return [mapped_settings(v, cast) for v in value]
     if kind is tuple:
-        return tuple([_map_settings(v, cast) for v in value])
+        return tuple([mapped_settings(v, cast) for v in value])
     if kind is dict:
-        return {k: _map_settings(v, cast) for k, v in value.items()}
+        return {k: mapped_settings(v, cast) for k, v in value.items()}
     return value

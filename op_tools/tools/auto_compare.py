@@ -26,6 +26,7 @@ from ..compare.judges.collectives import Collectives
 from ..compare.judging import Judging
 from ..compare.ladder import BACKWARD, FORWARD, ComparedCall, Job, gradient_kind
 from ..compare.memory import Guarded, NodeGuard
+from ..compare.regions import CompiledRegions
 from ..compare.repeat import Repeater, Unjudged
 from ..compare.second_look import SecondLooks
 from ..compare.snapshots import Snapshots
@@ -107,6 +108,9 @@ class OpAutoCompare(Comparing):
         self._collectives: Collectives | None = self.judge(Collectives)
         if self._collectives is not None:
             self._collectives.start(self, self._teller, self._chooser)
+        limit = int(settings.number("OP_AUTOCOMPARE_MAX_BYTES"))
+        self._regions = CompiledRegions(self, self._judging, self._chooser, self._snapshots, limit)
+        self._regions.start()
         measuring.prepare()
         self.csv_path = None
 

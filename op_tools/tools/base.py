@@ -19,6 +19,7 @@ from ..call.traits import OpTraits
 from ..compat import in_func_transform
 from ..settings import SettingsError
 from ..view import console, runs, store
+from ..watch.compiled import Tally
 from ..watch.hooks import Hooks
 from ..watch.intercept import INTERCEPTOR, Call
 from ..watch.room import is_out_of_memory, make_room
@@ -189,7 +190,7 @@ class Tool(Shown):
                     self._store.sources.append(self.read_late)
                     _active.add(self)
                     INTERCEPTOR.add(self)
-                    self._began, self._compiled_before = time.perf_counter(), INTERCEPTOR.regions.tally()
+                    self._began, self._compiled_before = time.perf_counter(), self._compiled_runs()
                 except BaseException:
                     self.release()
                     raise
@@ -226,12 +227,16 @@ class Tool(Shown):
     end = stop
 
     def _ask_for_compiled_code(self) -> None:
-        ran = INTERCEPTOR.regions.tally(wait=True).since(self._compiled_before)
+        ran = self._compiled_runs(wait=True).since(self._compiled_before)
         self.compiled = ran.describe(time.perf_counter() - self._began)
         if self.compiled:
             self._report(
                 Finding(self.name, "torch.compile", "skipped", f"compiled code is left alone: {self.compiled}")
             )
+
+    def _compiled_runs(self, wait: bool = False) -> Tally:
+        """Runs of compiled code that the tool leaves alone."""
+        return INTERCEPTOR.regions.tally(wait)
 
     def step(self) -> None:
         """Count a training step by hand, where no optimizer does it (`tool.step()`)."""

@@ -12,12 +12,14 @@ from ..compare.choose import Chooser
 from ..compare.judges.collectives import Collectives
 from ..compare.judging import Judging
 from ..compare.ladder import Judge
+from ..compare.regions import CompiledRegions
 from ..compare.second_look import SecondLooks
 from ..compare.teller import Blame, Teller
 from ..copies.operands import Fetcher
 from ..judge.verdict import WRONG
 from ..view import console
-from ..watch.intercept import INTERCEPTOR
+from ..watch.compiled import Tally
+from ..watch.intercept import INTERCEPTOR, Call
 from .base import Tool
 
 
@@ -32,7 +34,13 @@ class Comparing(Tool):
     _chooser: Chooser
     _second_looks: SecondLooks
     _collectives: Collectives | None
+    _regions: CompiledRegions
+    compares_compiled = True
     csv_path: Path | None
+
+    def accepts_call(self, call: Call) -> bool:
+        """Whether a call is among those that the tool was told to watch, whatever the budget says."""
+        return Tool.accepts(self, call)
 
     def in_background(self, nbytes: int, work: Callable[[Fetcher], None]) -> None:
         """Have a worker thread do something with so many bytes of copies."""
@@ -42,6 +50,7 @@ class Comparing(Tool):
 
     def finish(self) -> None:
         teller = self._teller
+        self._regions.stop()
         try:
             left = teller.numbered - teller.told
             if left > 50 and self.view.on and sys.stderr.isatty():
@@ -58,6 +67,7 @@ class Comparing(Tool):
             self.csv_path = teller.write_table(self._store, self.table_name, self._run_key, self.only is None)
 
     def release(self) -> None:
+        self._regions.stop()
         if self._collectives is not None:
             self._collectives.close()
 
@@ -66,6 +76,9 @@ class Comparing(Tool):
         notes += [self._chooser.describe(), self._second_looks.describe(), INTERCEPTOR.sums.why_unheard()]
         told = self._teller.summary(self._chooser.left_out, notes, self.compiled)
         return [*told, f"comparisons in {self.csv_path}"]
+
+    def _compiled_runs(self, wait: bool = False) -> Tally:
+        return INTERCEPTOR.regions.unseen(wait)
 
     def _compiled_fact(self) -> list[str]:
         return []  # the coverage says it

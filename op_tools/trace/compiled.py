@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from ..call.description import Tensor
+from ..call.graphs import line_of_stack
 from ..watch import patches
 from ..watch.compiled import WhenImported
 from . import format as columns
@@ -27,10 +28,8 @@ if TYPE_CHECKING:
 
 _BACKEND: Final = "torch._dynamo.backends.debugging"
 _PATCH: Final = "torch._dynamo.backends.debugging.boxed_nop"
-_FRAME: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)')
 _MAX_PLANS: Final = 256
 _SUM: Final = "autograd.sum_of_gradients"
-_LIBRARY: Final = str(torch.__file__).rpartition("/")[0] + "/"
 
 
 @dataclasses.dataclass(eq=False)
@@ -91,7 +90,7 @@ class _Plan:
                 name = f"{_SUM}.{target.rpartition('.')[2]}" if self.backward else target
             stack = meta.get("nn_module_stack") or meta.get("fwd_nn_module_stack") or {}
             path = str(next(reversed(stack.values()))[0]) if stack else ""
-            call = self.calls[key] = _Call(key, name, _relative(path), _line(meta.get("stack_trace") or ""))
+            call = self.calls[key] = _Call(key, name, _relative(path), line_of_stack(meta.get("stack_trace") or ""))
         self.of[node] = call
 
     def _forward_plan(self) -> _Plan | None:
@@ -137,11 +136,6 @@ def _relative(path: str) -> str:
     """The name of a module below the one whose code was compiled (`_relative("L['self'].h[0].attn") == "h.0.attn"`)."""
     words = re.findall(r"\w+", re.sub(r"^L\['?\w+'?\]", "", path))
     return ".".join(word for word in words if word != "_modules")
-
-
-def _line(stack: str) -> str:
-    frames = [found for found in _FRAME.findall(stack) if not found[0].startswith(_LIBRARY)]
-    return "{}:{} {}: {}".format(*frames[-1]).strip() if frames else ""
 
 
 class _Runner(torch.fx.Interpreter):

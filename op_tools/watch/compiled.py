@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .intercept import Interceptor
 
 FORWARD, BACKWARD = "forward", "backward"
+SEEN: Final = "op_tools.seen"  # key in the metadata of a node that compiled code made: its backward is compared
 _MAX_RANGES: Final = 10_000
 _NOTE: Final = "code made by torch.compile is not watched, forward or backward (TORCH_COMPILE_DISABLE=1 turns it off)"
 _MAX_DEPTH: Final = 3  # of functions around a function
@@ -58,8 +59,18 @@ class Tally(NamedTuple):
     compiling: int = 0  # these compiled something
     compile_seconds: float = 0.0
 
+    def counting(self, phase: str) -> Tally:
+        """With one run more."""
+        return self._replace(**{phase: getattr(self, phase) + 1})
+
+    def timing(self, seconds: float, compiled: bool) -> Tally:
+        """With the time of a run, and whether something was compiled in it; a negative time is not known."""
+        if compiled:
+            return self._replace(compiling=self.compiling + 1, compile_seconds=self.compile_seconds + seconds)
+        return self if seconds < 0 else self._replace(timed=self.timed + 1, seconds=self.seconds + seconds)
+
     def since(self, earlier: Tally) -> Tally:
-        """What came after an earlier tally."""
+        """What came after an earlier tally, or is not among another one's."""
         return Tally._make(now - then for now, then in zip(self, earlier))
 
     def share(self, elapsed: float) -> float | None:
@@ -90,7 +101,9 @@ class Regions:
         self._lock = threading.Lock()
         self._depth = 0  # runs under way, in all threads
         self._tally = Tally()
-        self._pending: deque[tuple[Any, Any, bool]] = deque()  # first and last mark, and whether something was compiled
+        self._seen = Tally()  # of these, the runs that somebody compares
+        # first and last mark, whether something was compiled, and whether somebody compares it
+        self._pending: deque[tuple[Any, Any, bool, bool]] = deque()
         self.starts: list[int] = []  # numbers of the first nodes of runs, in ascending order
         self._ends: dict[int, int] = {}
 
@@ -102,17 +115,17 @@ class Regions:
         first = _mark() if outermost else None
         return _next_node(), first, compilations()
 
-    def leave(self, entered: tuple[int, Any, int], phase: str) -> None:
-        """A run ends, on the thread on which it began."""
+    def leave(self, entered: tuple[int, Any, int], phase: str, seen: bool = False) -> None:
+        """A run ends, on the thread on which it began; whether somebody compares it."""
         node, first, compiled = entered
         last = None if first is None else _mark()
         number = _next_node()
         with self._lock:
             self._depth -= 1
-            tally = self._tally
-            self._tally = tally._replace(**{phase: getattr(tally, phase) + 1})
+            self._tally = self._tally.counting(phase)
+            self._seen = self._seen.counting(phase) if seen else self._seen
             if first is not None and type(first) is type(last):
-                self._pending.append((first, last, compilations() != compiled))
+                self._pending.append((first, last, compilations() != compiled, seen))
             if number > node:
                 self._add_nodes(node, number)
         self._settle(wait=False)
@@ -140,21 +153,20 @@ class Regions:
         self._settle(wait)
         return self._tally
 
+    def unseen(self, wait: bool = False) -> Tally:
+        """The same of runs that nobody compares."""
+        return self.tally(wait).since(self._seen)
+
     def _settle(self, wait: bool) -> None:
         with self._lock:
             while self._pending:
-                first, last, compiled = self._pending[0]
+                first, last, compiled, seen = self._pending[0]
                 seconds = _seconds(first, last, wait)
                 if seconds is None:
                     return
                 self._pending.popleft()
-                tally = self._tally
-                if compiled:
-                    self._tally = tally._replace(
-                        compiling=tally.compiling + 1, compile_seconds=tally.compile_seconds + seconds
-                    )
-                elif seconds >= 0:
-                    self._tally = tally._replace(timed=tally.timed + 1, seconds=tally.seconds + seconds)
+                self._tally = self._tally.timing(seconds, compiled)
+                self._seen = self._seen.timing(seconds, compiled) if seen else self._seen
 
 
 _next_node: Final[Callable[[], int]] = sequence_number or (lambda: 0)
@@ -204,6 +216,7 @@ class _Region(NamedTuple):
 
 class _Thread(threading.local):
     region: _Region | None = None  # the compiled function that the thread is in
+    seen = False  # whether somebody compares what runs in it
 
 
 # Patches ask it first: all that they do in compiled functions is to call the original. Dynamo sees their frames there.
@@ -241,7 +254,8 @@ class CompiledCode:
         def applied(node: Any, *args: Any) -> Any:
             if THREAD.region is not None or not is_compiled_node(node):
                 return apply(node, *args)
-            return self.run(False, apply, node, *args)
+            known = SEEN in getattr(node, "metadata", ())
+            return self.run(False, apply, node, *args) if not known else self.run_seen(apply, node, *args)
 
         return applied
 
@@ -257,6 +271,15 @@ class CompiledCode:
             THREAD.region = None
             self._leave(region, BACKWARD)
 
+    def run_seen(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that runs the backward of compiled code which somebody compares."""
+
+        def seen(*args: Any) -> Any:
+            THREAD.seen = True
+            return function(*args)
+
+        return self.run(False, seen, *args)
+
     def starts_inside(self) -> bool:
         """A tool starts: whether this thread is in a compiled function, which is then left alone to its end."""
         frame, outermost = sys._getframe(1), None
@@ -270,6 +293,7 @@ class CompiledCode:
 
     def _enter(self, frame: FrameType | None, was_on: bool = False, counted: bool = False) -> _Region:
         interceptor = self._interceptor
+        THREAD.seen = False
         modes = pop_own_dispatch_modes()
         if interceptor.is_on():
             was_on = True
@@ -280,7 +304,7 @@ class CompiledCode:
             HIDDEN.hide()
             with contextlib.suppress(Exception):  # of objects that answer questions in their own way
                 optimizers = tuple(_optimizers_of(frame.f_locals.get("fn")))
-        if counted and not self._noted:
+        if counted and not self._noted and not all(tool.compares_compiled for tool in interceptor.tools):
             self._noted = True
             note(_NOTE)
         return _Region(frame, was_on, modes, interceptor.regions.enter() if counted else None, optimizers)
@@ -290,7 +314,7 @@ class CompiledCode:
         if region.frame is not None:
             HIDDEN.show()
         if region.entered is not None:
-            interceptor.regions.leave(region.entered, phase)
+            interceptor.regions.leave(region.entered, phase, THREAD.seen)
             interceptor.compiled_code_ran()
         if region.was_on and interceptor.tools and not interceptor.is_on():
             interceptor.put_on()

@@ -27,6 +27,7 @@ class Hooks:
     wants_pointers: ClassVar[bool] = True  # looks at the addresses of tensors; with a full console all do
     hears_passes: bool = False  # gets `after_backward_passes`; a tool may change its mind while it runs
     looks_inside: ClassVar[bool] = False  # of a call on wrapper tensors, sees the calls on plain tensors inside it
+    compares_compiled: ClassVar[bool] = False  # compiled code is compared as a whole, or it says by itself what is not
     view: View
 
     @property

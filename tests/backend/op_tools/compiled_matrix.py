@@ -284,6 +284,10 @@ def main() -> int:
         bad += not same
         findings = [f"{f.kind} {f.op} {f.message}"[:200] for f in made.findings() if f.kind != "skipped"]
         verdict = "same" if same else f"DIFFERS: {found}"
+        if tool == "OpAutoCompare":
+            compared = sum(row["op"] == "torch.compile" for row in made.records())
+            findings += [f"{compared} results of compiled code compared"]
+            findings += [line.strip() for line in made.summary() if line.strip().startswith("torch.compile:")]
         seconds = time.perf_counter() - began
         print(f"  {tool} {start}: {verdict}; {made.compiled}; {seconds:.1f} s {findings or ''}", flush=True)
     print(f"{bad} combinations differ", flush=True)

@@ -1,4 +1,7 @@
-"""Code made by torch.compile: tools leave it alone, forward and backward, and say how much of the run it is."""
+"""Code made by torch.compile: tools leave it alone, forward and backward, and say how much of the run it is.
+
+What OpAutoCompare does with graphs that are compiled while it watches is in `test_compiled_compared.py`.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +117,12 @@ def test_tools_that_start_before_the_first_compilation(
         tools = [started.enter_context(getattr(op_tools, name)()) for name in _OBSERVING]
         assert Trained(device, "aot_eager").expected == expected
     assert graphs() == before
-    assert all(tool.compiled.startswith("2 forward and 4 backward runs") for tool in tools)
+    comparing = next(tool for tool in tools if tool.name == "OpAutoCompare")
+    assert all(tool.compiled.startswith("2 forward and 4 backward runs") for tool in tools if tool is not comparing)
+    assert comparing.compiled == "", "what is compiled while it watches is compared, or it says why not"
+    assert "the higher-order operator autograd_function_apply" in "\n".join(comparing.summary())
+    assert comparing.calls["torch.compile"] == 2
+    assert not comparing.blames
     assert capfd.readouterr().err.count("made by torch.compile is not watched") == 1
     assert not [op for tool in tools for op in tool.calls if "aten" in op]
 
@@ -124,11 +132,12 @@ def test_the_summary_names_compiled_code(
 ) -> None:
     monkeypatch.setenv("OP_TOOLS_CONSOLE", "summary")
     x = torch.ones(3, 4, device=trained.device)
+    trained.compiled(x)
     with op_tools.OpAutoCompare() as comparison, op_tools.OpObserve() as observe:
         trained.compiled(x).exp()
     told = capfd.readouterr().out
     assert "1 comparison, 0 wrong; every call outside compiled code that computes was compared" in told
-    assert f"torch.compile: {comparison.compiled}, not compared: compiled code runs as a whole" in told
+    assert f"torch.compile: {comparison.compiled}, not compared: compiled before the tool was started" in told
     assert f"not watched, made by torch.compile: {observe.compiled}" in told
     with op_tools.OpAutoCompare():
         trained.compiled(x)
