@@ -29,7 +29,7 @@ from ..call.description import Described, Tensor
 from ..call.functions import function_of
 from ..copies.invocation import BACKWARD as BACKWARD
 from ..copies.invocation import FORWARD as FORWARD
-from ..copies.invocation import Invocation
+from ..copies.invocation import Invocation, Region
 from ..copies.operands import Fetcher, Operands
 from ..judge import references
 from ..judge.golden import GoldenResult
@@ -55,6 +55,12 @@ class ComparedCall(Invocation):
     gradients_only: bool = False  # its forward is not judged, and nobody may wait for that
     doubts: dict[str, str] | None = None  # by phase: why a wrong result would not be the call's fault
     notes: dict[Any, Any] = dataclasses.field(default_factory=dict)  # what judges remember until the backward
+
+    def cut_down(self, before: Operands, region: Region, number: int) -> ComparedCall:
+        """A call like this one on slices of its arguments; calls that are cut alike have the same number."""
+        what = (self.id, self.op, self.function, self.traits, self.site, region, (number, number), before)
+        told = (self.live, self.event, self.kind, self.record_site, None, self.in_backward, self.whole)
+        return ComparedCall(*what, *told, None, self.gradients_only, self.doubts)
 
     def continue_for(self, earlier: ComparedCall, live: Any) -> Any:
         """Stand for an earlier call in its backward alone; the states of generators that were taken for this one."""

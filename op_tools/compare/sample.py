@@ -38,7 +38,11 @@ class Kind:
         like = [t.shape for t, names in zip(self.tensors, axes.tensors) if names]
         self._shape = like[0] if axes.flat and not axes.lists else None  # of results
         self._chosen: dict[Cut, Chosen] = {}
+        self._forward = Cut(axes.cut_for_results(), axes.results)
+        self._backward: dict[tuple[int, ...], dict[Cut, list[int]]] = {}
+        self._fitting: set[Hashable] = set()
         self.layouts: dict[Hashable, Layout] = {}
+        self.recipes: dict[Hashable, Any] = {}  # how slices were taken; None where that cannot be repeated
 
     def value(self, tensors: Sequence[Tensor | None]) -> tuple[Any, Any]:
         """(args, kwargs) with these tensors; without memory where there is none."""
@@ -50,6 +54,12 @@ class Kind:
 
         args, kwargs = map_tensors(self._model, fill)
         return args, kwargs
+
+    def prepare(self, tensors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """The tensors that are cut, where these are not the arguments themselves."""
+        if self.axes.prepare is None or len(tensors) == len(self.tensors):
+            return tensors
+        return list(tensors_in(self.axes.prepare(*self.value(tensors))))
 
     def needs(self, positions: Sequence[int]) -> list[int]:
         """The arguments whose values the gradients of some depend on."""
@@ -80,10 +90,16 @@ class Kind:
 
     def forward(self) -> Cut:
         """How to cut for the results; what a call on lists writes has the axes of its arguments."""
-        return Cut(self.axes.cut_for_results(), self.axes.results)
+        return self._forward
 
     def backward(self, positions: Sequence[int]) -> dict[Cut, list[int]]:
         """How to cut for the gradients of these arguments; those that need the same slices together."""
+        known = self._backward.get(tuple(positions))
+        if known is None:
+            known = self._backward[tuple(positions)] = self._find_cuts(positions)
+        return dict(known)
+
+    def _find_cuts(self, positions: Sequence[int]) -> dict[Cut, list[int]]:
         found: dict[Cut, list[int]] = {}
         for position in positions:
             leader = self.axes.beside.get(position, position)
@@ -92,8 +108,20 @@ class Kind:
             found.setdefault(same, []).append(position)
         return found
 
-    def fits(self, results: Sequence[Tensor | None]) -> bool:
-        """Whether results, or the gradients of some of them, have the shapes that the axes say."""
+    def fits(self, results: Sequence[Tensor | None], look: Hashable = None) -> bool:
+        """Whether results, or the gradients of some of them, have the shapes that the axes say.
+
+        Those with the same `look` need not be asked about again.
+        """
+        if look is not None and look in self._fitting:
+            return True
+        if not self._fits(results):
+            return False
+        if look is not None:
+            self._fitting.add(look)
+        return True
+
+    def _fits(self, results: Sequence[Tensor | None]) -> bool:
         axes = self.axes
         if axes.lists and not results:  # written to the arguments
             return True

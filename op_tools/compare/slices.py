@@ -142,9 +142,7 @@ def cut_arguments(
     kind: Kind, tensors: Sequence[Tensor | None], index: Index, needed: Iterable[int] | None = None
 ) -> Ready:
     """The arguments cut to some places, or only those that are needed."""
-    axes = kind.axes
-    if axes.prepare is not None:
-        tensors = list(tensors_in(axes.prepare(*kind.value(tensors))))
+    axes, tensors = kind.axes, kind.prepare(tensors)
     made: dict[Hashable, Slice] = {}
     found: Ready = {}
     for number in range(len(tensors)) if needed is None else needed:
@@ -270,6 +268,11 @@ class _Pinned(threading.local):
 _pinned: Final = _Pinned()
 
 
+def pinned_room(nbytes: int) -> tuple[Tensor, int]:
+    """Pinned memory, and where in it so many bytes are free (`buffer, start = pinned_room(100)`)."""
+    return _pinned.room(nbytes)
+
+
 def take(*several: Slices) -> Any:
     """Take the slices that are not taken yet; an event after which all are there."""
     wanted = [each for each in several if each.flats is None]
@@ -291,7 +294,7 @@ def take(*several: Slices) -> Any:
 
 def _take_to_host(gather: Gather, wanted: Sequence[Slices], parts: Sequence[Slice], source: Tensor) -> Any:
     starts = list(itertools.accumulate([padded(p.nbytes) for p in parts], initial=0))
-    buffer, begin = _pinned.room(starts[-1])
+    buffer, begin = pinned_room(starts[-1])
     starts = [begin + start for start in starts]
     first = buffer.data_ptr()
     there = [(p.piece, first + start) for p, start in zip(parts, starts) if p.piece is not None]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from ..call.description import Tensor
@@ -22,7 +22,9 @@ _TABLE_BYTES: Final = 8 * (1 + _MAX_PIECES * _WORDS)
 _THREADS: Final = 256
 _MAX_BLOCKS: Final = 256
 _UNUSED: Final = (1, 0, 0)
+_Words: Final = ctypes.c_int64 * (_TABLE_BYTES // 8)
 
+Origin = tuple[int, int]  # a tensor by its number, and bytes from its beginning
 Dim = tuple[int, int, Tensor | None]  # places that are taken, bytes from one to the next, which (None: all in order)
 
 
@@ -42,6 +44,61 @@ class Piece(NamedTuple):
         return total
 
 
+class Table:
+    """The pieces of a launch that is made again for other tensors of the same layout: only addresses differ.
+
+    `origins` says for each piece which tensor it is cut from and how far from its beginning; None for zeros.
+    """
+
+    __slots__ = ("_launches", "_offsets", "_origins", "_pieces")
+
+    def __init__(self, pieces: Sequence[Piece], offsets: Sequence[int], origins: Sequence[Origin | None]) -> None:
+        self._pieces, self._offsets, self._origins = tuple(pieces), tuple(offsets), tuple(origins)
+        # of each launch: its words, then where in them an address belongs and what is added to it
+        self._launches: list[tuple[Any, int, int, list[tuple[int, int, int]], list[tuple[int, int]]]] = []
+        for first in range(0, len(pieces), _MAX_PIECES):
+            some = pieces[first : first + _MAX_PIECES]
+            words, most = _words(some, offsets[first : first + _MAX_PIECES])
+            sources, targets = [], []
+            for number, piece in enumerate(some):
+                at, origin = 1 + number * _WORDS, origins[first + number]
+                if origin is not None and piece.source:
+                    sources.append((at, *origin))
+                targets.append((at + 1, offsets[first + number]))
+            self._launches.append((words, len(some), most, sources, targets))
+
+    def launches(self, addresses: Sequence[int], first: int) -> Iterator[tuple[Any, int, int]]:
+        """Of each launch for tensors at these addresses: its words, how many pieces, elements of the largest."""
+        for template, count, most, sources, targets in self._launches:
+            words = _Words.from_buffer_copy(template)
+            for at, number, apart in sources:
+                words[at] = addresses[number] + apart
+            for at, offset in targets:
+                words[at] = first + offset
+            yield words, count, most
+
+    def filled(self, addresses: Sequence[int], first: int) -> tuple[list[Piece], list[int]]:
+        """The pieces for tensors at these addresses, and where they go."""
+        pieces = [
+            piece if origin is None or not piece.source else piece._replace(source=addresses[origin[0]] + origin[1])
+            for piece, origin in zip(self._pieces, self._origins)
+        ]
+        return pieces, [first + offset for offset in self._offsets]
+
+
+def _words(pieces: Sequence[Piece], places: Sequence[int]) -> tuple[Any, int]:
+    """What the kernel is told about some pieces, and how many elements the largest has."""
+    words, most = [len(pieces)], 1
+    for piece, place in zip(pieces, places):
+        count = piece.elements
+        most = max(most, count)
+        words += (piece.source, place, count, piece.itemsize | len(piece.dims) << 8)
+        for size, stride, index in reversed(piece.dims):
+            words += (size, stride, 0 if index is None else index.data_ptr())
+        words += _UNUSED * (MAX_DIMS - len(piece.dims))
+    return _Words(*words), most
+
+
 class Gather:
     """The kernel on one GPU."""
 
@@ -59,20 +116,21 @@ class Gather:
         stream = cuda_stream(self.index)
         for first in range(0, len(pieces), _MAX_PIECES):
             some = pieces[first : first + _MAX_PIECES]
-            words, most = [len(some)], 1
-            for piece, place in zip(some, places[first:]):
-                count = piece.elements
-                most = max(most, count)
-                words += (piece.source, place, count, piece.itemsize | len(piece.dims) << 8)
-                for size, stride, index in reversed(piece.dims):
-                    words += (size, stride, 0 if index is None else index.data_ptr())
-                words += _UNUSED * (MAX_DIMS - len(piece.dims))
-            table = (ctypes.c_int64 * (_TABLE_BYTES // 8))(*words)
-            parameters = (ctypes.c_void_p * 1)(ctypes.addressof(table))
-            blocks = min(-(-most // _THREADS), _MAX_BLOCKS)
-            if self._launch(self._function, blocks, len(some), 1, _THREADS, 1, 1, 0, stream, parameters, None):
+            if not self._run(*_words(some, places[first:]), len(some), stream):
                 return False
         return True
+
+    def again(self, table: Table, addresses: Sequence[int], first: int) -> bool:
+        """Make a launch again for tensors at these addresses, to memory that begins at `first`."""
+        if cuda_device() != self.index:
+            return False
+        stream = cuda_stream(self.index)
+        return all(self._run(words, most, count, stream) for words, count, most in table.launches(addresses, first))
+
+    def _run(self, words: Any, most: int, count: int, stream: int) -> bool:
+        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(words))
+        blocks = min(-(-most // _THREADS), _MAX_BLOCKS)
+        return not self._launch(self._function, blocks, count, 1, _THREADS, 1, 1, 0, stream, parameters, None)
 
 
 @functools.cache

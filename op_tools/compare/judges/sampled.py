@@ -9,7 +9,6 @@ adds the places that stand out (`judge/sampling/suspects`).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import random
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -23,7 +22,6 @@ from ...call import facts
 from ...call.description import Tensor, map_tensors, tensors_in
 from ...call.devices import module_of, quiet
 from ...compat import count_dispatch_modes, no_dispatch_modes
-from ...copies.invocation import Region
 from ...copies.operands import Operands, is_plain, stage, start_of_storage
 from ...copies.queue import MemoryBudget
 from ...judge import golden
@@ -34,17 +32,15 @@ from ...judge.sampling.totals import Reduced, Total, columns_backward, columns_o
 from ...judge.sampling.trial import axes_by_trial
 from ...judge.verdict import NOT_COMPARABLE, Judgement
 from ..ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, arguments_kind
+from ..recipes import Known, PartMaker
 from ..sample import Group, Kind, Sample, with_more, with_other
 from ..slices import (
     Layouts,
-    Slices,
     Taken,
     copies,
     cut_arguments,
     cut_gradients,
     cut_results,
-    kept,
-    operands_of,
     reduced_job,
     slices,
     take,
@@ -55,7 +51,6 @@ _MAX_KINDS: Final = 20_000
 _MIN_ELEMENTS: Final = 1 << 20  # of arguments and results: below, all of them are compared
 _MIN_WORK: Final = 1 << 31  # multiplications
 _MAX_WHOLE: Final = 1 << 25  # elements of a call that cannot be cut and is compared in full all the same
-_FIRST_NUMBER: Final = 1 << 40  # of kinds of cut calls: none of the descriptions of a run
 _SHARE: Final = 20  # of the memory that a run uses: what arguments may take that wait for their backward
 _MIN_HELD: Final = 1 << 26  # bytes of them in any case
 _MAX_COPIED: Final = 1 << 28  # bytes of arguments that are copied on the device before a call that writes to them
@@ -106,7 +101,7 @@ class Sampled(_Counts, Judge):
         _Counts.__init__(self)
         self._always = settings.choice("OP_AUTOCOMPARE_COVERAGE") == "sample"
         self._kinds: dict[Hashable, Kind | Total | None] = {}
-        self._numbers: dict[Hashable, int] = {}
+        self._parts = PartMaker()
         self._layouts: Layouts = {}  # of calls that stand for others
         self._rng = random.Random(0)
         self._budget: MemoryBudget | None = None
@@ -186,26 +181,6 @@ class Sampled(_Counts, Judge):
 
     # -- slices ---------------------------------------------------------------------------------------------
 
-    def _part(self, job: Job, kind: Kind, cut: Cut, before: Slices, after: Slices, own: ComparedCall | None) -> Job:
-        """A job that judges a cut call."""
-        call = job.call
-        assert isinstance(call, ComparedCall)
-        mark, key = take(before, after), (job.phase, cut, job.grad_kind)
-        arguments = operands_of(kind.layouts, (*key, "before"), before, mark)
-        snapshot = operands_of(kind.layouts, (*key, "after"), after, mark)
-        if own is None:
-            number = self._number((arguments_kind(call), call.numbers, key)) if all(call.numbers) else 0
-            region: Region = call.region._replace(grad_enabled=job.phase == BACKWARD)
-            changes: dict[str, Any] = {"numbers": (number, number), "notes": {}, "places": None, "drawn": None}
-            own = dataclasses.replace(call, before=arguments, region=region, **changes)
-        part = Job(own, job.phase, event=job.event, live=job.live, before=arguments, snapshot=snapshot)
-        part.nbytes = arguments.nbytes + snapshot.nbytes
-        return part
-
-    def _number(self, key: Hashable) -> int:
-        with self._lock:
-            return self._numbers.setdefault(key, _FIRST_NUMBER + len(self._numbers))
-
     def _ranks(self, chosen: Chosen) -> bool:
         """Whether all elements of the next call take part on the device."""
         chosen.ranked += 1
@@ -272,25 +247,9 @@ class Sampled(_Counts, Judge):
             if call.region.grad_enabled and any(t.requires_grad for t in live.tensors):
                 taken.kept = kind.keep(live.args, live.kwargs, self._rng)
             return self._from_totals(job, parts)
-        if not kind.fits(live.results):
+        if not kind.fits(live.results, (FORWARD, call.numbers[1]) if call.numbers[1] else None):
             return None
-        cut, after = kind.forward(), None
-        if taken.before is not None:
-            index, before = taken.index, taken.before
-        else:
-            earlier = taken.copies or live.tensors
-            chosen = kind.chosen(cut, kind.tensors)
-            whole = suspects.Call(call.function, kind.value(earlier), earlier, call.region.rounded_to, live.results)
-            index = chosen.index(live.device)
-            if taken.copies or self._ranks(chosen):
-                index = self._suspects(kind, chosen, job, whole, index)
-            before = slices(kind, cut_arguments(kind, earlier, index), index)
-            if taken.copies:
-                taken.index, taken.before, taken.copies = index, before, ()
-        if kind.writes:
-            after = slices(kind, cut_arguments(kind, live.tensors, index), index)
-        found = cut_results(kind, after, live.results, live.result, index)
-        part = self._part(job, kind, cut, before, found, None)
+        part, index = self._forward_part(job, kind, taken, live, call)
         if kind.random:
             assert isinstance(part.call, ComparedCall)
             taken.part = part.call
@@ -298,6 +257,33 @@ class Sampled(_Counts, Judge):
         sample.take(part, Group(kind, index))
         self._keep(taken, live, call, sample)
         return _pending(job, sample)
+
+    def _forward_part(self, job: Job, kind: Kind, taken: Taken, live: Any, call: ComparedCall) -> tuple[Job, Index]:
+        """A job for some places of the results, and these places."""
+        cut, known, after = kind.forward(), None, None
+        if taken.before is not None:
+            index, before = taken.index, taken.before
+        else:
+            earlier = taken.copies or live.tensors
+            chosen = kind.chosen(cut, kind.tensors)
+            index = chosen.index(live.device)
+            if taken.copies or self._ranks(chosen):
+                rounded = call.region.rounded_to
+                whole = suspects.Call(call.function, kind.value(earlier), earlier, rounded, live.results)
+                index = self._suspects(kind, chosen, job, whole, index)
+            elif not (kind.writes or kind.random):
+                earlier = kind.prepare(earlier)
+                known = Known((id(index), call.numbers), [*earlier, *live.results])
+                part = self._parts.repeat(job, kind, known, None)
+                if part is not None:
+                    return part, index
+            before = slices(kind, cut_arguments(kind, earlier, index), index)
+            if taken.copies:
+                taken.index, taken.before, taken.copies = index, before, ()
+        if kind.writes:
+            after = slices(kind, cut_arguments(kind, live.tensors, index), index)
+        found = cut_results(kind, after, live.results, live.result, index)
+        return self._parts.make(job, kind, cut, (before, found), None, known), index
 
     def _keep(self, taken: Taken, live: Any, call: ComparedCall, sample: Sample) -> None:
         """Keep what a backward will need: arguments that somebody else holds anyway, and slices of all others."""
@@ -335,7 +321,11 @@ class Sampled(_Counts, Judge):
             chosen = kind.chosen(cut, kind.tensors)
             if chosen.elements <= _MAX_WHOLE:
                 index = chosen.index(live.device)
-                taken.slices[cut] = index, kept(cut_arguments(kind, tensors, index, needed))
+                every = kind.prepare(tensors)
+                known = Known(
+                    ("kept", cut, id(index), call.numbers[0]), [t for n in needed if (t := every[n]) is not None]
+                )
+                taken.slices[cut] = index, self._parts.keep(kind, known, index, needed, every)
             found = suspects.project(kind.axes, positions, tensors, call.region.rounded_to, self._rng)
             if found is not None:
                 taken.projected[positions[0]] = found
@@ -354,29 +344,27 @@ class Sampled(_Counts, Judge):
             return Judgement(NOT_COMPARABLE, _CHANGED)
         if taken.observed:
             kind.survives = kind.survives is not False and all(ref() is not None for ref in taken.observed)
-        if not kind.fits(sent):
+        if not kind.fits(sent, job.grad_kind):
             return None
         of_affine: list[int] = []
+        sample = self._sample(job)
         if taken.before is not None:
             cut = kind.forward()
             if kind.axes.lists or any(kind.axes.cut_for_gradient(n) != cut.axes for n in positions):
                 return Judgement(NOT_COMPARABLE, "what its gradients need of its arguments was not kept")
-            ways: dict[Cut, tuple[Index, Slices]] = {cut: (taken.index, taken.before)}
-            groups = {cut: positions}
+            sides = taken.before, cut_gradients(job, kind, taken.index, positions)
+            part = self._parts.make(job, kind, cut, sides, taken.part, None)
+            self._take_part(sample, part, kind, taken.index, positions)
         else:
-            groups = kind.backward(positions)
-            for cut in [c for c, some in groups.items() if taken.kept is not None and kind.affine(some)]:
-                of_affine = groups.pop(cut)
-            ways = {cut: way for cut, some in groups.items() if (way := self._way(job, kind, taken, cut, some))}
-        sample = self._sample(job)
-        for cut, some in groups.items():
-            if cut not in ways:
-                self.setup.skip(job.live, "a gradient that needs nearly all of its arguments", BACKWARD)
-                continue
-            index, before = ways[cut]
-            part = self._part(job, kind, cut, before, cut_gradients(job, kind, index, some), taken.part)
-            part.unasked = tuple([n for n in range(len(kind.axes.tensors)) if n not in some])
-            sample.take(part, Group(kind, index))
+            for cut, some in kind.backward(positions).items():
+                if taken.kept is not None and kind.affine(some):
+                    of_affine = some
+                    continue
+                made = self._backward_part(job, kind, taken, cut, some)
+                if made is None:
+                    self.setup.skip(job.live, "a gradient that needs nearly all of its arguments", BACKWARD)
+                else:
+                    self._take_part(sample, *made, some)
         affine = kind.affine(of_affine) if of_affine else None
         if affine is not None and sent[0] is not None:
             stand_in = columns_backward(affine, taken.kept, sent[0], found, of_affine)
@@ -387,8 +375,14 @@ class Sampled(_Counts, Judge):
         taken.reservation = None
         return _pending(job, sample) if sample.parts else Judgement(NOT_COMPARABLE, "it is too large to be compared")
 
-    def _way(self, job: Job, kind: Kind, taken: Taken, cut: Cut, some: Sequence[int]) -> tuple[Index, Slices] | None:
-        """Slices of the arguments for one way to cut, at places some of which stand out; None where there are none."""
+    def _take_part(self, sample: Sample, part: Job, kind: Kind, index: Index, some: Sequence[int]) -> None:
+        part.unasked = tuple([n for n in range(len(kind.axes.tensors)) if n not in some])
+        sample.take(part, Group(kind, index))
+
+    def _backward_part(
+        self, job: Job, kind: Kind, taken: Taken, cut: Cut, some: Sequence[int]
+    ) -> tuple[Job, Kind, Index] | None:
+        """A job for the gradients of some arguments, at places some of which stand out; None where there is no way."""
         assert job.grads is not None
         sent, found = job.grads
         device = next(g.device for g in sent if g is not None)
@@ -398,7 +392,7 @@ class Sampled(_Counts, Judge):
         lost = [n for n in needed if n < len(tensors) and tensors[n] is None]
         if ready is None and (lost or chosen.elements > _MAX_WHOLE):
             return None
-        projected = taken.projected.get(some[0])
+        projected, known = taken.projected.get(some[0]), None
         ranks = (ready is None or projected is not None) and not kind.axes.fixed_gradient
         if ranks and self._ranks(chosen):
             gradients = {n: g for n in some if (g := found[n]) is not None}
@@ -407,9 +401,21 @@ class Sampled(_Counts, Judge):
             # of slices that were taken before, there are no others
             fixed = [name for n in needed for name in kind.axes.tensors[n]] if ready is not None else ()
             index = self._suspects(kind, chosen, job, whole, index, fixed)
+        elif taken.part is None:
+            if ready is None:
+                tensors = kind.prepare(tensors)
+                given = [tensors[n] for n in needed]
+            else:
+                given = list({id(each.tensor): each.tensor for each in ready.values()}.values())
+            there = [t for t in (*given, *sent, *[found[n] for n in some]) if t is not None]
+            known = Known((cut, id(index), ready is None, job.call.numbers, job.grad_kind), there)
+            part = self._parts.repeat(job, kind, known, None)
+            if part is not None:
+                return part, kind, index
         if ready is None:
             ready = cut_arguments(kind, tensors, index, needed)
-        return index, slices(kind, ready, index)
+        sides = slices(kind, ready, index), cut_gradients(job, kind, index, some)
+        return self._parts.make(job, kind, cut, sides, taken.part, known), kind, index
 
     def _from_totals(self, job: Job, reduced: Sequence[Reduced]) -> Judgement | None:
         """Calls that stand for the whole one."""
@@ -423,7 +429,7 @@ class Sampled(_Counts, Judge):
     def _stand_in(self, job: Job, each: Reduced, place: int = 0) -> Job:
         call = job.call
         key = (arguments_kind(call), call.numbers, job.phase, job.grad_kind, each.op, place)
-        return reduced_job(job, each, self._number(key) if all(call.numbers) else 0, self._layouts)
+        return reduced_job(job, each, self._parts.number(key) if all(call.numbers) else 0, self._layouts)
 
     def arguments(self, call: ComparedCall) -> Operands | str | None:
         taken: Taken | None = call.notes.get(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -122,9 +123,14 @@ def _with_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
     named |= kwargs
     query, key = named.pop("query"), named.pop("key")
     value = named.pop("value")
-    named["attn_mask"] = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril_()
+    named["attn_mask"] = _causal_mask(query.shape[-2], key.shape[-2], query.device)
     named["is_causal"] = False
     return (query, key, value), named
+
+
+@functools.lru_cache(maxsize=2)
+def _causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril_()
 
 
 @rule("embedding")

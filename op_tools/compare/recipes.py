@@ -1,0 +1,235 @@
+"""How the slices of a sampled call were taken, for later calls that look alike: only addresses differ between them.
+
+Working out slices takes longer than taking them. What depends on shapes, strides and places alone is worked out once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Hashable, Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+from ..call.description import Tensor
+from ..copies.operands import Layout, Operands, mark_after, padded
+from ..judge.sampling.reduction import Cut, Index
+from ..native.gather import Gather, Origin, Table, dense_piece
+from . import slices
+from .ladder import BACKWARD, ComparedCall, Job, arguments_kind
+from .sample import Kind
+from .slices import Ready, Slice, Slices, cut_arguments, kept, operands_of, take
+
+_FIRST_NUMBER: Final = 1 << 40  # of kinds of cut calls: none of the descriptions of a run
+_MAX_RECIPES: Final = 256  # of one kind
+
+
+class _Side(NamedTuple):
+    """The arguments or the values of a job."""
+
+    spans: tuple[tuple[int, int], ...]  # of each storage, in the memory of the job
+    layout: Layout
+    nbytes: int
+
+
+class Recipe(NamedTuple):
+    """The slices of a job as they were taken once."""
+
+    table: Table
+    gather: Gather
+    nbytes: int
+    pattern: tuple[int, ...]  # of each tensor: the first one at its address
+    sides: tuple[_Side, ...]
+    number: int  # of calls that are cut like this
+
+    def take(self, tensors: Sequence[Tensor]) -> list[Operands] | None:
+        """The same slices of other tensors; None where these do not lie in memory as the first ones did."""
+        addresses = [t.data_ptr() for t in tensors]
+        if tuple(map(addresses.index, addresses)) != self.pattern or any(t.is_neg() for t in tensors):
+            return None
+        gather = slices.gather_for(tensors[0].device)
+        if gather is not self.gather:
+            return None
+        buffer, begin = slices.pinned_room(self.nbytes)
+        if not gather.again(self.table, addresses, buffer.data_ptr() + begin):
+            return None
+        mark = mark_after((tensors[0],))
+        found = []
+        for spans, layout, nbytes in self.sides:
+            storages = tuple([buffer[begin + start : begin + end] for start, end in spans])
+            found.append(Operands(layout.tree, storages, mark, nbytes, (), layout))
+        return found
+
+
+class Draft(NamedTuple):
+    """What a recipe needs to know of slices before they are taken."""
+
+    table: Table
+    gather: Gather
+    nbytes: int
+    pattern: tuple[int, ...]
+    spans: tuple[tuple[tuple[int, int], ...], ...]
+
+    def finished(self, operands: Sequence[Operands], number: int) -> Recipe | None:
+        """The recipe, once the slices are operands; None where these lie otherwise."""
+        sides = []
+        for spans, each in zip(self.spans, operands):
+            sizes = [storage.nbytes for storage in each.storages]
+            if each.layout is None or sizes != [end - start for start, end in spans]:
+                return None
+            sides.append(_Side(spans, each.layout, each.nbytes))
+        return Recipe(self.table, self.gather, self.nbytes, self.pattern, tuple(sides), number)
+
+
+def draft(several: Sequence[Slices], tensors: Sequence[Tensor]) -> Draft | None:
+    """How these slices of tensors are about to be taken; None where a kernel does not take all of them."""
+    parts = [part for each in several for part in each.parts]
+    if not tensors or any(each.flats is not None for each in several):
+        return None
+    gather = slices.gather_for(tensors[0].device)
+    numbers: dict[int, int] = {}
+    for number, tensor in enumerate(tensors):
+        numbers.setdefault(id(tensor), number)
+    pieces, origins = [], list[Origin | None]()
+    for part in parts:
+        if part.piece is None or gather is None:
+            return None
+        origin = None
+        if part.tensor is not None:
+            at = numbers.get(id(part.tensor))
+            if at is None:
+                return None
+            origin = (at, part.piece.source - tensors[at].data_ptr())
+        pieces.append(part.piece)
+        origins.append(origin)
+    assert gather is not None
+    starts = list(itertools.accumulate([padded(p.nbytes) for p in parts], initial=0))
+    spans: list[tuple[tuple[int, int], ...]] = []
+    number = 0
+    for each in several:
+        end = number + len(each.parts)
+        if each.packed:
+            spans.append(((starts[number], starts[end]),))
+        else:
+            spans.append(tuple([(s, s + p.nbytes) for s, p in zip(starts[number:end], each.parts)]))
+        number = end
+    addresses = [t.data_ptr() for t in tensors]
+    table = Table(pieces, starts[:-1], origins)
+    return Draft(table, gather, starts[-1], tuple(map(addresses.index, addresses)), tuple(spans))
+
+
+class KeptRecipe(NamedTuple):
+    """Slices that were kept on the device for a backward."""
+
+    table: Table
+    gather: Gather
+    nbytes: int
+    pattern: tuple[int, ...]
+    ready: tuple[tuple[int, Slice, int], ...]  # of each argument: its position, slice, and where that lies
+
+    def take(self, tensors: Sequence[Tensor]) -> Ready | None:
+        """The same slices of other tensors; None where these do not lie in memory as the first ones did."""
+        addresses = [t.data_ptr() for t in tensors]
+        gather = slices.gather_for(tensors[0].device)
+        if gather is not self.gather or tuple(map(addresses.index, addresses)) != self.pattern:
+            return None
+        if any(t.is_neg() for t in tensors):
+            return None
+        buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=tensors[0].device)
+        first = buffer.data_ptr()
+        if not gather.again(self.table, addresses, first):
+            return None
+        found: Ready = {}
+        for number, each, at in self.ready:
+            size = each.dtype.itemsize
+            piece = dense_piece(first + at, size, each.nbytes // size)
+            found[number] = Slice(buffer, each.dtype, each.shape, each.stride, each.nbytes, piece)
+        return found
+
+
+class Known(NamedTuple):
+    """Under which key of a kind slices are remembered, and the tensors that they are cut from."""
+
+    key: Hashable
+    tensors: Sequence[Tensor]
+
+
+class PartMaker:
+    """Makes jobs that judge cut calls."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers: dict[Hashable, int] = {}
+
+    def number(self, key: Hashable) -> int:
+        """A number for calls that look alike, other than those of the descriptions of a run."""
+        with self._lock:
+            return self._numbers.setdefault(key, _FIRST_NUMBER + len(self._numbers))
+
+    def make(
+        self,
+        job: Job,
+        kind: Kind,
+        cut: Cut,
+        sides: tuple[Slices, Slices],
+        own: ComparedCall | None,
+        known: Known | None,
+    ) -> Job:
+        """A job over the slices of arguments and values; how they are taken is remembered if a key is known."""
+        call = job.call
+        assert isinstance(call, ComparedCall)
+        key = (job.phase, cut, job.grad_kind)
+        remembers = known is not None and known.key not in kind.recipes and len(kind.recipes) < _MAX_RECIPES
+        planned = draft(sides, known.tensors) if known is not None and remembers else None
+        mark = take(*sides)
+        arguments = operands_of(kind.layouts, (*key, "before"), sides[0], mark)
+        snapshot = operands_of(kind.layouts, (*key, "after"), sides[1], mark)
+        number = self.number((arguments_kind(call), call.numbers, key)) if all(call.numbers) else 0
+        if known is not None and remembers:
+            recipe = planned.finished((arguments, snapshot), number) if planned is not None and number else None
+            kind.recipes[known.key] = recipe
+        return _job(job, call, arguments, snapshot, number, own)
+
+    def repeat(self, job: Job, kind: Kind, known: Known, own: ComparedCall | None) -> Job | None:
+        """Such a job with slices that are taken as before; None where there is no recipe, or it does not fit."""
+        recipe: Recipe | None = kind.recipes.get(known.key)
+        found = None if recipe is None else recipe.take(known.tensors)
+        if recipe is None or found is None:
+            return None
+        assert isinstance(job.call, ComparedCall)
+        return _job(job, job.call, found[0], found[1], recipe.number, own)
+
+    def keep(
+        self, kind: Kind, known: Known, index: Index, needed: Sequence[int], tensors: Sequence[Tensor | None]
+    ) -> Ready:
+        """Slices of arguments that are kept on the device for a backward, taken as before where that is known."""
+        recipe: KeptRecipe | None = kind.recipes.get(known.key)
+        found = None if recipe is None else recipe.take(known.tensors)
+        if found is not None:
+            return found
+        ready = cut_arguments(kind, tensors, index, needed)
+        if known.key not in kind.recipes and len(kind.recipes) < _MAX_RECIPES:
+            kind.recipes[known.key] = _kept_recipe(ready, known.tensors)
+        return kept(ready)
+
+
+def _kept_recipe(ready: Ready, tensors: Sequence[Tensor]) -> KeptRecipe | None:
+    some = list({id(each): each for each in ready.values()}.values())
+    planned = draft([Slices(some, (), lambda refs: None, packed=True)], tensors)
+    if planned is None:
+        return None
+    starts = itertools.accumulate([padded(each.nbytes) for each in some], initial=0)
+    at = {id(each): start for each, start in zip(some, starts)}
+    templates = [(number, each._replace(tensor=None, piece=None), at[id(each)]) for number, each in ready.items()]
+    return KeptRecipe(planned.table, planned.gather, planned.nbytes, planned.pattern, tuple(templates))
+
+
+def _job(
+    job: Job, call: ComparedCall, arguments: Operands, snapshot: Operands, number: int, own: ComparedCall | None
+) -> Job:
+    if own is None:
+        own = call.cut_down(arguments, call.region._replace(grad_enabled=job.phase == BACKWARD), number)
+    part = Job(own, job.phase, event=job.event, live=job.live, before=arguments, snapshot=snapshot)
+    part.nbytes = arguments.nbytes + snapshot.nbytes
+    return part
