@@ -75,9 +75,9 @@ class Judging:
         self.ladder = make_ladder(setup)
         self._live = tuple([judge for judge in self.ladder if judge.live])
         self._background = tuple([judge for judge in self.ladder if not judge.live])
-        settling, self.expecting, self._admitting, self._leaving, self._learning = [
+        settling, self.expecting, self._admitting, self._leaving, self._learning, self._claiming = [
             tuple([judge for judge in self.ladder if getattr(type(judge), name) is not getattr(Judge, name)])
-            for name in ("settle", "expects", "admit", "leave", "learn")
+            for name in ("settle", "expects", "admit", "leave", "learn", "claims")
         ]
         self._settling = tuple([judge for judge in settling if not judge.live])
         self.judge(Host).snapshots = snapshots
@@ -131,11 +131,17 @@ class Judging:
 
     def _submit_parts(self, job: Job) -> None:
         """Queue the parts of a job, which is told when the last of them is judged."""
+        for part in job.parts:
+            part.number = -1 - next(_part_numbers)
+        for judge in self._claiming:
+            if not self._at_once and judge.claims(job.parts):
+                job.number = self.teller.number()
+                judge.take_parts(job.parts)
+                return
         self._queue.reserve(sum([part.nbytes for part in job.parts]))
         for part in job.parts:
             for judge in self._admitting:
                 judge.admit(part)
-            part.number = -1 - next(_part_numbers)
         job.number = self.teller.number()
         for part in job.parts:
             self._queue.submit(part.nbytes, functools.partial(self._work, part))

@@ -204,6 +204,13 @@ class Judge:
     def admit(self, job: Job) -> None:
         """The job is queued for the worker threads; still on the run's thread."""
 
+    def claims(self, parts: Sequence[Job]) -> bool:
+        """On the run's thread: whether this judge takes over all parts of a sampled job, by `take_parts`."""
+        return False
+
+    def take_parts(self, parts: Sequence[Job]) -> None:
+        """Judge these parts, which it has claimed, and tell through the setup."""
+
     def learn(self, job: Job) -> None:
         """Another judge has settled a job with a golden run."""
 

@@ -81,6 +81,17 @@ class _Flight(NamedTuple):
     kind: Hashable = None
 
 
+class Sending(NamedTuple):
+    """A call that is sent together with others."""
+
+    lease: Lease
+    message: Message
+    parts: tuple[Operands, Operands]  # arguments and values
+    nbytes: int  # in the ring
+    copy: Callable[[int, int], Sequence[tuple[int, int]]]  # to memory at an address, from so many bytes on; the spans
+    given: Any
+
+
 class _Process:
     """One worker process, the memory shared with it, and the jobs that it has."""
 
@@ -140,6 +151,26 @@ class _Process:
         with self.change:
             self._ring.give(start)
             self.change.notify_all()
+
+    def place_now(self, nbytes: int) -> int | None:
+        """A span for a call, or None where there is no room at the moment."""
+        with self.change:
+            return None if self.ended else self._ring.take(nbytes)
+
+    def send_batch(self, flights: Sequence[_Flight], trees: Sequence[tuple[int, Any]]) -> list[_Flight]:
+        """Send calls in one message; those that have not gone."""
+        with self._sending:
+            new = {number: tree for number, tree in trees if number not in self.trees}
+            with self.change:
+                if self.ended:
+                    return list(flights)
+                self.flights.update({flight.message.number: flight for flight in flights})
+            try:
+                self._connection.send(("batch", (list(new.items()), [flight.message for flight in flights])))
+                self.trees.update(new)
+            except Exception:
+                return [f for f in flights if self.flights.pop(f.message.number, None) is not None]
+        return []
 
     def send(self, flight: _Flight, trees: Sequence[tuple[int, Any]]) -> None:
         with self._sending:
@@ -309,9 +340,52 @@ class Pool:
                 self._landed()
         return sent
 
+    def send_batch(self, worker: _Process, batch: Sequence[Sending]) -> list[Any]:
+        """Copy calls to a process and tell it of all in one message; what was given with those that did not go."""
+        flights: list[_Flight] = []
+        trees: list[tuple[int, Any]] = []
+        failed: list[Any] = []
+
+        def flush() -> None:
+            for flight in worker.send_batch(flights, trees):
+                worker.give(flight.start)
+                self._weigh(worker, -flight.weight)
+                self._landed()
+                failed.append(flight.given)
+            flights.clear()
+            trees.clear()
+
+        first = worker.buffer.data_ptr()
+        for each in batch:
+            weight, each.lease.weight = each.lease.weight, 0
+            start = worker.place_now(each.nbytes) if each.nbytes <= _RING else None
+            if start is None and each.nbytes <= _RING:
+                flush()  # what it waits for must be on its way
+                start = worker.place(each.nbytes)
+            if start is None:
+                self._weigh(worker, -weight)
+                failed.append(each.given)
+                continue
+            spans, (before, after) = iter(each.copy(first, start)), each.parts
+            own = tuple(itertools.islice(spans, len(before.storages)))
+            message = each.message._replace(
+                before=_number(before), before_spans=own, after=_number(after), after_spans=tuple(spans)
+            )
+            trees += [(message.before, before.tree), (message.after, after.tree)]
+            with self._lock:
+                self._flying += 1
+            flights.append(_Flight(start, each.given, message, weight, each.lease.kind))
+        if flights:
+            flush()
+        return failed
+
     def _weigh(self, worker: _Process, weight: int) -> None:
         with self._lock:
             worker.load += weight
+
+    def is_ready(self) -> bool:
+        """Whether there is a process to send to (`pool.is_ready()`)."""
+        return any(worker.ready and not worker.ended for worker in self._processes)
 
     def drain(self) -> None:
         """Wait until all that was sent is answered (`pool.drain()`)."""

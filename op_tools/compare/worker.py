@@ -90,6 +90,10 @@ class Worker:
                 if kind == "tree":
                     number, tree = message
                     self._trees[number] = tree
+                elif kind == "batch":
+                    trees, messages = message
+                    self._trees.update(trees)
+                    answers += map(self.answer, messages)
                 elif kind == "forget":
                     for number in message:
                         self._remembered.pop(number, None)

@@ -33,6 +33,7 @@ from ..view.console import note
 from . import backward, functions, inside, patches, room, sums
 from .compiled import HIDDEN, Regions
 from .hooks import Hooks
+from .interpreter import Interpreter
 
 _MAX_PLANS: Final = 20_000
 _UNPLANNED: Final = object()
@@ -129,6 +130,7 @@ class Interceptor(TorchFunctionMode):
         self.sums = sums.GradientSums(self)
         self._lock = threading.RLock()
         self._patches: patches.Installed | None = None
+        self._interpreter = Interpreter()
         self.capturing: Callable[[], bool] | None = None
         self.regions = Regions()
         self._graph_noted = False
@@ -363,6 +365,7 @@ class Interceptor(TorchFunctionMode):
                 self._graph_noted = False
                 self.regions = Regions()
                 self._patches = patches.Installed(self, backward.WatchedEngine)
+                self._interpreter.ease()
             self.tools = sorted([*self.tools, tool], key=lambda t: t.order)
             self.sums.tools_changed(self.tools)
             self._start_plans({})
@@ -395,6 +398,7 @@ class Interceptor(TorchFunctionMode):
             self._start_plans({} if self.tools else None)
             if not self.tools:
                 self.take_off()
+                self._interpreter.restore()
                 if self._patches is not None:
                     self._patches.undo()
                     self._patches = None

@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -16,6 +17,7 @@ from ...call import facts
 from ...copies.operands import Operands
 from ...judge.verdict import NOT_COMPARABLE, RIGHT, WEAK, Judgement, Row
 from .. import cores, pool
+from ..batches import Batches
 from ..ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup
 from ..pool import Lease, Pool, needs_gradients, sendable
 from ..worker import Answer, Message, Options
@@ -24,7 +26,6 @@ _MIN_CORES: Final = 8
 _MAX_PROCESSES: Final = 12
 _WORTH_STARTING: Final = 4.0  # seconds that a run lasts, and as many of comparing
 _WORTH_STARTING_SAMPLED: Final = 24  # parts of large calls: who trains a large model waits for more than a few
-_MAX_HELD: Final = 1 << 29  # bytes of parts that wait for the processes to start
 _LOST: Final = Judgement(NOT_COMPARABLE, "the worker holding its arguments exited")
 
 
@@ -52,8 +53,7 @@ class Workers(Judge):
         self._busy, self._began = 0.0, time.monotonic()  # seconds of comparing in this process, and since when
         self._device: torch.device | None = None
         self._sampled = 0  # parts of large calls before there were workers
-        self._held: list[Job] | None = None  # parts that wait for the processes, while these start
-        self._held_bytes = 0
+        self._batches = Batches(self._lease, self.setup.again)
 
     def expects(self, call: ComparedCall) -> bool:
         if self._device is None:
@@ -70,46 +70,41 @@ class Workers(Judge):
                 return
             try:
                 device = self._device or torch.device("cpu")
-                self.pool = Pool(self.processes, options, device, self._answered, self._release_held)
-                self._held = []
+                self.pool = Pool(self.processes, options, device, self._answered, self._started)
                 _active.add(self)
             except (OSError, ValueError, RuntimeError, pickle.PicklingError) as error:
                 self.processes = 0  # no memory, files or threads left
                 setup.report(f"no worker processes: {type(error).__name__}: {error}")
 
     def admit(self, job: Job) -> None:
-        if job.whole is not None and self.pool is None and self.processes:
-            self._sampled += 1
-            if self._sampled == _WORTH_STARTING_SAMPLED:
-                self._start()
         if self.pool is not None and (job.phase == FORWARD or job.whole is not None) and self._may_send(job):
-            self._lease(self.pool, job)
+            assert isinstance(job.call, ComparedCall)
+            lease = self._lease(self.pool, job)
+            if lease is not None:
+                job.call.notes[self] = lease
 
-    def _lease(self, pool: Pool, job: Job) -> None:
-        assert isinstance(job.call, ComparedCall)
-        lease = pool.lease(job.nbytes, (job.call.op, job.call.numbers, job.phase))
-        if lease is not None:
-            job.call.notes[self] = lease
+    def _lease(self, pool: Pool, job: Job) -> Lease | None:
+        return pool.lease(job.nbytes, (job.call.op, job.call.numbers, job.phase))
 
-    def _hold(self, job: Job) -> bool:
-        """Keep a part until the processes are there: threads that judge would compete with the run for the GIL."""
-        if self._held is None or job.whole is None or job.local or not self._may_send(job):
+    def claims(self, parts: Sequence[Job]) -> bool:
+        if not self.processes or not all(map(self._may_send, parts)):
             return False
-        with self._lock:
-            if self._held is None or self._held_bytes + job.nbytes > _MAX_HELD:
-                return False
-            self._held.append(job)
-            self._held_bytes += job.nbytes
-        return True
+        if self.pool is None:
+            self._sampled += len(parts)
+            if self._sampled >= _WORTH_STARTING_SAMPLED:
+                self._start()
+        return self.pool is not None and self._batches.reserve(parts)
 
-    def _release_held(self) -> None:
-        """The first process has started, or nobody should wait for it any more."""
-        with self._lock:
-            held, self._held = self._held or [], None
-        for job in held:
-            if self.pool is not None:
-                self._lease(self.pool, job)
-            self.setup.again(job)
+    def take_parts(self, parts: Sequence[Job]) -> None:
+        self._batches.add(parts)
+
+    def _started(self) -> None:
+        """The first processes have started, or none will."""
+        if self.pool is not None and self.pool.is_ready():
+            self._batches.start(self.pool)
+        else:
+            self.processes = 0
+            self._batches.drain()
 
     def _may_send(self, job: Job) -> bool:
         """Whether a worker can compare a call and its backward: an operator of PyTorch's, on plain tensors."""
@@ -132,8 +127,6 @@ class Workers(Judge):
                     return PENDING
             finally:
                 lease.tried.set()
-        elif lease is None and self._held is not None and self._hold(job):
-            return PENDING
         return _LOST if job.before is None else None
 
     def _send(self, job: Job, call: ComparedCall, lease: Lease) -> bool:
@@ -191,12 +184,12 @@ class Workers(Judge):
     def drain(self) -> bool:
         if self.pool is None:
             return False
-        self._release_held()
+        self._batches.drain()
         self.pool.drain()
         return True
 
     def close(self) -> None:
-        self._release_held()
+        self._batches.close()
         if self.pool is not None:
             self.pool.close()
         _active.discard(self)

@@ -1,0 +1,149 @@
+"""Parts of large calls on their way to the worker processes, many at a time.
+
+Their slices are on the host already, so there is nothing to fetch. Each thread that works while the training runs takes
+the GIL from it: the training only appends to a list, and one thread sends what has gathered there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from ..copies.operands import padded
+from .ladder import Job
+from .pool import Lease, Pool, Sending
+from .worker import Message
+
+_SECONDS: Final = 0.1  # between two batches
+_AT_ONCE: Final = 48  # parts in one message
+MAX_BYTES: Final = 3 << 29  # of parts that wait
+
+
+class Batches:
+    """Gathers parts, and sends them as soon as there are processes; `back(job)` gets those that cannot be sent.
+
+    >>> if batches.reserve([part]): batches.add([part])  # doctest: +SKIP
+    """
+
+    def __init__(self, lease: Callable[[Pool, Job], Lease | None], back: Callable[[Job], None]) -> None:
+        self._lease, self._back = lease, back
+        self._change = threading.Condition()
+        self._waiting: list[Job] = []
+        self._bytes = 0
+        self._pool: Pool | None = None
+        self._thread: threading.Thread | None = None
+        self._busy = self._awaited = self._closed = False
+        self._process = os.getpid()  # a forked child has no thread that sends
+
+    def reserve(self, parts: Sequence[Job]) -> bool:
+        """Claim room for parts; False where another way is better: no room, or slices on a device."""
+        size = 0
+        for part in parts:
+            assert part.before is not None
+            assert part.snapshot is not None
+            if part.local or not all(s.is_cpu for s in (*part.before.storages, *part.snapshot.storages)):
+                return False
+            size += part.nbytes
+        with self._change:
+            while self._pool is not None and not self._closed and self._bytes + size > MAX_BYTES and self._bytes:
+                self._change.wait(1.0)  # the processes are slower than the run
+            if self._closed or os.getpid() != self._process or self._bytes + size > MAX_BYTES:
+                return False
+            self._bytes += size
+        return True
+
+    def add(self, parts: Sequence[Job]) -> None:
+        """Send these parts soon; room is claimed for them."""
+        with self._change:
+            self._waiting += parts
+
+    def start(self, pool: Pool) -> None:
+        """There are processes to send to."""
+        with self._change:
+            if self._pool is not None or self._closed:
+                return
+            self._pool = pool
+            self._thread = threading.Thread(target=self._work, name="op_tools-batches", daemon=True)
+            self._thread.op_tools_internal = True  # type: ignore[attr-defined]
+            self._thread.start()
+
+    def drain(self) -> None:
+        """Send everything now; without processes it goes back (`batches.drain()`)."""
+        with self._change:
+            if self._pool is None:
+                waiting, self._waiting, self._bytes = self._waiting, [], 0
+            else:
+                waiting, self._awaited = [], True
+                self._change.notify_all()
+                while (self._waiting or self._busy) and self._thread is not None and self._thread.is_alive():
+                    self._change.wait(1.0)
+                self._awaited = False
+        for part in waiting:
+            self._back(part)
+
+    def close(self) -> None:
+        """Take nothing any more (`batches.close()`)."""
+        self.drain()
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._change:
+                if not self._waiting:
+                    if self._closed:
+                        return
+                    self._change.wait(_SECONDS)
+                elif not self._awaited:
+                    self._change.wait(_SECONDS)
+                parts, self._waiting = self._waiting, []
+                self._busy = bool(parts)
+            if parts:
+                try:
+                    self._send(parts)
+                finally:
+                    with self._change:
+                        self._bytes -= sum([part.nbytes for part in parts])
+                        self._busy = False
+                        self._change.notify_all()
+
+    def _send(self, parts: Sequence[Job]) -> None:
+        assert self._pool is not None
+        by_worker: dict[int, list[tuple[Job, Lease]]] = {}
+        for part in parts:
+            lease = self._lease(self._pool, part)
+            if lease is None:
+                self._back(part)
+            else:
+                by_worker.setdefault(id(lease.worker), []).append((part, lease))
+        for some in by_worker.values():
+            for first in range(0, len(some), _AT_ONCE):
+                batch = some[first : first + _AT_ONCE]
+                sending = [self._sending(part, lease) for part, lease in batch]
+                for given in self._pool.send_batch(batch[0][1].worker, sending):
+                    self._back(given)
+
+    def _sending(self, part: Job, lease: Lease) -> Sending:
+        assert part.before is not None
+        assert part.snapshot is not None
+        message = Message(part.number, part.phase, part.call.wire(), part.nbytes, 0, unasked=part.unasked)
+        operands = (part.before, part.snapshot)
+        storages = [*part.before.storages, *part.snapshot.storages]
+        size = sum([padded(s.nbytes) for s in storages])
+
+        def copy(first: int, start: int) -> list[tuple[int, int]]:
+            for each in operands:
+                if each.event is not None:
+                    each.event.synchronize()
+            spans = []
+            for storage in storages:
+                ctypes.memmove(first + start, storage.data_ptr(), storage.nbytes)
+                spans.append((start, storage.nbytes))
+                start += padded(storage.nbytes)
+            return spans
+
+        return Sending(lease, message, operands, size, copy, part)

@@ -1,0 +1,51 @@
+"""Settings of the interpreter while tools are on."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from op_tools.watch.interpreter import Interpreter
+
+
+@pytest.fixture(autouse=True)
+def _settings() -> Iterator[None]:
+    threshold, seconds = gc.get_threshold(), sys.getswitchinterval()
+    yield
+    gc.set_threshold(*threshold)
+    sys.setswitchinterval(seconds)
+
+
+def test_settings_are_as_before_afterwards() -> None:
+    gc.set_threshold(700, 10, 10)
+    sys.setswitchinterval(0.005)
+    interpreter = Interpreter()
+    interpreter.ease()
+    interpreter.ease()  # a second tool
+    assert gc.get_threshold()[0] > 700
+    assert gc.get_threshold()[1:] == (10, 10)
+    assert sys.getswitchinterval() < 0.005
+    interpreter.restore()
+    interpreter.restore()
+    assert gc.get_threshold() == (700, 10, 10)
+    assert sys.getswitchinterval() == pytest.approx(0.005)
+
+
+def test_what_the_program_sets_itself_stays() -> None:
+    interpreter = Interpreter()
+    interpreter.ease()
+    gc.set_threshold(5, 6, 7)
+    sys.setswitchinterval(0.02)
+    interpreter.restore()
+    assert gc.get_threshold() == (5, 6, 7)
+    assert sys.getswitchinterval() == pytest.approx(0.02)
+
+
+def test_a_collector_that_is_off_stays_off() -> None:
+    gc.set_threshold(0, 10, 10)
+    interpreter = Interpreter()
+    interpreter.ease()
+    assert gc.get_threshold()[0] == 0
