@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -18,7 +20,8 @@ from .pool import Lease, Pool, Sending
 from .worker import Message
 
 _SECONDS: Final = 0.1  # between two batches
-_AT_ONCE: Final = 48  # parts in one message
+_FULL_SECONDS: Final = 0.002  # until processes that all have enough to do are asked again
+_AT_ONCE: Final = 32  # parts in one message
 MAX_BYTES: Final = 3 << 29  # of parts that wait
 
 
@@ -107,25 +110,39 @@ class Batches:
                     self._send(parts)
                 finally:
                     with self._change:
-                        self._bytes -= sum([part.nbytes for part in parts])
                         self._busy = False
                         self._change.notify_all()
 
     def _send(self, parts: Sequence[Job]) -> None:
+        """Send parts to all processes in turn: none waits while another one has enough to do."""
         assert self._pool is not None
-        by_worker: dict[int, list[tuple[Job, Lease]]] = {}
+        queues: dict[int, deque[tuple[Job, Lease]]] = {}
         for part in parts:
             lease = self._lease(self._pool, part)
             if lease is None:
+                self._done([part])
                 self._back(part)
             else:
-                by_worker.setdefault(id(lease.worker), []).append((part, lease))
-        for some in by_worker.values():
-            for first in range(0, len(some), _AT_ONCE):
-                batch = some[first : first + _AT_ONCE]
+                queues.setdefault(id(lease.worker), deque()).append((part, lease))
+        while queues:
+            sent = 0
+            for number, queue in list(queues.items()):
+                batch = [queue[n] for n in range(min(_AT_ONCE, len(queue)))]
                 sending = [self._sending(part, lease) for part, lease in batch]
-                for given in self._pool.send_batch(batch[0][1].worker, sending):
-                    self._back(given)
+                done, failed = self._pool.send_batch(batch[0][1].worker, sending)
+                sent += done
+                self._done([queue.popleft()[0] for _ in range(done)])
+                for part in failed:
+                    self._back(part)
+                if not queue:
+                    del queues[number]
+            if not sent:
+                time.sleep(_FULL_SECONDS)
+
+    def _done(self, parts: Sequence[Job]) -> None:
+        with self._change:
+            self._bytes -= sum([part.nbytes for part in parts])
+            self._change.notify_all()
 
     def _sending(self, part: Job, lease: Lease) -> Sending:
         assert part.before is not None

@@ -340,44 +340,40 @@ class Pool:
                 self._landed()
         return sent
 
-    def send_batch(self, worker: _Process, batch: Sequence[Sending]) -> list[Any]:
-        """Copy calls to a process and tell it of all in one message; what was given with those that did not go."""
+    def send_batch(self, worker: _Process, batch: Sequence[Sending]) -> tuple[int, list[Any]]:
+        """Copy as many calls to a process as it has room for, and tell it of them in one message.
+
+        How many of the batch are done with, and what was given with those that cannot be sent.
+        """
         flights: list[_Flight] = []
         trees: list[tuple[int, Any]] = []
         failed: list[Any] = []
-
-        def flush() -> None:
-            for flight in worker.send_batch(flights, trees):
-                worker.give(flight.start)
-                self._weigh(worker, -flight.weight)
-                self._landed()
-                failed.append(flight.given)
-            flights.clear()
-            trees.clear()
-
-        first = worker.buffer.data_ptr()
+        first, done = worker.buffer.data_ptr(), 0
         for each in batch:
-            weight, each.lease.weight = each.lease.weight, 0
             start = worker.place_now(each.nbytes) if each.nbytes <= _RING else None
-            if start is None and each.nbytes <= _RING:
-                flush()  # what it waits for must be on its way
-                start = worker.place(each.nbytes)
+            if start is None and each.nbytes <= _RING and not worker.ended:
+                break  # it has enough to do
+            done += 1
             if start is None:
-                self._weigh(worker, -weight)
                 failed.append(each.given)
                 continue
+            weight, each.lease.weight = each.lease.weight, 0
             spans, (before, after) = iter(each.copy(first, start)), each.parts
             own = tuple(itertools.islice(spans, len(before.storages)))
             message = each.message._replace(
                 before=_number(before), before_spans=own, after=_number(after), after_spans=tuple(spans)
             )
             trees += [(message.before, before.tree), (message.after, after.tree)]
-            with self._lock:
-                self._flying += 1
             flights.append(_Flight(start, each.given, message, weight, each.lease.kind))
         if flights:
-            flush()
-        return failed
+            with self._lock:
+                self._flying += len(flights)
+            for flight in worker.send_batch(flights, trees):
+                worker.give(flight.start)
+                self._weigh(worker, -flight.weight)
+                self._landed()
+                failed.append(flight.given)
+        return done, failed
 
     def _weigh(self, worker: _Process, weight: int) -> None:
         with self._lock:

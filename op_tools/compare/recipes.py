@@ -5,10 +5,11 @@ Working out slices takes longer than taking them. What depends on shapes, stride
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from collections.abc import Hashable, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -25,61 +26,60 @@ _FIRST_NUMBER: Final = 1 << 40  # of kinds of cut calls: none of the description
 _MAX_RECIPES: Final = 256  # of one kind
 
 
-class _Side(NamedTuple):
-    """The arguments or the values of a job."""
-
-    spans: tuple[tuple[int, int], ...]  # of each storage, in the memory of the job
-    layout: Layout
-    nbytes: int
-
-
-class Recipe(NamedTuple):
-    """The slices of a job as they were taken once."""
+class Draft(NamedTuple):
+    """How slices are taken to the host: what does not depend on where the tensors lie."""
 
     table: Table
     gather: Gather
     nbytes: int
     pattern: tuple[int, ...]  # of each tensor: the first one at its address
-    sides: tuple[_Side, ...]
+    spans: tuple[tuple[tuple[int, int], ...], ...]  # of the storages of each side, in the memory of the job
+
+    def fits(self, tensors: Sequence[Tensor]) -> list[int] | None:
+        """The addresses of other tensors; None where these do not lie in memory as the first ones did."""
+        addresses = [t.data_ptr() for t in tensors]
+        if _pattern(addresses) != self.pattern or any(t.is_neg() for t in tensors):
+            return None
+        return addresses if slices.gather_for(tensors[0].device) is self.gather else None
+
+    def take(self, tensors: Sequence[Tensor]) -> tuple[list[tuple[Tensor, ...]], Any] | None:
+        """The storages of each side for other tensors, and an event after which they are there."""
+        addresses = self.fits(tensors)
+        if addresses is None:
+            return None
+        buffer, begin = slices.pinned_room(self.nbytes)
+        if not self.gather.again(self.table, addresses, buffer.data_ptr() + begin):
+            return None
+        mark = mark_after((tensors[0],))
+        return [tuple([buffer[begin + a : begin + b] for a, b in spans]) for spans in self.spans], mark
+
+
+class Recipe(NamedTuple):
+    """The slices of a job as they were taken once."""
+
+    draft: Draft
+    layouts: tuple[tuple[Layout, int], ...]  # of each side, with its bytes
     number: int  # of calls that are cut like this
 
     def take(self, tensors: Sequence[Tensor]) -> list[Operands] | None:
         """The same slices of other tensors; None where these do not lie in memory as the first ones did."""
-        addresses = [t.data_ptr() for t in tensors]
-        if tuple(map(addresses.index, addresses)) != self.pattern or any(t.is_neg() for t in tensors):
+        taken = self.draft.take(tensors)
+        if taken is None:
             return None
-        gather = slices.gather_for(tensors[0].device)
-        if gather is not self.gather:
+        found, mark = taken
+        return [Operands(layout.tree, s, mark, n, (), layout) for s, (layout, n) in zip(found, self.layouts)]
+
+
+def _recipe(planned: Draft | None, operands: Sequence[Operands], number: int) -> Recipe | None:
+    """The recipe, once the slices are operands; None where these lie otherwise."""
+    if planned is None or not number:
+        return None
+    layouts = []
+    for spans, each in zip(planned.spans, operands):
+        if each.layout is None or [s.nbytes for s in each.storages] != [end - start for start, end in spans]:
             return None
-        buffer, begin = slices.pinned_room(self.nbytes)
-        if not gather.again(self.table, addresses, buffer.data_ptr() + begin):
-            return None
-        mark = mark_after((tensors[0],))
-        found = []
-        for spans, layout, nbytes in self.sides:
-            storages = tuple([buffer[begin + start : begin + end] for start, end in spans])
-            found.append(Operands(layout.tree, storages, mark, nbytes, (), layout))
-        return found
-
-
-class Draft(NamedTuple):
-    """What a recipe needs to know of slices before they are taken."""
-
-    table: Table
-    gather: Gather
-    nbytes: int
-    pattern: tuple[int, ...]
-    spans: tuple[tuple[tuple[int, int], ...], ...]
-
-    def finished(self, operands: Sequence[Operands], number: int) -> Recipe | None:
-        """The recipe, once the slices are operands; None where these lie otherwise."""
-        sides = []
-        for spans, each in zip(self.spans, operands):
-            sizes = [storage.nbytes for storage in each.storages]
-            if each.layout is None or sizes != [end - start for start, end in spans]:
-                return None
-            sides.append(_Side(spans, each.layout, each.nbytes))
-        return Recipe(self.table, self.gather, self.nbytes, self.pattern, tuple(sides), number)
+        layouts.append((each.layout, each.nbytes))
+    return Recipe(planned, tuple(layouts), number)
 
 
 def draft(several: Sequence[Slices], tensors: Sequence[Tensor]) -> Draft | None:
@@ -116,29 +116,28 @@ def draft(several: Sequence[Slices], tensors: Sequence[Tensor]) -> Draft | None:
         number = end
     addresses = [t.data_ptr() for t in tensors]
     table = Table(pieces, starts[:-1], origins)
-    return Draft(table, gather, starts[-1], tuple(map(addresses.index, addresses)), tuple(spans))
+    return Draft(table, gather, starts[-1], _pattern(addresses), tuple(spans))
+
+
+def _pattern(addresses: Sequence[int]) -> tuple[int, ...]:
+    first: dict[int, int] = {}
+    return tuple([first.setdefault(address, number) for number, address in enumerate(addresses)])
 
 
 class KeptRecipe(NamedTuple):
     """Slices that were kept on the device for a backward."""
 
-    table: Table
-    gather: Gather
-    nbytes: int
-    pattern: tuple[int, ...]
+    draft: Draft
     ready: tuple[tuple[int, Slice, int], ...]  # of each argument: its position, slice, and where that lies
 
     def take(self, tensors: Sequence[Tensor]) -> Ready | None:
         """The same slices of other tensors; None where these do not lie in memory as the first ones did."""
-        addresses = [t.data_ptr() for t in tensors]
-        gather = slices.gather_for(tensors[0].device)
-        if gather is not self.gather or tuple(map(addresses.index, addresses)) != self.pattern:
+        addresses = self.draft.fits(tensors)
+        if addresses is None:
             return None
-        if any(t.is_neg() for t in tensors):
-            return None
-        buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=tensors[0].device)
+        buffer = torch.empty(self.draft.nbytes, dtype=torch.uint8, device=tensors[0].device)
         first = buffer.data_ptr()
-        if not gather.again(self.table, addresses, first):
+        if not self.draft.gather.again(self.draft.table, addresses, first):
             return None
         found: Ready = {}
         for number, each, at in self.ready:
@@ -146,6 +145,21 @@ class KeptRecipe(NamedTuple):
             piece = dense_piece(first + at, size, each.nbytes // size)
             found[number] = Slice(buffer, each.dtype, each.shape, each.stride, each.nbytes, piece)
         return found
+
+
+class EarlyRecipe(NamedTuple):
+    """Slices of arguments that a call is about to write to."""
+
+    draft: Draft
+    template: Slices
+
+    def take(self, tensors: Sequence[Tensor]) -> Slices | None:
+        """The same slices of other tensors; None where these do not lie in memory as the first ones did."""
+        taken = self.draft.take(tensors)
+        if taken is None:
+            return None
+        (flats,), mark = taken
+        return dataclasses.replace(self.template, flats=list(flats), mark=mark)
 
 
 class Known(NamedTuple):
@@ -181,24 +195,47 @@ class PartMaker:
         assert isinstance(call, ComparedCall)
         key = (job.phase, cut, job.grad_kind)
         remembers = known is not None and known.key not in kind.recipes and len(kind.recipes) < _MAX_RECIPES
-        planned = draft(sides, known.tensors) if known is not None and remembers else None
+        new = [side for side in sides if side.flats is None]  # arguments may have been taken before the call
+        planned = draft(new, known.tensors) if known is not None and remembers else None
         mark = take(*sides)
         arguments = operands_of(kind.layouts, (*key, "before"), sides[0], mark)
         snapshot = operands_of(kind.layouts, (*key, "after"), sides[1], mark)
         number = self.number((arguments_kind(call), call.numbers, key)) if all(call.numbers) else 0
         if known is not None and remembers:
-            recipe = planned.finished((arguments, snapshot), number) if planned is not None and number else None
-            kind.recipes[known.key] = recipe
+            kind.recipes[known.key] = _recipe(planned, (arguments, snapshot)[-len(new) :], number)
         return _job(job, call, arguments, snapshot, number, own)
 
-    def repeat(self, job: Job, kind: Kind, known: Known, own: ComparedCall | None) -> Job | None:
-        """Such a job with slices that are taken as before; None where there is no recipe, or it does not fit."""
+    def repeat(
+        self, job: Job, kind: Kind, known: Known, own: ComparedCall | None, early: tuple[Cut, Slices] | None = None
+    ) -> Job | None:
+        """Such a job with slices that are taken as before; None where there is no recipe, or it does not fit.
+
+        `early` are slices of the arguments that were taken before the call.
+        """
         recipe: Recipe | None = kind.recipes.get(known.key)
         found = None if recipe is None else recipe.take(known.tensors)
         if recipe is None or found is None:
             return None
         assert isinstance(job.call, ComparedCall)
+        if early is not None:
+            key = (job.phase, early[0], job.grad_kind, "before")
+            found.insert(0, operands_of(kind.layouts, key, early[1], found[0].event))
         return _job(job, job.call, found[0], found[1], recipe.number, own)
+
+    def early(self, kind: Kind, known: Known, index: Index, tensors: Sequence[Tensor]) -> Slices:
+        """Slices of arguments that a call is about to write to, taken as before where that is known."""
+        recipe: EarlyRecipe | None = kind.recipes.get(known.key)
+        found = None if recipe is None else recipe.take(known.tensors)
+        if found is not None:
+            return found
+        made = slices.slices(kind, cut_arguments(kind, tensors, index), index)
+        if known.key not in kind.recipes and len(kind.recipes) < _MAX_RECIPES:
+            planned = draft([made], known.tensors)
+            take(made)
+            kind.recipes[known.key] = None if planned is None else EarlyRecipe(planned, made)
+        else:
+            take(made)
+        return made
 
     def keep(
         self, kind: Kind, known: Known, index: Index, needed: Sequence[int], tensors: Sequence[Tensor | None]
@@ -222,7 +259,7 @@ def _kept_recipe(ready: Ready, tensors: Sequence[Tensor]) -> KeptRecipe | None:
     starts = itertools.accumulate([padded(each.nbytes) for each in some], initial=0)
     at = {id(each): start for each, start in zip(some, starts)}
     templates = [(number, each._replace(tensor=None, piece=None), at[id(each)]) for number, each in ready.items()]
-    return KeptRecipe(planned.table, planned.gather, planned.nbytes, planned.pattern, tuple(templates))
+    return KeptRecipe(planned, tuple(templates))
 
 
 def _job(

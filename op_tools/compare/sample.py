@@ -10,12 +10,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..call import facts
 from ..call.description import Tensor, map_tensors, tensors_in
+from ..call.devices import quiet
 from ..copies.operands import Layout, Ref, is_plain
+from ..judge import golden
 from ..judge.sampling.axes import Affine, Axes, Names
 from ..judge.sampling.reduction import Chosen, Cut, Index
+from ..judge.sampling.trial import axes_by_trial
 from ..judge.verdict import NOT_COMPARABLE, RIGHT, WRONG, Judgement, Row
-from .ladder import BACKWARD, FORWARD, Job
+from .ladder import BACKWARD, FORWARD, ComparedCall, Job
 
 
 class Kind:
@@ -306,3 +310,26 @@ def with_other(index: Index, worst: Index, some: frozenset[str]) -> Index:
     for name in some.intersection(worst):
         found[name] = torch.cat((index[name][: -len(worst[name])], worst[name]))
     return found
+
+
+def tried(call: ComparedCall, max_bytes: int, is_large: Callable[[int], bool]) -> Axes | None:
+    """The axes of an operator of the user's own, found by golden runs."""
+    live, traits = call.live, call.traits
+    if traits.mutates or facts.may_mutate(call.op, live.kwargs) or traits.facts.writes:
+        return None
+    if not is_large(2 * sum([t.numel() for t in live.tensors])):
+        return None
+    options: dict[str, Any] = {
+        "name": call.op,
+        "traits": traits,
+        "device": call.region.device,
+        "max_bytes": max_bytes,
+    }
+
+    def run(value: tuple[Any, Any]) -> list[Tensor] | None:
+        found = golden.run(call.function, *value, **options)
+        return list(tensors_in(found.outputs)) if found.comparable and not found.random else None
+
+    with quiet():
+        value = map_tensors((live.args, live.kwargs), lambda t: t.detach().cpu())
+        return axes_by_trial(value, run)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -26,14 +26,13 @@ from ...copies.operands import Operands, is_plain, stage, start_of_storage
 from ...copies.queue import MemoryBudget
 from ...judge import golden
 from ...judge.sampling import suspects
-from ...judge.sampling.axes import Axes, axes_of
+from ...judge.sampling.axes import axes_of
 from ...judge.sampling.reduction import Chosen, Cut, Index
 from ...judge.sampling.totals import Reduced, Total, columns_backward, columns_of, total_of
-from ...judge.sampling.trial import axes_by_trial
 from ...judge.verdict import NOT_COMPARABLE, Judgement
 from ..ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, arguments_kind
 from ..recipes import Known, PartMaker
-from ..sample import Group, Kind, Sample, with_more, with_other
+from ..sample import Group, Kind, Sample, tried, with_more, with_other
 from ..slices import (
     Layouts,
     Taken,
@@ -43,7 +42,6 @@ from ..slices import (
     cut_results,
     reduced_job,
     slices,
-    take,
 )
 from .views import MODEL, without_memory
 
@@ -125,10 +123,10 @@ class Sampled(_Counts, Judge):
         if isinstance(kind, Total) or not (kind.writes or kind.random):
             return True
         with _unseen():
-            self._take(taken, kind, live)
+            self._take(taken, kind, live, call)
         return True
 
-    def _take(self, taken: Taken, kind: Kind, live: Any) -> None:
+    def _take(self, taken: Taken, kind: Kind, live: Any, call: ComparedCall) -> None:
         """Copy arguments that a call is about to write to, or slices of them."""
         chosen = kind.chosen(kind.forward(), kind.tensors)
         whole = not kind.axes.lists and not kind.random and sum([t.nbytes for t in live.tensors]) <= _MAX_COPIED
@@ -136,8 +134,8 @@ class Sampled(_Counts, Judge):
             taken.copies = copies(live.tensors)
         else:
             taken.index = chosen.index(live.device)
-            taken.before = slices(kind, cut_arguments(kind, live.tensors, taken.index), taken.index)
-            take(taken.before)
+            known = Known(("early", id(taken.index), call.numbers[0]), live.tensors)
+            taken.before = self._parts.early(kind, known, taken.index, live.tensors)
 
     def _find(self, call: ComparedCall) -> Kind | Total | None:
         """The kind of a call that is to be sampled; None for all others."""
@@ -156,7 +154,7 @@ class Sampled(_Counts, Judge):
         plain = [is_plain(t) and not t.is_complex() for t in live.tensors]
         if not all(plain) or any(t.device != live.device and t.dim() for t in live.tensors):
             return None
-        axes = axes_of(call.op, live.args, live.kwargs) if stock else _tried(call, self.setup.max_bytes, self._is_large)
+        axes = axes_of(call.op, live.args, live.kwargs) if stock else tried(call, self.setup.max_bytes, self._is_large)
         if axes is None and not stock:
             return None
         if axes is None:
@@ -263,6 +261,11 @@ class Sampled(_Counts, Judge):
         cut, known, after = kind.forward(), None, None
         if taken.before is not None:
             index, before = taken.index, taken.before
+            if kind.writes and not kind.random:
+                known = Known(("late", id(index), call.numbers), [*live.tensors, *live.results])
+                part = self._parts.repeat(job, kind, known, None, (cut, before))
+                if part is not None:
+                    return part, index
         else:
             earlier = taken.copies or live.tensors
             chosen = kind.chosen(cut, kind.tensors)
@@ -471,26 +474,3 @@ def _no_autocast(device: str) -> Iterator[None]:
 def _pending(job: Job, sample: Sample) -> Judgement:
     job.parts = sample.parts
     return PENDING
-
-
-def _tried(call: ComparedCall, max_bytes: int, is_large: Callable[[int], bool]) -> Axes | None:
-    """The axes of an operator of the user's own, found by golden runs."""
-    live, traits = call.live, call.traits
-    if traits.mutates or facts.may_mutate(call.op, live.kwargs) or traits.facts.writes:
-        return None
-    if not is_large(2 * sum([t.numel() for t in live.tensors])):
-        return None
-    options: dict[str, Any] = {
-        "name": call.op,
-        "traits": traits,
-        "device": call.region.device,
-        "max_bytes": max_bytes,
-    }
-
-    def run(value: tuple[Any, Any]) -> list[Tensor] | None:
-        found = golden.run(call.function, *value, **options)
-        return list(tensors_in(found.outputs)) if found.comparable and not found.random else None
-
-    with quiet():
-        value = map_tensors((live.args, live.kwargs), lambda t: t.detach().cpu())
-        return axes_by_trial(value, run)

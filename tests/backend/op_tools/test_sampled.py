@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ditorch
 import op_tools
 from op_tools.compare import slices
+from op_tools.compare.judges import sampled
 from op_tools.compare.judges.host import Comparer
 from op_tools.compare.judges.sampled import Sampled
 from op_tools.compare.teller import Teller
@@ -335,7 +337,11 @@ def test_operators_of_the_user_are_cut_along_axes_found_by_trial(device: str, ch
 class _OnTheHost:
     """What the kernel that takes slices does, for a device whose memory the host can read."""
 
-    launches = 0
+    launches = repeated = 0
+
+    def again(self, table: Any, addresses: Any, first: int) -> bool:
+        self.repeated += 1
+        return self(*table.filled(addresses, first))
 
     def __call__(self, pieces: Any, places: Any) -> bool:
         self.launches += 1
@@ -368,6 +374,43 @@ def test_slices_that_one_launch_takes_are_judged_like_others(device: str, monkey
     assert not tool.blames
     assert not tool._teller.coverage.missed
     assert not [f for f in tool.findings() if f.kind != "difference"]
+
+
+@soft
+@pytest.mark.parametrize(
+    ("fault", "op", "phase"),
+    [
+        ("", "", ""),
+        ("gelu: noise=0.05, nth=19", "gelu", "forward"),
+        ("gelu_backward: noise=0.05, nth=19", "gelu", "backward"),
+        ("_fused_adamw_: noise=0.05, nth=19", "_fused_adamw_", "forward"),
+    ],
+)
+def test_slices_that_are_taken_as_before_are_judged_like_others(
+    device: str, monkeypatch: pytest.MonkeyPatch, fault: str, op: str, phase: str
+) -> None:
+    """Later calls of a kind repeat a launch with other addresses, and go to a process in batches."""
+    from ditorch.soft import faults
+
+    gather = _OnTheHost()
+    monkeypatch.setattr(slices, "gather_for", lambda place: gather if place.type == "soft" else None)
+    monkeypatch.setattr(slices._Pinned, "room", lambda self, n: (torch.empty(n, dtype=torch.uint8), 0))
+    monkeypatch.setattr(sampled, "_ALWAYS_RANKED", 0)  # no call is made again on the device, where the fault counts it
+    monkeypatch.setattr(sampled, "_RANKED_OF", 1 << 60)
+    monkeypatch.setenv("OP_AUTOCOMPARE_PROCESSES", "1")
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(*n, generator=generator).to(device).requires_grad_() for n in ((300, 40), (50, 40)))
+    optimizer = torch.optim.AdamW([w], lr=1e-3, fused=True)
+    with op_tools.OpAutoCompare() as tool, faults.plant(fault) if fault else contextlib.nullcontext():
+        for _ in range(24):
+            loss = F.gelu(F.linear(x, w)).square().sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    assert gather.repeated > 50
+    assert not tool._teller.coverage.missed
+    assert not [f for f in tool.findings() if f.kind != "difference"]
+    assert [(b.op.rpartition(".")[2], b.phase) for b in tool.blames] == ([(op, phase)] if fault else [])
 
 
 def test_jobs_that_wait_to_be_told_hold_no_gradients(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
