@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -200,7 +201,16 @@ def _hooks_of_call(
             inner.append((edge, number, following[1]))
         hook = _Hook(state, numbers[node], targets, inner, sources.get(node, ()), stand_ins.get(node, ()))
         found.append((node, hook))
+    if stand_ins:
+        _forget_shared([hook for _, hook in found])
     return found
+
+
+def _forget_shared(hooks: list[_Hook]) -> None:
+    """No stand-ins where other results of the call send gradients as well: attention weights, and what they weigh."""
+    senders = Counter(edge[1:] for hook in hooks for edge in hook.inner)
+    for hook in hooks:
+        hook.stand_ins = [s for s in hook.stand_ins if senders[hook.number, s[0]] < 2]
 
 
 def _end_of(following: tuple[Any, int], edges: Edges) -> tuple[tuple[int, ...], _Slice | None] | None:
