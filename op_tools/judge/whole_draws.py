@@ -26,13 +26,13 @@ class Excess(NamedTuple):
     off: float
     variance: float
     spread: float  # no draw is further from its mean
-    count: int
+    number: int  # of draws
 
     def __add__(self, other: Any) -> Excess:
         """Both sums in one."""
-        more = other.off, other.variance, other.count
-        off, variance, count = (a + b for a, b in zip((self.off, self.variance, self.count), more))
-        return self._replace(off=off, variance=variance, count=count)
+        more = other.off, other.variance, other.number
+        off, variance, number = (a + b for a, b in zip((self.off, self.variance, self.number), more))
+        return self._replace(off=off, variance=variance, number=number)
 
     @property
     def improbability(self) -> float:
@@ -62,8 +62,8 @@ def judge(name: str, source: Any, drawn: Tensor, sums: Sums) -> str | None:
         sums[key] = total
         if total.improbability > _IMPROBABLE_EVER:
             del sums[key]
-            away = total.off / total.count
-            return f"{total.what} of {total.count} values is off by {away:.3g}, too far to be chance"
+            away = total.off / total.number
+            return f"{total.what} of {total.number} values is off by {away:.3g}, too far to be chance"
     return ""
 
 

@@ -17,8 +17,8 @@ from benchmarks.programs import PROGRAMS, Job
 zoo.load()
 
 SAMPLE = {
-    "float32": ["mnist_cnn", "fgsm", "pinn", "maml"],
-    "bfloat16": ["simclr", "shared_layers", "kalman"],
+    "float32": ["mnist_cnn", "fgsm", "pinn", "maml", "istft", "stochastic_depth"],
+    "bfloat16": ["simclr", "shared_layers", "kalman", "mha_masks"],
     "float16": ["dcgan", "gradient_penalty"],
 }
 
