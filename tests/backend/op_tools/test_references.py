@@ -182,8 +182,7 @@ def test_the_fake_kernel_knows_the_shape(device: str) -> None:
     with op_tools.OpAutoCompare() as tool:
         ops.short_cube(x)
     assert [f.message for f in tool.findings() if f.kind == "difference"] == [
-        "op_tools_references.short_cube output is wrong: shape (23,) instead of (24,), as its fake kernel says "
-        "(max_abs_diff inf, 0 ulp)"
+        "op_tools_references.short_cube output is wrong: shape (23,) instead of (24,), as its fake kernel says"
     ]
 
 
