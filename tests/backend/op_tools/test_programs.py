@@ -140,3 +140,16 @@ def test_windows_at_random_places(dtype: torch.dtype, device: str) -> None:
     x = torch.randn(2, 6, 11, 13, device=device).to(dtype).requires_grad_()
     _, wrong = compared(lambda: F.fractional_max_pool2d(x, 2, output_ratio=(0.5, 0.5)).sum().backward())
     assert not wrong
+
+
+@pytest.mark.parametrize("call", [torch.mul, torch.matmul, torch.kron])
+def test_two_views_of_one_place(call: Any, device: str) -> None:
+    """Autograd tells them apart, a copy of the call does not."""
+
+    def step() -> None:
+        x = torch.randn(3, 3, device=device, requires_grad=True) * 1.0
+        call(x[:2, :2], x[:2, :2]).square().sum().backward()
+
+    names, wrong = compared(step)
+    assert not wrong
+    assert any(f"{call.__name__} grad" in name for name in names)
