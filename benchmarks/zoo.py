@@ -6,6 +6,7 @@ called wrong and what was not compared.
     python -m benchmarks.zoo                          # everything, on the active device
     python -m benchmarks.zoo simclr dcgan --low bfloat16
     python -m benchmarks.zoo --list
+    python -m benchmarks.zoo --jobs 14 --seconds 150 --each 40    # many at once, the longest first; ends by itself
     torchrun --nproc_per_node=2 -m benchmarks.zoo fully_sharded tensor_parallel sequence_parallel
 """
 
@@ -29,7 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.programs import PROGRAMS, Job
 
 LOWS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
-KINDS = ("vision", "language", "generative", "methods", "parallel", "libraries")
+KINDS = (
+    *("vision", "language", "generative", "methods", "parallel", "libraries"),
+    *("layers", "attention", "functions", "autograd", "updates"),
+)
 
 
 class Outcome(NamedTuple):
@@ -50,6 +54,14 @@ def load() -> None:
 
     for kind in KINDS:
         importlib.import_module(f"benchmarks.programs.{kind}")
+
+
+def prepare(tf32: bool) -> None:
+    """Make "cuda" a device that there is, and import the programs."""
+    if not torch.cuda.is_available():
+        import ditorch  # noqa: F401  makes "cuda" the software accelerator
+    load()
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = tf32
 
 
 def watch(name: str, job: Job, steps: int) -> Outcome:
@@ -93,18 +105,18 @@ def main() -> int:
     parser.add_argument("--channels-last", action="store_true", help="images and networks in channels_last")
     parser.add_argument("--tf32", action="store_true", help="let float32 convolutions and products be in TF32")
     parser.add_argument("--part", default="", metavar="I/N", help="only every Nth program, from the Ith (0/4)")
+    parser.add_argument("--jobs", type=int, default=0, help="so many processes at once, with a short report")
+    parser.add_argument("--seconds", type=float, default=150.0, help="with --jobs: for everything")
+    parser.add_argument("--each", type=float, default=40.0, help="with --jobs: for a program in one precision")
     options = parser.parse_args()
     os.environ["OP_TOOLS_CONSOLE"] = "off"
     results = os.environ["OP_TOOLS_RESULTS_DIR"] = tempfile.mkdtemp(prefix="zoo-")
-    if not torch.cuda.is_available():
-        import ditorch  # noqa: F401  makes "cuda" the software accelerator
-    load()
+    prepare(options.tf32)
     if options.list:
         print("\n".join(PROGRAMS))
         return 0
     if options.threads:
         torch.set_num_threads(options.threads)
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = options.tf32
     unknown = [name for name in options.names if name not in PROGRAMS]
     if unknown:
         parser.error(f"no such program: {', '.join(unknown)} (see --list)")
@@ -112,9 +124,15 @@ def main() -> int:
     if options.part:
         start, count = (int(n) for n in options.part.split("/"))
         names = names[start::count]
+    lows = options.low.split(",") if options.low else list(LOWS)
+    if options.jobs:
+        from benchmarks import zoo_jobs
+
+        how = zoo_jobs.Options(options.steps, options.channels_last, options.tf32)
+        return zoo_jobs.run(names, lows, options.jobs, options.seconds, options.each, how)
     total: Counter[str] = Counter()
     for name in names:
-        for low in options.low.split(",") if options.low else LOWS:
+        for low in lows:
             started = time.perf_counter()
             found = watch(name, Job("cuda", LOWS[low], options.channels_last), options.steps)
             report(name, low, found, time.perf_counter() - started)

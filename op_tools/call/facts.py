@@ -52,10 +52,11 @@ def is_device_text(text: str) -> bool:
     return (kind in _DEVICE_TYPES or kind == plugin_device()) and (not index or index.isdecimal())
 
 
-def is_bound_to_dtype(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call only means something in its own dtype (`x.view(torch.int16)`)."""
+def is_bound_to_dtype(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: str = "") -> bool:
+    """Whether a call on a device only means something in its own dtype (`x.view(torch.int16)`)."""
     retyped = last_name(name) == "view" and any(isinstance(v, torch.dtype) for v in (*args, *kwargs.values()))
-    return retyped or function_facts(name).bound_to_dtype
+    known = function_facts(name)
+    return retyped or known.bound_to_dtype or device in known.bound_on
 
 
 def may_mutate(name: str, kwargs: Mapping[str, Any]) -> bool:

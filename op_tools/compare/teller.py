@@ -39,7 +39,6 @@ _MAX_EVENTS: Final = 400_000
 _MAX_SHOWN: Final = 5_000  # rows of the table at the end
 _CSV_END: Final = ("r.module", "s.location", "r.phase", "r.step", "r.excess")  # columns after those of the comparison
 _CAUSE: Final = "with the same inputs the CPU computes a different result"
-_MAX_ULP: Final = 1e6  # more of them are not told apart
 
 
 class Reporter(Protocol):
@@ -214,9 +213,7 @@ class Teller:
             self.blames.append(Blame(job.event, call.id, call.op, phase, reason, worst.excess, *where))
         self._note(job, call, worst, name, phase, folder)
         where_in_model = f" in module {call.site.module}" if call.site.module else ""
-        ulp = f"{worst.max_ulp:.3g} ulp" if worst.max_ulp <= _MAX_ULP else f"> {_MAX_ULP:.0e} ulp".replace("+0", "")
-        size = "" if worst.part == MEMORY else f" (max_abs_diff {worst.max_abs_diff:.6g}, {ulp})"
-        message = f"{name} is wrong{where_in_model}: {worst.reason}{size}"
+        message = f"{name} is wrong{where_in_model}: {worst.reason}{'' if worst.part == MEMORY else worst.size}"
         self._tool.found(job.live, "difference", message, phase=phase, module=call.site.module, size=worst.excess)
 
     def _note(self, job: Job, call: ComparedCall, worst: Row, name: str, phase: str, folder: str) -> None:

@@ -55,7 +55,9 @@ def _is_plain(name: str) -> bool:
     """Whether nothing that is known about an operator, by its name alone, changes its golden run: so it is for most."""
     last = facts.last_name(name)
     known = FUNCTIONS.by_name.get(last)
-    if known is not None and (known.uninitialised or known.bound_to_dtype or known.defaults or known.free_vectors):
+    if known is not None and (known.uninitialised or known.left_out or known.bound_to_dtype or known.bound_on):
+        return False
+    if known is not None and (known.defaults or known.free_vectors):
         return False
     replaced = facts.on_cpu(name, _is_plain) is not _is_plain
     return not (replaced or last == "view" or "as_strided" in name or facts.may_mutate(name, {}))
@@ -231,8 +233,11 @@ def backward(result: GoldenResult, grad_outputs: Sequence[Tensor | None], output
         raise ValueError("this golden run has no graph: run it with keep_graph=True, which supports one backward pass")
     source = dataclasses.replace(result.source, grad_outputs=grad_outputs, outputs=outputs)
     vars(source)["tensors"] = result.source.tensors  # the arguments are the same
-    with neutral(grad=True):
-        grads = _gradients(source, *graph)
+    try:
+        with neutral(grad=True):
+            grads = _gradients(source, *graph)
+    except Exception:  # a kernel for float64 forward only: backward as well, in the dtype that has both
+        return _first_that_works(source, None if result.cast is DOUBLE else result.cast, True, False)
     return dataclasses.replace(result, source=source, run=dataclasses.replace(result.run, grad_inputs=grads))
 
 
@@ -276,8 +281,10 @@ def autocast_rounds_to(
 def _why_not(source: Source, max_bytes: int | None) -> str:
     if source.traits.collective:
         return "a collective: its result depends on other processes"
-    if not _is_plain(source.name) and facts.last_name(source.name) in facts.UNINITIALISED:
-        return "returns uninitialised memory"
+    if not _is_plain(source.name):
+        known = FUNCTIONS.by_name.get(facts.last_name(source.name))
+        if known is not None and (known.uninitialised or known.left_out):
+            return known.left_out or "returns uninitialised memory"
     method = isinstance(getattr(source.function, "__self__", None), type)
     if method and not source.by_reference and references.is_kernel_of_a_class(source.function):
         return references.NO_STEPS
@@ -294,7 +301,8 @@ def _why_not(source: Source, max_bytes: int | None) -> str:
 
 def _first_that_works(source: Source, dtype_cast: Cast | None, backward: bool, keep_graph: bool) -> GoldenResult:
     """Double precision if the CPU has a kernel for it, then single, then the dtypes as they are."""
-    if not _is_plain(source.name) and facts.is_bound_to_dtype(source.name, source.args, source.kwargs):
+    given = source.name, source.args, source.kwargs
+    if not _is_plain(source.name) and facts.is_bound_to_dtype(*given, source.device):
         candidates: tuple[Cast, ...] = (AS_IS,)
     elif dtype_cast is not None:
         candidates = (dtype_cast,)

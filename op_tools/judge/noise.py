@@ -342,7 +342,10 @@ class Noise(DispatchMode):
         return tensor * self._signs.uniform(tensor).mul_(2 * _NEARBY).add_(1 - _NEARBY).to(tensor.real.dtype)
 
     def _factors(self, tensor: Tensor, by: float) -> Tensor:
-        return self._signs.factors(tensor.numel(), by).view(tensor.shape).to(tensor.real.dtype)
+        factors = self._signs.factors(tensor.numel(), by).view(tensor.shape)
+        if tensor.is_complex():  # products mix both parts: each moves by a share of the whole number
+            return torch.complex(factors, self._signs.like(tensor, by)).to(tensor.dtype)
+        return factors.to(tensor.dtype)
 
     def _shifted(self, tensor: Tensor, by: float) -> Tensor:
         if by == 0 or tensor.numel() == 0:

@@ -17,6 +17,7 @@ import torch
 
 from ..call.description import Tensor
 from ..call.operators.registry import function_facts, last_name
+from . import whole_draws
 from .draws import Draw, law_of
 
 _MIN_VALUES: Final = 256  # fewer say nothing about a distribution
@@ -119,6 +120,7 @@ class Tally:
         self._counts: dict[Hashable, tuple[int, int]] = {}  # ones, and all
         self._recent: dict[Hashable, _Recent] = {}
         self._small: dict[Hashable, list[Tensor]] = {}
+        self._sums: whole_draws.Sums = {}
 
     def mask(self, name: str, mask: Mask, states: States | None = None, number: int = 0) -> str:
         """A mask, the number `number` of its call: its proportion, and whether it came before."""
@@ -155,6 +157,17 @@ class Tally:
             return wrong
         some = flat[:_SAMPLE]
         return self._repeats((name, law, flat.numel()), some, torch.ones_like(some, dtype=torch.bool), 4.0, states, 0)
+
+    def whole(self, name: str, source: Any, values: Tensor, states: States | None = None) -> str | None:
+        """Random whole numbers, or zeros and ones; None where nothing is known of them."""
+        with self._lock:
+            wrong = whole_draws.judge(name, source, values, self._sums if len(self._sums) < _MAX_KINDS else {})
+        weight = 0.0 if wrong is None else whole_draws.improbability_of_again(name, source, values.numel())
+        if wrong != "" or weight <= 0:
+            return wrong
+        some = values.reshape(-1)[:_SAMPLE]
+        key = (name, values.numel(), weight)
+        return self._repeats(key, some, torch.ones_like(some, dtype=torch.bool), weight, states, 0)
 
     def draw(self, name: str, draw: Draw, states: States | None, number: int) -> str:
         """A draw that was noted inside a call (`tally.draw("torch.lstm", draw, states, 0)`)."""
@@ -225,7 +238,12 @@ def judge_samples(
     name: str, source: Any, outputs: Any, tally: Tally | None = None, states: States | None = None
 ) -> tuple[bool, str] | None:
     """Whether the samples that a function drew can be right, and if not, why; None where no rule applies."""
-    if function_facts(name).law != "samples" or not isinstance(outputs, Tensor) or not outputs.is_floating_point():
+    if function_facts(name).law != "samples" or not isinstance(outputs, Tensor):
+        return None
+    whole = (tally or Tally()).whole(name, source, outputs, states)
+    if whole is not None:
+        return not whole, whole
+    if not outputs.is_floating_point():
         return None
     law = law_of(last_name(name), source.args, source.kwargs)
     if not law or law[0] == "bernoulli":
@@ -266,8 +284,13 @@ def _not_from(values: Tensor, law: tuple[Any, ...], dtype: torch.dtype) -> str:
         ratio = (1 + math.copysign(min(off, 0.999), found - deviation)) ** 2 if off < 1 else (1 + off) ** 2
         if count / 2 * (ratio - 1 - math.log(ratio)) > _IMPROBABLE:
             return f"the standard deviation of {count} values is {found:.6g} instead of {deviation:.6g}"
+    if kind == "exponential" and a > 0:
+        mean = float(values.mean())
+        ratio = max(mean * a, 1e-300)
+        if count * (ratio - 1 - math.log(ratio)) > _IMPROBABLE + count * grid:
+            return f"the mean of {count} values is {mean:.6g} instead of {1 / a:.6g}"
     cumulative = _CUMULATIVE.get(kind)
-    if cumulative is None or deviation <= 0:
+    if cumulative is None or (a if kind == "exponential" else deviation) <= 0:
         return ""
     points = values.sort().values.clamp(-1e30, 1e30)  # a half type may overflow
     width = points.abs() * grid

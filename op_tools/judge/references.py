@@ -22,6 +22,7 @@ from .. import settings
 from ..call.description import map_tensors, tensors_in
 from ..call.functions import name_of
 from ..compat import OpOverload, OpOverloadPacket, decomposition_table, has_kernel
+from .synced_norms import PARTS
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 given: Final[dict[str, Callable[..., Any]]] = {}  # the references that the user named
@@ -93,7 +94,14 @@ def is_kernel_of_a_class(function: Callable[..., Any]) -> bool:
 
 
 def decomposed(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The decomposition that is registered for an operator which is not PyTorch's own, or None."""
+    """The steps of an operator: those registered for it, if it is not PyTorch's own, or of a part of SyncBatchNorm.
+
+    >>> decomposed(torch.batch_norm_stats) is not None
+    True
+    """
+    part = PARTS.get(getattr(function, "__name__", ""))
+    if part is not None and function is getattr(torch, function.__name__, None):
+        return part
     for one in _overloads(function):
         steps = decomposition_table.get(one)
         if steps is not None and one.namespace != "aten":

@@ -45,6 +45,9 @@ def _cosine(value: float | None) -> str:
     return "" if value is None or value != value else f"{value:.6f}"
 
 
+_MAX_ULP: Final = 1e6  # more of them are not told apart
+
+
 class Row(NamedTuple):
     """One compared tensor or number: which one it is, the columns, and what the verdict rests on.
 
@@ -80,6 +83,19 @@ class Row(NamedTuple):
     def label(self) -> str:
         """The tensor, as the console and the records name it (`torch.mul grad[0]`)."""
         return label_of(self.op, self.part, self.index)
+
+    @property
+    def size(self) -> str:
+        """The error in numbers, where it has any: of whole numbers and draws there are no ulp.
+
+        >>> Row("torch.mul", "output", None, False, 0.5, 1.0, 0.0, 0.0, "", max_ulp=3e7).size
+        ' (max_abs_diff 0.5, > 1e6 ulp)'
+        """
+        ulp = f"{self.max_ulp:.3g} ulp" if self.max_ulp <= _MAX_ULP else f"> {_MAX_ULP:.0e} ulp".replace("+0", "")
+        found = [ulp] if self.max_ulp else []
+        if 0 < self.max_abs_diff < math.inf or found:
+            found.insert(0, f"max_abs_diff {self.max_abs_diff:.6g}")
+        return f" ({', '.join(found)})" if found else ""
 
     @property
     def values(self) -> tuple[Any, ...]:

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -34,6 +36,7 @@ from ..compat import (
     sequence_number,
     top_saved_tensor_hooks,
 )
+from ..copies.materialise import place_of
 from .compiled import THREAD
 from .hooks import Hooks
 from .recomputed import Saving
@@ -89,6 +92,21 @@ class Edges(NamedTuple):
     bases: dict[tuple[Any, int], tuple[int, _Slice]]  # edges of the bases of inputs that are views
     since: int
     saving: Saving | None  # where hooks get what the call saves for its backward
+    twins: tuple[tuple[tuple[int, ...], ...], ...]  # inputs of other edges in one place: `mul(x[0], x[0])`
+
+
+def _twins_of(tensors: list[Tensor], targets: dict[Any, tuple[int, ...]]) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Inputs that a copy of the call cannot tell apart, though autograd does."""
+    found: dict[Any, list[tuple[int, ...]]] = {}
+    try:
+        if len({tensors[inputs[0]].data_ptr() for inputs in targets.values()}) == len(targets):
+            return ()
+        for inputs in targets.values():
+            place = place_of(tensors[inputs[0]])
+            found.setdefault(place, []).append(inputs)
+    except RuntimeError:  # tensors without memory
+        return ()
+    return tuple([tuple(several) for several in found.values() if len(several) > 1])
 
 
 def edges_of(tensors: list[Tensor]) -> Edges | None:
@@ -107,7 +125,8 @@ def edges_of(tensors: list[Tensor]) -> Edges | None:
         # closures may bring in tensors that need gradients; such calls have none among their arguments
         return None
     hooks = top_saved_tensor_hooks(True)
-    return Edges(len(tensors), targets, bases, sequence_now(), Saving(hooks) if hooks else None)
+    twins = _twins_of(tensors, targets) if len(targets) > 1 else ()
+    return Edges(len(tensors), targets, bases, sequence_now(), Saving(hooks) if hooks else None, twins)
 
 
 def attach(call: Call, edges: Edges, outputs: list[Tensor], listeners: tuple[Hooks, ...]) -> None:
@@ -123,7 +142,7 @@ def attach(call: Call, edges: Edges, outputs: list[Tensor], listeners: tuple[Hoo
     more: Hooks | None = call.notes.get("nodes")  # of this call alone
     state = _Backward(call, listeners if more is None else (more, *listeners), len(outputs), edges.tensors)
     stand_ins = _bases_of_results(outputs, edges) if state.gradients else {}
-    state.stand_ins = bool(stand_ins)
+    state.stand_ins, state.twins = bool(stand_ins), edges.twins
     nodes = _hooks_of_call(state, sources, edges, stand_ins)
     if len(nodes) > 1 and not state.gradients:  # nobody looks at the gradients: nodes that run no kernel are left out
         nodes = [pair for pair in nodes if type(pair[0]).__name__ not in WITHOUT_KERNEL] or nodes
@@ -200,7 +219,16 @@ def _hooks_of_call(
             inner.append((edge, number, following[1]))
         hook = _Hook(state, numbers[node], targets, inner, sources.get(node, ()), stand_ins.get(node, ()))
         found.append((node, hook))
+    if stand_ins:
+        _forget_shared([hook for _, hook in found])
     return found
+
+
+def _forget_shared(hooks: list[_Hook]) -> None:
+    """No stand-ins where other results of the call send gradients as well: attention weights, and what they weigh."""
+    senders = Counter(edge[1:] for hook in hooks for edge in hook.inner)
+    for hook in hooks:
+        hook.stand_ins = [s for s in hook.stand_ins if senders[hook.number, s[0]] < 2]
 
 
 def _end_of(following: tuple[Any, int], edges: Edges) -> tuple[tuple[int, ...], _Slice | None] | None:
@@ -239,7 +267,7 @@ class _Backward:
 
     __slots__ = (
         *("asked", "call", "differentiated", "grad_inputs", "grad_outputs", "gradients", "heard", "listeners", "mixed"),
-        *("makes_graph", "nodes", "passed_on", "queued", "sent", "sizes", "stand_ins", "starters"),
+        *("makes_graph", "nodes", "passed_on", "queued", "sent", "sizes", "stand_ins", "starters", "twins"),
     )
 
     def __init__(self, call: Call, listeners: tuple[Hooks, ...], outputs: int, inputs: int) -> None:
@@ -251,6 +279,7 @@ class _Backward:
                 self.gradients = True
         self.nodes = 0
         self.stand_ins = False
+        self.twins: tuple[tuple[tuple[int, ...], ...], ...] = ()
         self.makes_graph = False  # a pass, this one or an earlier one, makes a graph of its own
         self.differentiated = False  # the graph of an earlier pass may lead into these nodes
         self.sizes = (outputs, inputs)
@@ -335,12 +364,24 @@ class _Backward:
 
     def _finish(self) -> None:
         grad_outputs, grad_inputs = self.grad_outputs, self.grad_inputs
+        for several in self.twins:
+            self._join(several, grad_inputs)
         missing = [index for index, grad in enumerate(grad_inputs) if grad is None and index not in self.asked]
         self.call.unasked, self.call.mixed = tuple(missing), self.mixed
         self.differentiated = self.makes_graph
         self.heard = None
         del self.grad_outputs, self.grad_inputs, self.passed_on, self.asked, self.sent
         self._tell(grad_outputs, grad_inputs)
+
+    def _join(self, several: tuple[tuple[int, ...], ...], grads: list[Tensor | None]) -> None:
+        """Inputs that are the same memory get the sum of their gradients, as in a copy, where they are one tensor."""
+        found = [grad for inputs in several if (grad := grads[inputs[0]]) is not None]
+        self.mixed = self.mixed or 0 < len(found) < len(several)
+        if len(found) == len(several):
+            total = functools.reduce(torch.add, found)
+            for inputs in several:
+                for index in inputs:
+                    grads[index] = total
 
     def _tell(self, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
         for tool in self.listeners:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .registry import FUNCTIONS, FunctionFacts
+from .registry import CPU, FUNCTIONS, FunctionFacts
 
 # Compositions in Python, which have no schema that would say that they are random.
 FUNCTIONS.register("dropout", FunctionFacts(draws=True, inplace_option=True, law="dropout"))
@@ -22,12 +22,14 @@ FUNCTIONS.register("rrelu", FunctionFacts(draws=True, inplace_option=True))
 FUNCTIONS.register("normal_ uniform_", FunctionFacts(draws=True, law="samples"))
 FUNCTIONS.register("""
     fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d fractional_max_pool3d_with_indices
+    """, FunctionFacts(draws=True, bound_on=CPU))  # fmt: skip
+FUNCTIONS.register("""
     gumbel_softmax kaiming_normal_ kaiming_uniform_ orthogonal_ pca_lowrank sparse_ svd_lowrank trunc_normal_
     xavier_normal_ xavier_uniform_
     """, FunctionFacts(draws=True))  # fmt: skip
 FUNCTIONS.register("""
-    bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal poisson rand rand_like randint
-    randint_like randn randn_like random_
+    bernoulli bernoulli_ cauchy_ exponential_ geometric_ log_normal_ multinomial normal poisson rand rand_like randint
+    randint_like randn randn_like random_ randperm
     """, FunctionFacts(law="samples"))  # fmt: skip
 
 

@@ -61,9 +61,10 @@ def differing_choices(name: str, source: Any, device: Tensor, golden: Tensor, nu
     outside, at_device, at_golden = _pointed_at(values, dim, device, golden)
     different: Tensor = outside | ~((at_device == at_golden) | (at_device.isnan() & at_golden.isnan()))
     if permutes and device.shape[dim] > 1:
-        ordered = device.sort(dim).values
-        repeated = (ordered.diff(dim=dim) == 0).any(dim, keepdim=True)
-        different = different | repeated.expand_as(different)
+        ordered, order = device.sort(dim=dim, stable=True)
+        again = torch.zeros_like(different)
+        again.narrow(dim, 1, device.shape[dim] - 1).copy_(ordered.diff(dim=dim) == 0)
+        different = different | torch.zeros_like(again).scatter(dim, order, again)
     return different.reshape(shape)
 
 

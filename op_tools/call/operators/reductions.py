@@ -71,7 +71,9 @@ KERNELS.register("std.correction", KernelFacts(fused=True, steps=lambda *a, **k:
 KERNELS.register("var_mean.correction", KernelFacts(fused=True, steps=_variance))
 KERNELS.register("std_mean.correction", KernelFacts(fused=True, steps=_deviation))
 
-FUNCTIONS.register("native_batch_norm cudnn_batch_norm miopen_batch_norm", FunctionFacts(writes=(3, 4)))
+FUNCTIONS.register("""
+    native_batch_norm cudnn_batch_norm miopen_batch_norm batch_norm_gather_stats batch_norm_gather_stats_with_counts
+    """, FunctionFacts(writes=(3, 4)))  # fmt: skip
 
 
 def _default_eps(args: Any, kwargs: Any, info: torch.finfo) -> Any:

@@ -74,7 +74,9 @@ class FunctionFacts(NamedTuple):
     converts: str = ""  # "dtype", "device" or "both": what its result differs in
     reflected: bool = False  # an operator with its operands swapped
     uninitialised: bool = False  # returns whatever is in memory
+    left_out: str = ""  # why its result cannot be compared
     bound_to_dtype: bool = False  # its result depends on the dtype itself, not only on the values
+    bound_on: tuple[str, ...] = ()  # the same on these device types alone: they round places to the dtype
     inplace_option: bool = False  # has a parameter `inplace`
     autocast_low: bool = False  # autocast runs it in the lower precision
     cudnn: bool = False  # a recurrent network that cuDNN runs

@@ -58,7 +58,8 @@ def _judge_whole_numbers(row: Row, pair: Pair) -> Row:
         return row._replace(error_info=joined(row.error_info, "within rounding uncertainty"))
     where = first_place(different)
     values = (pair.device[where].item(), pair.golden[where].item())
-    reason = f"{count} of {different.numel()} differ, first at {list(where)}: {values[0]} instead of {values[1]}"
+    found = f"{values[0]} instead of {values[1]}" if values[0] != values[1] else f"{values[0]}, which was chosen before"
+    reason = f"{count} of {different.numel()} differ, first at {list(where)}: {found}"
     # which of several choices are right cannot be told from the reference alone
     bound = torch.zeros(differs.shape).masked_fill_(differs & ~different, math.inf) if chosen is None else None
     return row._replace(verdict=WRONG, reason=reason, excess=math.inf, where=where, bound=bound)

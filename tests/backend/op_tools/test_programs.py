@@ -17,8 +17,8 @@ from benchmarks.programs import PROGRAMS, Job
 zoo.load()
 
 SAMPLE = {
-    "float32": ["mnist_cnn", "fgsm", "pinn", "maml"],
-    "bfloat16": ["simclr", "shared_layers", "kalman"],
+    "float32": ["mnist_cnn", "fgsm", "pinn", "maml", "istft", "stochastic_depth"],
+    "bfloat16": ["simclr", "shared_layers", "kalman", "mha_masks"],
     "float16": ["dcgan", "gradient_penalty"],
 }
 
@@ -107,3 +107,49 @@ def test_second_derivatives(shape: tuple[int, ...], device: str) -> None:
     names, wrong = compared(step)
     assert not wrong
     assert sum("linear grad" in name for name in names) >= 3
+
+
+@pytest.mark.parametrize("weights_used", [True, False])
+def test_attention_weights_that_are_a_result_as_well(weights_used: bool, device: str) -> None:
+    """They are a view of what the values are multiplied with: what the product sends back is not theirs."""
+    attention, x = nn.MultiheadAttention(8, 2).to(device), torch.randn(4, 3, 8, device=device)
+
+    def step() -> None:
+        y, weights = attention(x, x, x, average_attn_weights=False)
+        loss = y.square().sum() + (weights.square().sum() if weights_used else 0)
+        loss.backward()
+
+    names, wrong = compared(step)
+    assert not wrong
+    assert any("multi_head_attention_forward grad" in name for name in names)
+
+
+def test_derivatives_in_forward_mode_are_named(device: str) -> None:
+    from torch.autograd import forward_ad
+
+    net, x = nn.Linear(4, 2).to(device), torch.randn(3, 4, device=device)
+    with op_tools.OpAutoCompare() as comparison, forward_ad.dual_level():
+        forward_ad.unpack_dual(net(forward_ad.make_dual(x, torch.ones_like(x))))
+    assert not comparison.blames
+    assert any("derivatives in forward mode are not compared" in line for line in comparison.summary())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_windows_at_random_places(dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, 11, 13, device=device).to(dtype).requires_grad_()
+    _, wrong = compared(lambda: F.fractional_max_pool2d(x, 2, output_ratio=(0.5, 0.5)).sum().backward())
+    assert not wrong
+
+
+@pytest.mark.parametrize("call", [torch.mul, torch.matmul, torch.kron])
+def test_two_views_of_one_place(call: Any, device: str) -> None:
+    """Autograd tells them apart, a copy of the call does not."""
+
+    def step() -> None:
+        x = torch.randn(3, 3, device=device, requires_grad=True) * 1.0
+        call(x[:2, :2], x[:2, :2]).square().sum().backward()
+
+    names, wrong = compared(step)
+    assert not wrong
+    assert any(f"{call.__name__} grad" in name for name in names)

@@ -278,6 +278,60 @@ def test_samples_that_repeat_are_found(device: str, replace_kernel: Kernels) -> 
     assert "the same random numbers" in reasons(compared)
 
 
+def whole_draws(device: str) -> dict[str, Callable[[], Any]]:
+    weights, shares = torch.tensor([0.0, 3.0, 1.0], device=device), torch.linspace(0, 1, 32, device=device)
+    return {
+        "bernoulli_": lambda: torch.empty(16, 1, device=device).bernoulli_(0.8),
+        "bernoulli": lambda: torch.bernoulli(shares),
+        "randint": lambda: torch.randint(5, 1000, (64,), device=device),
+        "random_": lambda: torch.empty(64, device=device).random_(-4, 9),
+        "randperm": lambda: torch.randperm(20, device=device),
+        "multinomial": lambda: torch.multinomial(weights, 40, replacement=True),
+        "exponential_": lambda: torch.empty(64, device=device).exponential_(3.0),
+    }
+
+
+@pytest.mark.parametrize("name", list(whole_draws("cpu")))
+def test_draws_of_whole_numbers_are_judged_and_raise_no_alarm(device: str, name: str) -> None:
+    torch.manual_seed(0)
+    draw = whole_draws(device)[name]
+    with op_tools.OpAutoCompare() as compared:
+        for _ in range(60):
+            draw()
+    assert verdicts(compared) == {(name, "forward", "right")}
+
+
+def _wrong_draws() -> dict[str, tuple[str, Callable[..., Any]]]:
+    def fill(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return x.copy_(values.to(x.device))
+
+    def likely(weights: torch.Tensor, count: int, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.ones(count, dtype=torch.int64, device=weights.device)
+
+    return {
+        "bernoulli_": ("bernoulli_.float", lambda x, p, generator=None: fill(x, (torch.rand(x.shape) < 0.5).float())),
+        "randint": ("random_.from", lambda x, a, b, generator=None: fill(x, torch.randint(a, b // 2, x.shape))),
+        "random_": ("random_.from", lambda x, a, b, generator=None: fill(x, torch.full(x.shape, float(b)))),
+        "randperm": ("randperm", lambda n, **_: torch.randint(0, n, (n,)).to("cuda")),
+        "multinomial": ("multinomial", likely),
+        "exponential_": (
+            "exponential_",
+            lambda x, lambd=1.0, generator=None: fill(x, torch.empty(x.shape).exponential_(2 * lambd)),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", list(_wrong_draws()))
+def test_draws_of_whole_numbers_that_cannot_be_are_found(device: str, name: str, replace_kernel: Kernels) -> None:
+    torch.manual_seed(0)
+    draw = whole_draws(device)[name]
+    replace_kernel(*_wrong_draws()[name])
+    with op_tools.OpAutoCompare() as compared:
+        for _ in range(20):
+            draw()
+    assert wrong(compared) == {(name, "forward")}
+
+
 def test_what_draws_inside_its_kernel_is_named(device: str) -> None:
     x = torch.randn(100, device=device)
     with op_tools.OpAutoCompare() as compared:

@@ -474,3 +474,27 @@ def test_numbers_beside_complex_values_stay_real() -> None:
     assert verdict.judge_call("torch.istft", result, outputs=found).verdict == verdict.RIGHT
     assert verdict.judge_call("torch.istft", result, outputs=off).verdict == verdict.WRONG
     assert type(Noise(precision_of(torch.complex64), frozenset(), Signs(0))._scalar(1e-11)) is float
+
+
+def test_real_parts_of_complex_products() -> None:
+    """The gradient of a real factor is a real part: what is left of it where the parts cancel is rounding."""
+    generator = torch.Generator().manual_seed(0)
+    z, sent = (torch.randn(4000, dtype=torch.complex64, generator=generator) for _ in range(2))
+    sent = torch.where(torch.arange(4000) % 2 == 0, 1j * z * (1 + 1e-6), sent)  # at right angles, nearly
+    real = torch.rand(4000, generator=generator).requires_grad_()
+    (grad,) = torch.autograd.grad(z * real, real, sent)
+    result = golden.run(torch.mul, (z, real), name="torch.mul", grad_outputs=[sent])
+    assert verdict.judge_call("torch.mul", result, grad_inputs=[None, grad]).verdict == verdict.RIGHT
+    grad[1] *= 1 + 1e-4
+    assert verdict.judge_call("torch.mul", result, grad_inputs=[None, grad]).verdict == verdict.WRONG
+
+
+def test_a_backward_without_a_double_precision_kernel() -> None:
+    x, scale = torch.randn(8, requires_grad=True), torch.full((1,), 0.05, requires_grad=True)
+    call = (x, scale, torch.zeros(1, requires_grad=True), -128, 127, 0.1)
+    kept = golden.run(torch._fake_quantize_learnable_per_tensor_affine, call, keep_graph=True)
+    assert kept.graph is not None
+    result = golden.backward(kept, [torch.ones(8)])
+    assert result.comparable
+    assert result.grad_inputs is not None
+    assert result.grad_inputs[0] is not None

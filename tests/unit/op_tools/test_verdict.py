@@ -517,3 +517,17 @@ def test_what_is_right_but_not_allclose_says_why() -> None:
         (RIGHT, False, "within rounding"),
         (RIGHT, True, ""),
     ]
+
+
+def test_an_index_that_is_chosen_twice_is_said_so() -> None:
+    """Of equal values any may be chosen, but each once."""
+    result = golden.run(torch.topk, (torch.ones(6), 3), {}, name="torch.topk")
+    chosen = result.outputs[1].clone()
+    chosen[2] = chosen[0]
+    found = verdict.judge_call("torch.topk", result, outputs=(torch.ones(3), chosen))
+    assert found.verdict == verdict.WRONG
+    assert "1 of 3 differ, first at [2]" in found.reason
+    same = golden.run(torch.argsort, (torch.ones(3),), {}, name="torch.argsort")
+    twice = torch.stack([same.outputs[1], same.outputs[1], same.outputs[2]])
+    found = verdict.judge_call("torch.argsort", same, outputs=twice)
+    assert "which was chosen before" in found.reason
