@@ -315,6 +315,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="keep the outcomes here, after each command")
     parser.add_argument("--resume", action="store_true", help="leave out what that file has")
     parser.add_argument("--no-cpu", dest="compare", action="store_false", help="do not run it on the CPU, too")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no command after this; go on with --resume")
     parser.add_argument("--part", default="0/1", help="I/N: only every Nth command, from I on")
     options = parser.parse_args()
     WORDS[0] = str(options.checkouts)
@@ -322,6 +323,7 @@ def main() -> None:
     first, step = map(int, options.part.split("/"))
     commands = [Command(**entry) for entry in entries][first::step]
     done: dict[str, Outcome] = {}
+    end = time.monotonic() + options.minutes * 60
     if options.resume and options.json and options.json.is_file():
         done = {o["name"]: Outcome(**o) for o in json.loads(options.json.read_text())}
     with tempfile.TemporaryDirectory(prefix="wild-seed-") as seeds:
@@ -332,6 +334,8 @@ def main() -> None:
                 continue
             if before and (not options.compare or not before.works or before.losses):
                 continue
+            if time.monotonic() > end:
+                break
             outcome = done[command.name] = attempt(command, options.checkouts, seeds, before, options.compare)
             state = "works" if outcome.works else f"fails ({outcome.reason}) {outcome.last}"
             print(f"{outcome.name}: {state} {outcome.losses} {outcome.seconds:.0f} s", file=sys.stderr, flush=True)

@@ -40,7 +40,7 @@ def run(*command: str, **environment: str) -> str:
 @pytest.mark.distributed
 def test_newer_distributed_code_on_four_ranks() -> None:
     output = run(str(PROGRAMS / "wild.py"), DITORCH_SOFT_DEVICES="4")
-    assert output.count(" ok\n") == 12, output
+    assert output.count(" ok\n") == 13, output
 
 
 @on_soft
