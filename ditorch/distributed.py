@@ -338,7 +338,8 @@ class Gaps:
             op, scale, widen = self._plan(op, dist.get_world_size(group), tensor)
             if scale is None and not widen:
                 return original(tensor, op, group, async_op)
-            work, finish = self._reduce(tensor, scale, widen, lambda value: at_once(original)(value, op, group, True), tensor)
+            now = at_once(original)
+            work, finish = self._reduce(tensor, scale, widen, lambda value: now(value, op, group, True), tensor)
             return _finished(work, finish, async_op)
 
         return all_reduce

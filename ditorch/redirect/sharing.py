@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.multiprocessing.reductions as reductions
+import torch.utils.dlpack
 
 from ditorch import surface
 from ditorch.errors import UnsupportedError
@@ -28,6 +29,7 @@ def install(ledger: Ledger, devices: Devices) -> None:
 
     Example: ``install(ledger, devices); queue.put(torch.zeros(2, device="cuda"))``
     """
+    _install_dlpack(ledger, devices)
     reducers: dict[Any, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
     if devices.type == "cpu" or reducers.get(torch.Tensor) is not reductions.reduce_tensor:
         return  # the vendor has its own
@@ -50,6 +52,25 @@ def install(ledger: Ledger, devices: Devices) -> None:
         _refuse_at_put(ledger, devices)
     else:
         _share_in_place(ledger, devices, module._share)
+
+
+def _install_dlpack(ledger: Ledger, devices: Devices) -> None:
+    """DLPack calls such a device an extension; PyTorch asks for it by a name that a renamed device does not have."""
+    if devices.type != torch._C._get_privateuse1_backend_name():
+        return
+    extension = int(torch.utils.dlpack.DLDeviceType.kDLExtDev)
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def __dlpack_device__(self: torch.Tensor) -> Any:
+            if self.device.type != devices.type or torch.overrides.has_torch_function_unary(self):
+                return original(self)
+            return torch.utils.dlpack.DLDeviceType(extension), self.device.index or 0
+
+        return __dlpack_device__
+
+    ledger.redirect(
+        torch.Tensor.__dlpack_device__, make, "DLPack knows the device", what="torch.Tensor.__dlpack_device__"
+    )
 
 
 def _refused(devices: Devices, call: str) -> UnsupportedError:

@@ -320,3 +320,18 @@ def test_packages_built_for_cuda_compare_with_what_pytorch_was_built_for() -> No
     assert torch.version.cuda is None
     assert type(torch.version) is type(torch)
     ditorch.activate()
+
+
+@on_soft
+def test_dlpack_shares_the_memory_of_the_device() -> None:
+    x = torch.zeros(3, device="cuda")
+    y = torch.from_dlpack(x)
+    y += 1
+    assert y.device == x.device
+    assert x.tolist() == [1, 1, 1]
+
+
+@on_soft
+def test_a_kernel_compiled_from_text_is_refused_by_name() -> None:
+    with pytest.raises(ditorch.UnsupportedError, match=r"torch\.cuda\._compile_kernel"):
+        torch.cuda._compile_kernel("__global__ void f() {}", "f")

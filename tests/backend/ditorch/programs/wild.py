@@ -214,7 +214,7 @@ def coalesced() -> None:
                     second.wait()
                 for i, (part, each) in enumerate(zip(parts, sums)):
                     right = (sum(range(RANKS)) + i * RANKS) / share
-                    assert part.tolist() == [right] and each.tolist() == [right] * RANKS, (device, op, later)
+                    assert [part.tolist(), each.tolist()] == [[right], [right] * RANKS], (device, op, later)
     whole = torch.tensor([4 * rank], device="cuda")
     with dist._coalescing_manager(device=torch.device("cuda", torch.cuda.current_device())):
         dist.all_reduce(whole, dist.ReduceOp.AVG)
