@@ -293,9 +293,12 @@ def report(outcomes: list[Outcome]) -> str:
     could = [o for o in outcomes if o.reason not in ELSEWHERE]
     alone = [o for o in could if o.reason != OWN]
     projects = len({o.project for o in outcomes})
+    working = len({o.project for o in outcomes if o.works})
+    free = [o for o in outcomes if o.reason not in ("CUDA source", "Triton")]
     rows.append(
-        f"\n{len(outcomes)} commands of {projects} projects: {works} work. {len(could)} need neither CUDA source, "
-        f"Triton, a download nor a package that is not here: {works / len(could):.1%} of them work, "
+        f"\n{len(outcomes)} commands of {projects} projects: {works} work, of {working} projects. Of the {len(free)} "
+        f"that need neither CUDA source nor Triton {works / len(free):.1%} work. {len(could)} need no download and no "
+        f"package that is not here either: {works / len(could):.1%} of them work, "
         f"{works / len(alone):.1%} without those that end alike on the CPU."
     )
     same = sum(o.losses == "as on the CPU" for o in outcomes)

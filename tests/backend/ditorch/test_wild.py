@@ -335,3 +335,16 @@ def test_dlpack_shares_the_memory_of_the_device() -> None:
 def test_a_kernel_compiled_from_text_is_refused_by_name() -> None:
     with pytest.raises(ditorch.UnsupportedError, match=r"torch\.cuda\._compile_kernel"):
         torch.cuda._compile_kernel("__global__ void f() {}", "f")
+
+
+@on_soft
+def test_remote_calls_refuse_a_map_of_devices() -> None:
+    import torch.distributed.rpc as rpc
+
+    with pytest.raises(ditorch.UnsupportedError, match="device_maps"):
+        rpc.TensorPipeRpcBackendOptions(device_maps={"worker": {0: 0}})
+    options = rpc.TensorPipeRpcBackendOptions()
+    with pytest.raises(ditorch.UnsupportedError, match=r"set_device_map.*tensor\.cpu\(\)"):
+        options.set_device_map("worker", {0: 0})
+    with pytest.raises(ditorch.UnsupportedError, match="set_devices"):
+        options.set_devices(["cuda:0"])
