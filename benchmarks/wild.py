@@ -24,6 +24,7 @@ import tempfile
 import termios
 import threading
 import time
+import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -251,7 +252,10 @@ def copied(command: Command, source: Path, device: str, seeds: str) -> tuple[int
         folder = Path(scratch) / source.name
         shutil.copytree(source, folder, symlinks=True, ignore=shutil.ignore_patterns(".git", "*.png", "*.gif"))
         for recipe, *arguments in command.prepare:
-            RECIPES[recipe](folder, *arguments)
+            try:
+                RECIPES[recipe](folder, *arguments)
+            except Exception:
+                return 1, traceback.format_exc()
         return execute(command, folder, device, seeds)
 
 

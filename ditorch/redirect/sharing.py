@@ -101,20 +101,18 @@ def _install_remote_calls(ledger: Ledger, devices: Devices) -> None:
         why = "RPC sends tensors of the CPU only"
         ledger.redirect(options.__init__, make_init, why, "unsupported", "TensorPipeRpcBackendOptions(device_maps=)")
         for name in ("set_device_map", "set_devices"):
-            refused = refuse(f".{name}")
-            ledger.redirect(
-                getattr(options, name),
-                lambda original, refused=refused: refused,
-                why,
-                "unsupported",
-                f"TensorPipeRpcBackendOptions.{name}",
-            )
+            what = f"TensorPipeRpcBackendOptions.{name}"
+            ledger.redirect(getattr(options, name), _always(refuse(f".{name}")), why, "unsupported", what)
 
     hook = AfterImport("torch.distributed.rpc.options", redirect)
     ledger.record(
         Patch("import of torch.distributed.rpc", "RPC's device maps", "mapped", "registered", None, hook.remove)
     )
     hook.install()
+
+
+def _always(call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda original: call
 
 
 def _refused(devices: Devices, call: str) -> UnsupportedError:
