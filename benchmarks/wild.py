@@ -11,29 +11,30 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gzip
+import functools
 import json
 import os
-import pickle
+import pty
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
-from collections.abc import Callable
+import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tomllib
 
+from benchmarks.wild_data import RECIPES, WORDS
+
 HERE = Path(__file__).parent
 LOSS = r"loss[^0-9\n]{0,20}?(-?\d+\.\d+(?:e[-+]?\d+)?)"
-TEXT = "the quick brown fox jumps over the lazy dog and then sleeps in the warm sun; " * 40
 # Reasons that lie outside of the device layer, by what the last lines of the output say.
 REASONS = {
     "Triton": r"No module named 'triton|[Tt]riton (?:is|was) not|needs? Triton",
@@ -55,7 +56,10 @@ spec.loader.exec_module(imports)
 random.seed(0)
 imports.AfterImport("numpy", lambda numpy: numpy.random.seed(0)).install()
 imports.AfterImport("ditorch", lambda ditorch: __import__("torch").manual_seed(0)).install()
+made = lambda module: setattr(module, "check_integrity", lambda *file: True)
+imports.AfterImport("torchvision.datasets.cifar", made).install()
 """
+"""In every process: seeds, and checksums of CIFAR, which pictures that were drawn here cannot have."""
 
 
 @dataclass
@@ -76,6 +80,10 @@ class Command:
     """Processes that torchrun starts."""
     timeout: float = 300
     environment: dict[str, str] = field(default_factory=dict)
+    packages: list[str] = field(default_factory=list)
+    """Versions that the project was written for, where today's do not do: installed beside the others."""
+    terminal: bool = False
+    """Its input is a terminal of 80 columns: the script asks for its width."""
 
     @property
     def name(self) -> str:
@@ -103,152 +111,6 @@ class Outcome:
     seconds: float = 0.0
 
 
-# --- tiny data -------------------------------------------------------------------------------------
-
-
-def mnist(folder: Path, root: str, count: str = "256") -> None:
-    """Random digits in the files of MNIST, and of FashionMNIST."""
-    import numpy
-
-    draw = numpy.random.default_rng(0)
-    for name in ("MNIST", "FashionMNIST"):
-        raw = folder / root / name / "raw"
-        raw.mkdir(parents=True, exist_ok=True)
-        for part in ("train", "t10k"):
-            size = int(count)
-            images = draw.integers(0, 255, (size, 28, 28), dtype="uint8")
-            labels = numpy.arange(size, dtype="uint8") % 10
-            head = struct.pack(">IIII", 0x803, size, 28, 28)
-            (raw / f"{part}-images-idx3-ubyte").write_bytes(head + images.tobytes())
-            (raw / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, size) + labels.tobytes())
-
-
-def images(folder: Path, root: str, side: str = "64", each: str = "8", kinds: str = "2") -> None:
-    """A folder of pictures in classes, for training and validation."""
-    import numpy
-    from PIL import Image
-
-    draw = numpy.random.default_rng(0)
-    for part in ("train", "val"):
-        for kind in range(int(kinds)):
-            where = folder / root / part / f"kind{kind}"
-            where.mkdir(parents=True, exist_ok=True)
-            for number in range(int(each)):
-                pixels = draw.integers(0, 255, (int(side), int(side), 3), dtype="uint8")
-                Image.fromarray(pixels).save(where / f"{number}.png")
-
-
-def pairs(folder: Path, root: str, side: str = "64") -> None:
-    """Pictures and masks, for segmentation."""
-    import numpy
-    from PIL import Image
-
-    draw = numpy.random.default_rng(0)
-    for kind in ("imgs", "masks"):
-        (folder / root / kind).mkdir(parents=True, exist_ok=True)
-        for number in range(12):
-            shape = (int(side), int(side), 3) if kind == "imgs" else (int(side), int(side))
-            pixels = draw.integers(0, 255, shape, dtype="uint8")
-            name = f"{number}.png" if kind == "imgs" else f"{number}_mask.gif"
-            Image.fromarray(pixels if kind == "imgs" else (pixels > 127).astype("uint8")).save(
-                folder / root / kind / name
-            )
-
-
-def enwik8(folder: Path, file: str) -> None:
-    """Text where enwik8 is expected; scripts read 95 MB of it, so it is long and compresses well."""
-    path = folder / file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with gzip.open(path, "wb", compresslevel=1) as out:
-        piece = TEXT.encode() * 100
-        for _ in range(int(96e6) // len(piece)):
-            out.write(piece)
-
-
-def text(folder: Path, file: str, times: str = "20") -> None:
-    path = folder / file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(TEXT.replace(";", ";\n") * int(times))
-
-
-def characters(folder: Path, root: str) -> None:
-    """nanoGPT's data: characters as numbers."""
-    import numpy
-
-    letters = sorted(set(TEXT))
-    numbers = numpy.array([letters.index(c) for c in TEXT * 4], dtype="uint16")
-    (folder / root).mkdir(parents=True, exist_ok=True)
-    for part in ("train", "val"):
-        numbers.tofile(folder / root / f"{part}.bin")
-    meta = {"vocab_size": len(letters), "itos": dict(enumerate(letters)), "stoi": {c: i for i, c in enumerate(letters)}}
-    (folder / root / "meta.pkl").write_bytes(pickle.dumps(meta))
-
-
-def cora(folder: Path, root: str) -> None:
-    """A citation network in the files of Cora: 2,708 papers of 1,433 words."""
-    import random
-
-    draw = random.Random(0)
-    kinds = "Case_Based Genetic_Algorithms Neural_Networks Probabilistic_Methods Reinforcement_Learning Theory"
-    lines = []
-    for paper in range(2708):
-        words = ["0"] * 1433
-        for _ in range(18):
-            words[draw.randrange(1433)] = "1"
-        lines.append("\t".join([str(paper), *words, draw.choice(kinds.split())]))
-    (folder / root).mkdir(parents=True, exist_ok=True)
-    (folder / root / "cora.content").write_text("\n".join(lines) + "\n")
-    links = (f"{draw.randrange(2708)}\t{draw.randrange(2708)}" for _ in range(5429))
-    (folder / root / "cora.cites").write_text("\n".join(links) + "\n")
-
-
-def language_model(folder: Path, root: str, kind: str = "llama") -> None:
-    """A model of two tiny layers (llama or bert) with a tokenizer of words, as from_pretrained reads them."""
-    import tokenizers
-    import torch
-    import transformers
-
-    marks = {f"{name}_token": f"<{name}>" for name in ("unk", "pad", "bos", "eos", "mask", "cls", "sep")}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="<unk>"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    trainer = tokenizers.trainers.WordLevelTrainer(special_tokens=list(marks.values()))
-    words.train_from_iterator([TEXT], trainer)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **marks).save_pretrained(folder / root)
-    size: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    size |= {"num_attention_heads": 2, "max_position_embeddings": 512, "vocab_size": words.get_vocab_size()}
-    torch.manual_seed(0)
-    if kind == "llama":
-        config = transformers.LlamaConfig(**size, bos_token_id=2, eos_token_id=3, pad_token_id=1)
-        transformers.LlamaForCausalLM(config).save_pretrained(folder / root)
-    else:
-        transformers.BertForMaskedLM(transformers.BertConfig(**size)).save_pretrained(folder / root)
-
-
-def samples(folder: Path, root: str, *columns: str) -> None:
-    """Lines of JSON with the named columns, for training and testing; ``label`` is a truth value."""
-    (folder / root).mkdir(parents=True, exist_ok=True)
-    words = TEXT.split()
-    for part in ("train", "test"):
-        rows = []
-        for number in range(16):
-            texts = {c: " ".join(words[number + i : number + i + 12]) for i, c in enumerate(columns)}
-            rows.append(json.dumps(texts | ({"label": number % 2 == 0} if "label" in columns else {})))
-        (folder / root / f"{part}.jsonl").write_text("\n".join(rows) + "\n")
-
-
-RECIPES: dict[str, Callable[..., None]] = {
-    "language_model": language_model,
-    "samples": samples,
-    "mnist": mnist,
-    "images": images,
-    "pairs": pairs,
-    "enwik8": enwik8,
-    "text": text,
-    "characters": characters,
-    "cora": cora,
-}
-
-
 # --- running ---------------------------------------------------------------------------------------
 
 
@@ -261,20 +123,34 @@ def environment(command: Command, device: str, seeds: str) -> dict[str, str]:
         "WILD_IMPORTS": str(HERE.parent / "ditorch/imports.py"),
     }
     own = dict(command.environment)
-    paths = [seeds, own.pop("PYTHONPATH", ""), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [installed(tuple(command.packages))] if command.packages else []
+    paths += [seeds, own.pop("PYTHONPATH", ""), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     known["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return {**known, **own}
+
+
+@functools.cache
+def installed(packages: tuple[str, ...]) -> str:
+    """A folder with these packages, and without what they depend on."""
+    folder = Path(tempfile.gettempdir()) / ("wild-packages-" + re.sub(r"[^\w.]+", "-", " ".join(packages)))
+    if not folder.is_dir():
+        install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *packages]
+        subprocess.run(install, check=True)
+    return str(folder)
 
 
 def execute(command: Command, folder: Path, device: str, seeds: str) -> tuple[int, str]:
     """Exit code and output; a script that is stopped after enough losses has done well."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={command.ranks}"]
     line = [sys.executable, "-m", "ditorch", "run", *(torchrun if command.ranks else []), *command.run]
+    screen, keyboard = pty.openpty() if command.terminal else (-1, -1)
+    if command.terminal:
+        termios.tcsetwinsize(keyboard, (24, 80))
     process = subprocess.Popen(
         line,
         cwd=folder / command.cwd,
         env=environment(command, device, seeds),
-        stdin=subprocess.DEVNULL,
+        stdin=keyboard if command.terminal else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -295,6 +171,8 @@ def execute(command: Command, folder: Path, device: str, seeds: str) -> tuple[in
             _stop(process)
             break
     process.wait()
+    for end in {screen, keyboard} - {-1}:
+        os.close(end)
     late = not killer.is_alive()
     killer.cancel()
     if late and not enough.is_set():
@@ -374,7 +252,10 @@ def copied(command: Command, source: Path, device: str, seeds: str) -> tuple[int
         folder = Path(scratch) / source.name
         shutil.copytree(source, folder, symlinks=True, ignore=shutil.ignore_patterns(".git", "*.png", "*.gif"))
         for recipe, *arguments in command.prepare:
-            RECIPES[recipe](folder, *arguments)
+            try:
+                RECIPES[recipe](folder, *arguments)
+            except Exception:
+                return 1, traceback.format_exc()
         return execute(command, folder, device, seeds)
 
 
@@ -416,9 +297,12 @@ def report(outcomes: list[Outcome]) -> str:
     could = [o for o in outcomes if o.reason not in ELSEWHERE]
     alone = [o for o in could if o.reason != OWN]
     projects = len({o.project for o in outcomes})
+    working = len({o.project for o in outcomes if o.works})
+    free = [o for o in outcomes if o.reason not in ("CUDA source", "Triton")]
     rows.append(
-        f"\n{len(outcomes)} commands of {projects} projects: {works} work. {len(could)} need neither CUDA source, "
-        f"Triton, a download nor a package that is not here: {works / len(could):.1%} of them work, "
+        f"\n{len(outcomes)} commands of {projects} projects: {works} work, of {working} projects. Of the {len(free)} "
+        f"that need neither CUDA source nor Triton {works / len(free):.1%} work. {len(could)} need no download and no "
+        f"package that is not here either: {works / len(could):.1%} of them work, "
         f"{works / len(alone):.1%} without those that end alike on the CPU."
     )
     same = sum(o.losses == "as on the CPU" for o in outcomes)
@@ -438,12 +322,15 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="keep the outcomes here, after each command")
     parser.add_argument("--resume", action="store_true", help="leave out what that file has")
     parser.add_argument("--no-cpu", dest="compare", action="store_false", help="do not run it on the CPU, too")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no command after this; go on with --resume")
     parser.add_argument("--part", default="0/1", help="I/N: only every Nth command, from I on")
     options = parser.parse_args()
+    WORDS[0] = str(options.checkouts)
     entries: list[dict[str, Any]] = tomllib.loads(options.list.read_text())["command"]
     first, step = map(int, options.part.split("/"))
     commands = [Command(**entry) for entry in entries][first::step]
     done: dict[str, Outcome] = {}
+    end = time.monotonic() + options.minutes * 60
     if options.resume and options.json and options.json.is_file():
         done = {o["name"]: Outcome(**o) for o in json.loads(options.json.read_text())}
     with tempfile.TemporaryDirectory(prefix="wild-seed-") as seeds:
@@ -454,6 +341,8 @@ def main() -> None:
                 continue
             if before and (not options.compare or not before.works or before.losses):
                 continue
+            if time.monotonic() > end:
+                break
             outcome = done[command.name] = attempt(command, options.checkouts, seeds, before, options.compare)
             state = "works" if outcome.works else f"fails ({outcome.reason}) {outcome.last}"
             print(f"{outcome.name}: {state} {outcome.losses} {outcome.seconds:.0f} s", file=sys.stderr, flush=True)

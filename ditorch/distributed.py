@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from ditorch.imports import AfterImport
 from ditorch.patching import Ledger, Patch
+from ditorch.redirect import coalescing
+from ditorch.redirect.coalescing import at_once
 from ditorch.redirect.devices import Devices, redirect_parameters
 from ditorch_common.settings import DITORCH
 
@@ -76,6 +78,7 @@ def _install_groups(ledger: Ledger, devices: Devices) -> None:
     functions = dist.distributed_c10d
     options = _nccl_options(ledger)
     _install_group_devices(ledger, devices)
+    coalescing.install(ledger, devices)
 
     def make(position: int) -> Callable[..., Any]:
         def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -335,7 +338,8 @@ class Gaps:
             op, scale, widen = self._plan(op, dist.get_world_size(group), tensor)
             if scale is None and not widen:
                 return original(tensor, op, group, async_op)
-            work, finish = self._reduce(tensor, scale, widen, lambda value: original(value, op, group, True), tensor)
+            now = at_once(original)
+            work, finish = self._reduce(tensor, scale, widen, lambda value: now(value, op, group, True), tensor)
             return _finished(work, finish, async_op)
 
         return all_reduce
@@ -359,7 +363,7 @@ class Gaps:
             # Only `dst` gets the result; everyone else's tensor must stay as it was.
             source = tensor if receives else tensor.clone()
             work, finish = self._reduce(
-                source, scale, widen, lambda value: original(value, dst, op, group, True, **more), source
+                source, scale, widen, lambda value: at_once(original)(value, dst, op, group, True, **more), source
             )
             return _finished(work, finish, async_op)
 
@@ -401,7 +405,7 @@ class Gaps:
                 return original(output, input, op, group, async_op)
             wide = torch.empty_like(output, dtype=torch.float32) if widen else output
             source = input.float() if widen else input
-            work = original(wide, source if scale is None else source * scale, op, group, True)
+            work = at_once(original)(wide, source if scale is None else source * scale, op, group, True)
             return _finished(work, (lambda: _store(output, wide)) if widen else None, async_op)
 
         return reduce_scatter_tensor
@@ -423,7 +427,7 @@ class Gaps:
             sources = [tensor.float() if widen else tensor for tensor in input_list]
             if scale is not None:
                 sources = [tensor * scale for tensor in sources]
-            work = original(wide, sources, op, group, True)
+            work = at_once(original)(wide, sources, op, group, True)
             return _finished(work, (lambda: _store(output, wide)) if widen else None, async_op)
 
         return reduce_scatter

@@ -99,6 +99,7 @@ INSTEAD = {
     "memory._snapshot": "torch.cuda.memory_stats()",
     "memory._dump_snapshot": "torch.cuda.memory_stats()",
     "get_gencode_flags": "nothing to compile for CUDA here",
+    "_compile_kernel": "write the function with torch operators",
     "jiterator._create_jit_fn": "write the function with torch operators",
     "jiterator._create_multi_output_jit_fn": "write the function with torch operators",
     "nccl.all_reduce": "torch.distributed.all_reduce",

@@ -23,8 +23,13 @@ def install(ledger: Ledger, devices: Devices) -> None:
     Example: ``install(ledger, devices); torch.autocast("cuda", dtype=torch.bfloat16)``
     """
     real_type = devices.real_type
+    default = [torch.float16] if devices.type == "cpu" else None
+    if default is None:
+        init = torch.amp.autocast_mode.autocast.__init__
+        redirect_parameters(ledger, init, real_type, {"device_type": 1}, WHY, "torch.autocast")
+    else:
+        _install_default(ledger, devices, default)
     for function, parameters, what in (
-        (torch.amp.autocast_mode.autocast.__init__, {"device_type": 1}, "torch.autocast"),
         (
             torch.amp.autocast_mode.is_autocast_available,
             {"device_type": 0},
@@ -35,7 +40,27 @@ def install(ledger: Ledger, devices: Devices) -> None:
     ):
         redirect_parameters(ledger, function, real_type, parameters, WHY, what)
     _install_scaler(ledger, devices)
-    _install_state(ledger, devices)
+    _install_state(ledger, devices, default)
+
+
+def _install_default(ledger: Ledger, devices: Devices, default: list[torch.dtype]) -> None:
+    """On the CPU autocast means bfloat16 unless told; code that says ``cuda`` counts on CUDA's float16."""
+
+    def make(original: Any) -> Any:
+        def init(
+            self: Any,
+            device_type: str,
+            dtype: torch.dtype | None = None,
+            enabled: bool = True,
+            cache_enabled: bool | None = None,
+        ) -> None:
+            if device_type == "cuda" and dtype is None:
+                dtype = default[0]
+            original(self, devices.real_type(device_type), dtype, enabled, cache_enabled)
+
+        return init
+
+    ledger.redirect(torch.amp.autocast_mode.autocast.__init__, make, WHY, what="torch.autocast")
 
 
 def _install_scaler(ledger: Ledger, devices: Devices) -> None:
@@ -71,7 +96,9 @@ def _joined(own: type, vendor: type) -> type:
     return type(own.__name__, (own, vendor), {"__module__": own.__module__})
 
 
-def _install_state(ledger: Ledger, devices: Devices) -> None:
+def _install_state(ledger: Ledger, devices: Devices, default: list[torch.dtype] | None) -> None:
+    """The same for the questions and settings; ``default`` is what ``cuda`` means outside of any region, where the
+    device's own default is another."""
     device_type = devices.type
     enabled, set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
     get_dtype, set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
@@ -84,16 +111,20 @@ def _install_state(ledger: Ledger, devices: Devices) -> None:
         set_enabled(devices.real_type(device), value)
 
     def get_autocast_dtype(device: str) -> torch.dtype:
+        if default is not None and device == "cuda" and not enabled(device_type):
+            return default[0]
         return get_dtype(devices.real_type(device))
 
     def set_autocast_dtype(device: str, dtype: torch.dtype) -> None:
+        if default is not None and device == "cuda":
+            default[0] = dtype
         set_dtype(devices.real_type(device), dtype)
 
     def get_autocast_gpu_dtype() -> torch.dtype:
-        return get_dtype(device_type)
+        return get_autocast_dtype("cuda")
 
     def set_autocast_gpu_dtype(dtype: torch.dtype) -> None:
-        set_dtype(device_type, dtype)
+        set_autocast_dtype("cuda", dtype)
 
     for replacement in (
         is_autocast_enabled,

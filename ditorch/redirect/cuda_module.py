@@ -37,6 +37,7 @@ PRIVATE = (
     "memory._snapshot",
     "memory._dump_snapshot",
     "memory._record_memory_history",
+    "_compile_kernel",
     "jiterator._create_jit_fn",
     "jiterator._create_multi_output_jit_fn",
 )

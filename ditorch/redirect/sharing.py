@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 import torch.multiprocessing.reductions as reductions
+import torch.utils.dlpack
 
 from ditorch import surface
 from ditorch.errors import UnsupportedError
-from ditorch.patching import Ledger
+from ditorch.imports import AfterImport
+from ditorch.patching import Ledger, Patch
 from ditorch.redirect.devices import Devices
 
 INSTEAD = "send tensor.cpu(), and move it to the device in the process that receives it"
@@ -28,6 +30,8 @@ def install(ledger: Ledger, devices: Devices) -> None:
 
     Example: ``install(ledger, devices); queue.put(torch.zeros(2, device="cuda"))``
     """
+    _install_dlpack(ledger, devices)
+    _install_remote_calls(ledger, devices)
     reducers: dict[Any, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
     if devices.type == "cpu" or reducers.get(torch.Tensor) is not reductions.reduce_tensor:
         return  # the vendor has its own
@@ -50,6 +54,65 @@ def install(ledger: Ledger, devices: Devices) -> None:
         _refuse_at_put(ledger, devices)
     else:
         _share_in_place(ledger, devices, module._share)
+
+
+def _install_dlpack(ledger: Ledger, devices: Devices) -> None:
+    """DLPack calls such a device an extension; PyTorch asks for it by a name that a renamed device does not have."""
+    if devices.type != torch._C._get_privateuse1_backend_name():
+        return
+    extension = int(torch.utils.dlpack.DLDeviceType.kDLExtDev)
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def __dlpack_device__(self: torch.Tensor) -> Any:
+            if self.device.type != devices.type or torch.overrides.has_torch_function_unary(self):
+                return original(self)
+            return torch.utils.dlpack.DLDeviceType(extension), self.device.index or 0
+
+        return __dlpack_device__
+
+    ledger.redirect(
+        torch.Tensor.__dlpack_device__, make, "DLPack knows the device", what="torch.Tensor.__dlpack_device__"
+    )
+
+
+def _install_remote_calls(ledger: Ledger, devices: Devices) -> None:
+    """RPC's transport moves host memory and CUDA's own; a map of devices promises more than it can do here."""
+    if devices.type == "cpu":
+        return
+
+    def redirect(module: Any) -> None:
+        options = module.TensorPipeRpcBackendOptions
+
+        def refuse(call: str) -> Callable[..., Any]:
+            def refused(*args: Any, **kwargs: Any) -> Any:
+                raise _refused(devices, f"TensorPipeRpcBackendOptions{call}")
+
+            return refused
+
+        def make_init(original: Callable[..., Any]) -> Callable[..., Any]:
+            def init(self: Any, **kwargs: Any) -> None:
+                for name in ("device_maps", "devices"):
+                    if kwargs.get(name):
+                        refuse(f"({name}=...)")()
+                original(self, **kwargs)
+
+            return init
+
+        why = "RPC sends tensors of the CPU only"
+        ledger.redirect(options.__init__, make_init, why, "unsupported", "TensorPipeRpcBackendOptions(device_maps=)")
+        for name in ("set_device_map", "set_devices"):
+            what = f"TensorPipeRpcBackendOptions.{name}"
+            ledger.redirect(getattr(options, name), _always(refuse(f".{name}")), why, "unsupported", what)
+
+    hook = AfterImport("torch.distributed.rpc.options", redirect)
+    ledger.record(
+        Patch("import of torch.distributed.rpc", "RPC's device maps", "mapped", "registered", None, hook.remove)
+    )
+    hook.install()
+
+
+def _always(call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda original: call
 
 
 def _refused(devices: Devices, call: str) -> UnsupportedError:

@@ -69,11 +69,17 @@ def memory_stats(device: Device = None) -> dict[str, Any]:
         ("segment", blocks),
     ):
         for name, value in zip(("current", "peak", "allocated", "freed"), values):
-            stats[f"{group}.all.{name}"] = value
+            # CUDA serves small and large blocks from two pools; here is one, for blocks of any size.
+            stats[f"{group}.all.{name}"] = stats[f"{group}.large_pool.{name}"] = value
+            stats[f"{group}.small_pool.{name}"] = 0
     for name in ("current", "peak", "allocated", "freed"):
-        stats[f"inactive_split.all.{name}"] = 0
-        stats[f"inactive_split_bytes.all.{name}"] = 0
-    stats["num_alloc_retries"] = 0
+        for pool in ("all", "large_pool", "small_pool"):
+            stats[f"inactive_split.{pool}.{name}"] = 0
+            stats[f"inactive_split_bytes.{pool}.{name}"] = 0
+        stats[f"oversize_allocations.{name}"] = stats[f"oversize_segments.{name}"] = 0
+    stats["max_split_size"] = -1
+    stats |= dict.fromkeys(("num_alloc_retries", "num_sync_all_streams"), 0)
+    stats["num_device_alloc"], stats["num_device_free"] = raw["total_blocks"], raw["freed_blocks"]
     stats["num_ooms"] = raw["ooms"]
     return stats
 

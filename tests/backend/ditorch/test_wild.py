@@ -40,7 +40,7 @@ def run(*command: str, **environment: str) -> str:
 @pytest.mark.distributed
 def test_newer_distributed_code_on_four_ranks() -> None:
     output = run(str(PROGRAMS / "wild.py"), DITORCH_SOFT_DEVICES="4")
-    assert output.count(" ok\n") == 12, output
+    assert output.count(" ok\n") == 13, output
 
 
 @on_soft
@@ -320,3 +320,31 @@ def test_packages_built_for_cuda_compare_with_what_pytorch_was_built_for() -> No
     assert torch.version.cuda is None
     assert type(torch.version) is type(torch)
     ditorch.activate()
+
+
+@on_soft
+def test_dlpack_shares_the_memory_of_the_device() -> None:
+    x = torch.zeros(3, device="cuda")
+    y = torch.from_dlpack(x)
+    y += 1
+    assert y.device == x.device
+    assert x.tolist() == [1, 1, 1]
+
+
+@on_soft
+def test_a_kernel_compiled_from_text_is_refused_by_name() -> None:
+    with pytest.raises(ditorch.UnsupportedError, match=r"torch\.cuda\._compile_kernel"):
+        torch.cuda._compile_kernel("__global__ void f() {}", "f")
+
+
+@on_soft
+def test_remote_calls_refuse_a_map_of_devices() -> None:
+    import torch.distributed.rpc as rpc
+
+    with pytest.raises(ditorch.UnsupportedError, match="device_maps"):
+        rpc.TensorPipeRpcBackendOptions(device_maps={"worker": {0: 0}})
+    options = rpc.TensorPipeRpcBackendOptions()
+    with pytest.raises(ditorch.UnsupportedError, match=r"set_device_map.*tensor\.cpu\(\)"):
+        options.set_device_map("worker", {0: 0})
+    with pytest.raises(ditorch.UnsupportedError, match="set_devices"):
+        options.set_devices(["cuda:0"])

@@ -181,3 +181,14 @@ def test_other_texts_are_refused_with_an_example(text):
     else:
         with pytest.raises(ValueError, match="write it like 1048576, 512MiB or 2GiB"):
             parse_bytes(text)
+
+
+def test_statistics_have_the_keys_of_cuda() -> None:
+    stats = torch.soft.memory_stats()
+    for group in ("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "segment"):
+        for pool in ("all", "large_pool", "small_pool"):
+            assert {f"{group}.{pool}.{name}" for name in ("current", "peak", "allocated", "freed")} <= stats.keys()
+    assert {"max_split_size", "num_sync_all_streams", "oversize_segments.peak", "num_device_alloc"} <= stats.keys()
+    for name in ("current", "allocated"):
+        parts = (stats[f"allocated_bytes.{pool}.{name}"] for pool in ("large_pool", "small_pool"))
+        assert stats[f"allocated_bytes.all.{name}"] == sum(parts)

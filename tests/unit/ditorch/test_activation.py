@@ -139,3 +139,23 @@ assert any(p.what == "torch.backends.cudnn.benchmark" and p.kind == "hint" for p
 """
     result = run(code, DITORCH_DEVICE="cpu")
     assert result.returncode == 0, result.stderr
+
+
+def test_autocast_for_cuda_is_float16_on_the_cpu_as_well():
+    code = """
+import torch, ditorch
+x = torch.ones(2, 2)
+with torch.autocast("cuda"):
+    assert (x @ x).dtype is torch.float16 and torch.get_autocast_dtype("cuda") is torch.float16
+with torch.autocast("cpu"):
+    assert (x @ x).dtype is torch.bfloat16
+with torch.autocast("cuda", torch.bfloat16):
+    assert (x @ x).dtype is torch.bfloat16 and torch.get_autocast_gpu_dtype() is torch.bfloat16
+assert torch.get_autocast_dtype("cuda") is torch.float16 and torch.get_autocast_dtype("cpu") is torch.bfloat16
+torch.set_autocast_gpu_dtype(torch.bfloat16)
+with torch.autocast("cuda"):
+    assert (x @ x).dtype is torch.bfloat16
+ditorch.deactivate()
+"""
+    result = run(code, DITORCH_DEVICE="cpu")
+    assert result.returncode == 0, result.stderr

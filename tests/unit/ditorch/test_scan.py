@@ -160,3 +160,9 @@ def test_any_input_gives_an_answer(source: str | bytes) -> None:
     for use in scan_source(source, "a.py", ASCEND):
         assert use.status in ("mapped", "emulated", "hint", "unsupported", "optional", "depends", "unreadable")
         assert use.line >= 1
+
+
+def test_a_kernel_compiled_from_text_fails(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import torch\nkernel = torch.cuda._compile_kernel('__global__ void f() {}', 'f')\n")
+    assert [use.name for use in scan(script, soft.BACKEND).failing()] == ["torch.cuda._compile_kernel"]

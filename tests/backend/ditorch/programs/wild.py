@@ -194,6 +194,33 @@ def remote_calls(port: str) -> None:
     rpc.shutdown()
 
 
+def coalesced() -> None:
+    """Collectives in a coalescing manager, with and without its device; averages too, which soft composes."""
+    rank = dist.get_rank()
+    for device in (None, torch.device("cuda", torch.cuda.current_device())):
+        for op, share in ((dist.ReduceOp.SUM, 1), (dist.ReduceOp.AVG, RANKS)):
+            for later in (False, True):
+                sums = [torch.full((RANKS,), float(rank + i), device="cuda") for i in range(2)]
+                parts = [torch.empty(1, device="cuda") for _ in sums]
+                with dist._coalescing_manager(device=device, async_ops=later) as first:
+                    for part, each in zip(parts, sums):
+                        dist.reduce_scatter_tensor(part, each.clone(), op)
+                if later:
+                    first.wait()
+                with dist._coalescing_manager(device=device, async_ops=later) as second:
+                    for each in sums:
+                        dist.all_reduce(each, op)
+                if later:
+                    second.wait()
+                for i, (part, each) in enumerate(zip(parts, sums)):
+                    right = (sum(range(RANKS)) + i * RANKS) / share
+                    assert [part.tolist(), each.tolist()] == [[right], [right] * RANKS], (device, op, later)
+    whole = torch.tensor([4 * rank], device="cuda")
+    with dist._coalescing_manager(device=torch.device("cuda", torch.cuda.current_device())):
+        dist.all_reduce(whole, dist.ReduceOp.AVG)
+    assert whole.item() == 6
+
+
 PARTS: tuple[Callable[[], None], ...] = (
     zero_redundancy,
     compressed_gradients,
@@ -203,6 +230,7 @@ PARTS: tuple[Callable[[], None], ...] = (
     random_on_dtensors,
     attention_on_dtensors,
     gloo_beside_nccl,
+    coalesced,
     pipeline,
     checkpoint,
 )
