@@ -12,9 +12,10 @@ import torch
 
 from ditorch.conformance import databases, freedoms, hunt_script
 from ditorch.conformance.cases import NO_DTYPE, NOT_COMPARABLE, PASS, WRONG, Case, Limits, Result, Unit
+from ditorch.conformance.novelty import Feature, Pairs, features
 from ditorch.conformance.op_checks import OperatorChecks, _Exact, _NoWarnings, _Strided
 from ditorch.conformance.trial import Outcome, Skip, Trial
-from ditorch.conformance.variants import Variant, Variants, resized
+from ditorch.conformance.variants import Samples, Variant, Variants, resized
 
 SECONDS: Final = Limits().hunt_seconds
 """For the variants of one operator in one round at most."""
@@ -22,6 +23,8 @@ _SHORTEST: Final = 0.2
 ROUNDS: Final = 40
 """More than a hunt has time for: it ends by the clock."""
 SHRINKING_SECONDS: Final = 8.0
+_CANDIDATES: Final = 3
+"""Calls that are drawn for each one that is tried."""
 _RICH: Final = ("nn.functional.", "conv", "matmul", "mm", "addmm", "bmm", "baddbmm", "index", "scatter", "sum", "sort")
 _DTYPES: Final = (
     *("float32", "float32", "float32", "bfloat16", "bfloat16", "float16", "float16", "float64", "int64", "complex64"),
@@ -52,6 +55,7 @@ class HuntChecks:
             raise ValueError(f"this version of PyTorch has no operator {unit.name} in its database")
         self.info, self.unit, self.device, self.limits = found, unit, device, limits
         self._clock, self._judges_all = clock, judges_all
+        self._samples = Samples(found)
         device_type = torch.device(device).type
         self._dtypes = databases.claimed(found, device_type)
         self._with_gradient = databases.claimed_backward(found, device_type)
@@ -62,12 +66,13 @@ class HuntChecks:
         started = self._clock()
         seconds = min(self.limits.hunt_seconds * _weight(self.unit.name), self.limits.timeout / 4)
         counts = {PASS: 0, WRONG: 0, NOT_COMPARABLE: 0}
-        refused = ""
+        refused, pairs = "", Pairs()
         with _NoWarnings():
-            for number, (dtype, way, variant) in enumerate(self._drawn(check)):
+            for number, (dtype, way, variant, its) in enumerate(self._chosen(check, pairs)):
                 if self._clock() - started > seconds or number == self.limits.samples:
                     break
                 outcome = self._tried(dtype, way, variant)
+                pairs.add(its, accepted=outcome.status == PASS)
                 if outcome.status == WRONG:
                     return self._found(case, dtype, way, variant, outcome, number + 1)
                 counts[outcome.status if outcome.status in counts else NOT_COMPARABLE] += 1
@@ -78,6 +83,14 @@ class HuntChecks:
         return Result(case, status, "", sum(counts.values()), unclear, note=note)
 
     # --- one call
+
+    def _chosen(self, check: str, pairs: Pairs) -> Iterator[tuple[str, str, Variant, list[Feature]]]:
+        """Of every few calls that are drawn, the one with most that is new."""
+        drawn = self._drawn(check)
+        for first in itertools.islice(drawn, 1):
+            yield (*first, features(*first))
+        while several := [(*one, features(*one)) for one in itertools.islice(drawn, _CANDIDATES)]:
+            yield max(several, key=lambda one: pairs.news(one[3]))
 
     def _drawn(self, check: str) -> Iterator[tuple[str, str, Variant]]:
         """Dtype, way of calling and variant, without end where the operator has samples."""
@@ -96,7 +109,8 @@ class HuntChecks:
             way = choose.choice([*ways, *(["backward"] * 3 if grad else [])])
             key = (dtype, way == "backward")
             if key not in drawn:
-                drawn[key] = Variants(self.info, dtype, grad=key[1], seed=check).drawn()
+                made = Variants(self.info, dtype, grad=key[1], seed=check, samples=self._samples)
+                drawn[key] = made.drawn()
             variant = next(drawn[key], None)
             if variant is None:
                 return

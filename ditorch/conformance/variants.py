@@ -26,7 +26,10 @@ SIZES: Final = (
 MAX_ELEMENTS: Final = 1 << 17
 _SCALES: Final = ((5, 10, 20), (1, 2, 3), (8, 16, 32), (9, 17, 33), (33, 40, 65), (12, 24, 48))  # S, M, L of PyTorch
 _MODULES: Final = ("common_methods_invocations", "opinfo.core", "opinfo.definitions.linalg")
-_MAX_SAMPLES: Final = 60
+_MAX_SAMPLES: Final = 100
+_FROM_FLOAT32: Final = frozenset({"float16", "bfloat16", "float64"})
+_SHARES: Final = (0.2, 0.4, 0.6)
+"""Of the possible changes, how many a variant has: few, which leaves a call that the CPU accepts, or many."""
 _STRUCTURED: Final = (
     "linalg",
     "cholesky",
@@ -76,22 +79,70 @@ class Variant:
         return replace(self, args=args, kwargs=kwargs, changes=(*self.changes, *changes))
 
 
+class Samples:
+    """PyTorch's samples of one operator at several sizes, each made once: the half types take those of float32.
+
+    Making them is most of a hunt's time otherwise.
+
+    Example: ``Samples(operators()["add"]).made((5, 10, 20), "bfloat16", grad=True)``
+    """
+
+    def __init__(self, info: Any) -> None:
+        self._info = info
+        self._made: dict[tuple[tuple[int, ...], str, bool], list[Variant]] = {}
+
+    def made(self, scale: tuple[int, int, int], dtype: str, grad: bool) -> list[Variant]:
+        """The samples of a size as variants without a change; none where they cannot be made.
+
+        Those for other floating-point dtypes are in float32: `in_dtype` turns the one that is chosen.
+        """
+        key = (scale, dtype, grad)
+        if key not in self._made:
+            wide = self.made(scale, "float32", grad) if dtype in _FROM_FLOAT32 else []
+            self._made[key] = wide or self._drawn(*key)
+        return self._made[key]
+
+    def _drawn(self, scale: tuple[int, int, int], dtype: str, grad: bool) -> list[Variant]:
+        seed_everything()
+        found: list[Variant] = []
+        try:
+            with _sizes_of_samples(scale):
+                # Not by `sample_inputs`: it looks at the whole stack, and seeds every device for each sample.
+                made = self._info.sample_inputs_func(self._info, "cpu", getattr(torch, dtype), grad)
+                for sample in itertools.islice(made, _MAX_SAMPLES):
+                    found.append(Variant((sample.input, *sample.args), dict(sample.kwargs), (), sample))
+        except Exception:  # some samples hold for one size alone
+            found = []
+        return [v for v in found if all(t.numel() <= MAX_ELEMENTS for t in v.tensors)]
+
+
+def in_dtype(variant: Variant, dtype: torch.dtype) -> Variant:
+    """The same call with another floating-point dtype in place of float32 (`in_dtype(variant, torch.bfloat16)`)."""
+
+    def change(number: int, t: torch.Tensor) -> torch.Tensor:
+        if t.dtype is not torch.float32:
+            return t
+        return t.detach().to(dtype).requires_grad_(t.requires_grad)
+
+    return variant.mapped(change)
+
+
 class Variants:
     """Variants of the samples of one operator; the same seed gives the same ones.
 
     Example: ``next(Variants(operators()["nn.functional.avg_pool2d"], "float32", grad=True, seed="0").drawn())``
     """
 
-    def __init__(self, info: Any, dtype: str, *, grad: bool, seed: str) -> None:
-        self._info, self._dtype, self._grad = info, getattr(torch, dtype), grad
+    def __init__(self, info: Any, dtype: str, *, grad: bool, seed: str, samples: Samples | None = None) -> None:
+        self._info, self._dtype, self._grad = info, dtype, grad
         self._random = random.Random(f"{seed}/{info.name}/{info.variant_test_name}/{dtype}/{grad}")
-        self._samples: dict[tuple[int, ...], list[Variant]] = {}
+        self._samples = samples or Samples(info)
         self._structured = info.name.startswith((*_STRUCTURED, *_TRUSTS_INDICES))  # not any values and sizes will do
 
     @classmethod
     def first(cls, info: Any, dtype: str) -> list[Variant]:
         """The first sample of an operator as PyTorch has it; none where it has none."""
-        return cls(info, dtype, grad=False, seed="")._made(_SCALES[0])[:1]
+        return Samples(info).made(_SCALES[0], dtype, grad=False)[:1]
 
     def drawn(self) -> Iterator[Variant]:
         """Variants without end; those of an operator without samples end at once."""
@@ -103,25 +154,17 @@ class Variants:
             if not made:
                 return
             variant = self._random.choice(made)
+            if self._dtype in _FROM_FLOAT32:
+                variant = in_dtype(variant, getattr(torch, self._dtype))
+            share = self._random.choice(_SHARES)
             for step in steps:
-                if self._random.random() < 0.5:
+                if self._random.random() < share:
                     variant = step(variant)
             if all(t.numel() <= MAX_ELEMENTS for t in variant.tensors):
                 yield variant
 
     def _made(self, scale: tuple[int, int, int]) -> list[Variant]:
-        if scale not in self._samples:
-            seed_everything()
-            found: list[Variant] = []
-            try:
-                with _sizes_of_samples(scale):
-                    made = self._info.sample_inputs("cpu", self._dtype, requires_grad=self._grad)
-                    for sample in itertools.islice(made, _MAX_SAMPLES):
-                        found.append(Variant((sample.input, *sample.args), dict(sample.kwargs), (), sample))
-            except Exception:  # some samples hold for one size alone
-                found = []
-            self._samples[scale] = [v for v in found if all(t.numel() <= MAX_ELEMENTS for t in v.tensors)]
-        return self._samples[scale]
+        return self._samples.made(scale, self._dtype, self._grad)
 
     # --- changes
 
