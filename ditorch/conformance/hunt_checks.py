@@ -23,7 +23,7 @@ _SHORTEST: Final = 0.2
 ROUNDS: Final = 40
 """More than a hunt has time for: it ends by the clock."""
 SHRINKING_SECONDS: Final = 8.0
-_CANDIDATES: Final = 3
+_CANDIDATES: Final = 2
 """Calls that are drawn for each one that is tried."""
 _RICH: Final = ("nn.functional.", "conv", "matmul", "mm", "addmm", "bmm", "baddbmm", "index", "scatter", "sum", "sort")
 _DTYPES: Final = (
@@ -102,7 +102,7 @@ class HuntChecks:
         if "float32" in dtypes:  # before anything else: some kernels are wrong in the first call of a process
             yield from (("float32", "plain", first) for first in Variants.first(self.info, "float32"))
         ways = ["plain", "plain", *(["out"] if self.info.supports_out else [])]
-        ways += ["in place"] if self.info.get_inplace() is not None else []
+        ways += ["in place"] * 2 if self.info.get_inplace() is not None else []
         for _ in itertools.count():
             dtype = choose.choice(dtypes)
             grad = dtype in self._with_gradient

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,8 +25,12 @@ SIZES: Final = (
 )
 """Both sides of the edges of tiles and of powers of two, and a few that are neither."""
 MAX_ELEMENTS: Final = 1 << 17
+_MOST: Final = (1 << 10, 1 << 10, 1 << 12, 1 << 12, 1 << 14, MAX_ELEMENTS)
+"""How large a tensor becomes, one of these: large ones take most of the time, and small ones tell nearly all."""
 _SCALES: Final = ((5, 10, 20), (1, 2, 3), (8, 16, 32), (9, 17, 33), (33, 40, 65), (12, 24, 48))  # S, M, L of PyTorch
 _MODULES: Final = ("common_methods_invocations", "opinfo.core", "opinfo.definitions.linalg")
+_MORE_SCALES: Final = 2
+"""Sizes of samples in one round beside PyTorch's own: making them takes time."""
 _MAX_SAMPLES: Final = 100
 _FROM_FLOAT32: Final = frozenset({"float16", "bfloat16", "float64"})
 _SHARES: Final = (0.2, 0.4, 0.6)
@@ -137,6 +142,8 @@ class Variants:
         self._info, self._dtype, self._grad = info, dtype, grad
         self._random = random.Random(f"{seed}/{info.name}/{info.variant_test_name}/{dtype}/{grad}")
         self._samples = samples or Samples(info)
+        self._scales = [_SCALES[0], *random.Random(f"{seed}/{info.name}").sample(_SCALES[1:], _MORE_SCALES)]
+        self._most = MAX_ELEMENTS
         self._structured = info.name.startswith((*_STRUCTURED, *_TRUSTS_INDICES))  # not any values and sizes will do
 
     @classmethod
@@ -150,13 +157,13 @@ class Variants:
         if not self._structured:
             steps += [self._other_numbers, self._other_size, self._other_size, self._one_or_none, self._other_values]
         while True:
-            made = self._made(self._random.choice(_SCALES)) or self._made(_SCALES[0])
+            made = self._made(self._random.choice(self._scales)) or self._made(_SCALES[0])
             if not made:
                 return
             variant = self._random.choice(made)
             if self._dtype in _FROM_FLOAT32:
                 variant = in_dtype(variant, getattr(torch, self._dtype))
-            share = self._random.choice(_SHARES)
+            share, self._most = self._random.choice(_SHARES), self._random.choice(_MOST)
             for step in steps:
                 if self._random.random() < share:
                     variant = step(variant)
@@ -206,7 +213,8 @@ class Variants:
         tensors = [(n, t) for n, t in enumerate(variant.tensors) if t.layout is torch.strided and t.dim() and t.numel()]
         if not tensors:
             return variant
-        chosen, tensor = self._random.choice(tensors)
+        # The first one is what most kernels read most of, and what calls in place write.
+        chosen, tensor = tensors[0] if self._toss() else self._random.choice(tensors)
         fitting = [name for name, (fits, _) in LAYOUTS.items() if fits(tensor)]
         name = self._random.choice(fitting)
         everywhere = self._random.random() < 0.3  # all of them, as a network in channels_last has it
@@ -225,7 +233,7 @@ class Variants:
         if not sizes:
             return variant
         old, new = self._random.choice(sizes), self._random.choice(SIZES)
-        return resized(variant, old, new, self._random)
+        return resized(variant, old, new, self._random, self._most)
 
     def _one_or_none(self, variant: Variant) -> Variant:
         """Dimensions of one element, or of none: kernels of 1x1, broadcast, empty batches."""
@@ -260,20 +268,24 @@ def _is_small(value: Any) -> bool:
     return type(value) in (list, tuple) and bool(value) and all(type(v) is int and -4 <= v <= 4 for v in value)
 
 
-def resized(variant: Variant, old: int, new: int, numbers: random.Random | None = None) -> Variant:
+def resized(
+    variant: Variant, old: int, new: int, numbers: random.Random | None = None, most: int = MAX_ELEMENTS
+) -> Variant:
     """Every dimension of one size gets another; a larger tensor has values of the smaller one, drawn again.
+
+    A call that would have more than `most` elements in a tensor is left as it is.
 
     Example: ``resized(variant, 4, 1100)``
     """
     chosen = numbers or random.Random(0)
     generator = torch.Generator().manual_seed(chosen.randrange(1 << 30))
+    if any(_grown(t, old, new) > max(most, t.numel()) for t in variant.tensors):
+        return variant
 
     def change(number: int, t: torch.Tensor) -> torch.Tensor:
-        if t.layout is not torch.strided or old not in t.shape:
+        if t.layout is not torch.strided or old not in t.shape or not t.numel():
             return t
         shape = [new if n == old else n for n in t.shape]
-        if torch.Size(shape).numel() > 4 * MAX_ELEMENTS or not t.numel():
-            return t
         with torch.no_grad():
             source = t.detach()
             if new <= old:
@@ -286,6 +298,10 @@ def resized(variant: Variant, old: int, new: int, numbers: random.Random | None 
             return made.requires_grad_(t.requires_grad)
 
     return variant.mapped(change, f"size {old} to {new}")
+
+
+def _grown(tensor: torch.Tensor, old: int, new: int) -> int:
+    return math.prod(new if n == old else n for n in tensor.shape)
 
 
 def _laid_out_as(made: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
