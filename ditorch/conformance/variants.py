@@ -243,7 +243,7 @@ class Variants:
         return resized(variant, self._random.choice(sizes), int(self._random.random() > 0.2), self._random)
 
     def _other_values(self, variant: Variant) -> Variant:
-        floating = [n for n, t in enumerate(variant.tensors) if t.dtype.is_floating_point and t.numel()]
+        floating = [n for n, t in enumerate(variant.tensors) if _has_values(t)]
         if not floating:
             return variant
         chosen, name = self._random.choice(floating), self._random.choice(list(VALUES))
@@ -259,6 +259,12 @@ class Variants:
 
     def _toss(self) -> bool:
         return self._random.random() < 0.5
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether other values can be made of a tensor's own: eight-bit numbers and sparse tensors know few kernels."""
+    floating = tensor.dtype.is_floating_point and tensor.element_size() > 1
+    return floating and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def _is_small(value: Any) -> bool:

@@ -474,3 +474,17 @@ def test_numbers_beside_complex_values_stay_real() -> None:
     assert verdict.judge_call("torch.istft", result, outputs=found).verdict == verdict.RIGHT
     assert verdict.judge_call("torch.istft", result, outputs=off).verdict == verdict.WRONG
     assert type(Noise(precision_of(torch.complex64), frozenset(), Signs(0))._scalar(1e-11)) is float
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_eps_of_rms_norm_is_that_of_the_dtype_it_computes_in(dtype: torch.dtype) -> None:
+    x = (torch.linspace(-3, 3, 16) * 2**-10).view(2, 8).to(dtype)
+
+    def normed(x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+        return F.rms_norm(x, (8,), None, eps)
+
+    name = "torch.nn.functional.rms_norm"
+    result = golden.run(F.rms_norm, (x, (8,)), {}, name=name)
+    assert verdict.judge_call(name, result, outputs=normed(x)).verdict == verdict.RIGHT
+    other = normed(x, 10 * torch.finfo(dtype).eps)
+    assert verdict.judge_call(name, result, outputs=other).verdict == verdict.WRONG
