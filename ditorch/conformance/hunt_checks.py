@@ -23,6 +23,7 @@ _SHORTEST: Final = 0.2
 ROUNDS: Final = 40
 """More than a hunt has time for: it ends by the clock."""
 SHRINKING_SECONDS: Final = 8.0
+"""To make a call small; less for each further one of a round, so that a round ends within the limit of a case."""
 _WAYS: Final = ("plain", "out", "in place", "backward")
 _CANDIDATES: Final = 2
 """Calls that are drawn for each one that is tried."""
@@ -95,7 +96,7 @@ class HuntChecks:
                 pairs.add(its, accepted=outcome.status == PASS)
                 if outcome.status == WRONG:
                     began = self._clock()
-                    findings[way] = self._found(dtype, way, variant, outcome)
+                    findings[way] = self._found(dtype, way, variant, outcome, SHRINKING_SECONDS / (1 + len(findings)))
                     ends += self._clock() - began
                 counts[outcome.status if outcome.status in counts else NOT_COMPARABLE] += 1
                 refused = refused or (outcome.message if outcome.status not in counts else "")
@@ -184,18 +185,20 @@ class HuntChecks:
 
     # --- what was found
 
-    def _found(self, dtype: str, way: str, variant: Variant, outcome: Outcome) -> Finding:
+    def _found(self, dtype: str, way: str, variant: Variant, outcome: Outcome, seconds: float) -> Finding:
         if self._tried(dtype, way, variant).status != WRONG:
             text = f"{way}, {dtype}, {hunt_script.in_words(variant)}: {outcome.message}"
             return Finding(f"wrong once, right when repeated: {text}", variant.told, outcome.details, "")
-        smallest, outcome = self._shrunk(dtype, way, variant, outcome)
+        smallest, outcome = self._shrunk(dtype, way, variant, outcome, seconds)
         script = hunt_script.text(self.info, smallest, way, self.device, outcome)
         message = f"{way}, {dtype}, {hunt_script.in_words(smallest)}: {outcome.message}"
         return Finding(message, variant.told, outcome.details, script)
 
-    def _shrunk(self, dtype: str, way: str, variant: Variant, outcome: Outcome) -> tuple[Variant, Outcome]:
+    def _shrunk(
+        self, dtype: str, way: str, variant: Variant, outcome: Outcome, seconds: float
+    ) -> tuple[Variant, Outcome]:
         """The smallest variant that is still wrong, as far as the time goes."""
-        ends = self._clock() + min(SHRINKING_SECONDS, self.limits.timeout / 4)
+        ends = self._clock() + min(seconds, self.limits.timeout / 4)
         again = True
         while again:
             again = False

@@ -47,11 +47,17 @@ _STRUCTURED: Final = (
     "inverse",
     "pinverse",
     "eig",
+    "logdet",
+    "slogdet",
+    "det",
 )
 
 
-_TRUSTS_INDICES: Final = ("nn.functional.embedding_bag", "nn.functional.ctc_loss", "segment_reduce", "_segment_reduce")
-"""The CPU's own kernels of these do not check what they are given, and take the process down."""
+_TRUSTS_INDICES: Final = (
+    *("nn.functional.embedding_bag", "nn.functional.ctc_loss", "segment_reduce", "_segment_reduce"),
+    *("grid_sampler_2d", "grid_sampler_3d", "nn.functional.pdist"),
+)
+"""The CPU's own kernels of these do not check what they are given: they take the process down, or write nothing."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +222,8 @@ class Variants:
         # The first one is what most kernels read most of, and what calls in place write.
         chosen, tensor = tensors[0] if self._toss() else self._random.choice(tensors)
         fitting = [name for name, (fits, _) in LAYOUTS.items() if fits(tensor)]
+        if self._structured:  # equal rows make a matrix singular, and rounding decides what comes of that
+            fitting = [name for name in fitting if name != "expanded"]
         name = self._random.choice(fitting)
         everywhere = self._random.random() < 0.3  # all of them, as a network in channels_last has it
 
