@@ -150,7 +150,8 @@ class Variants:
         self._samples = samples or Samples(info)
         self._scales = [_SCALES[0], *random.Random(f"{seed}/{info.name}").sample(_SCALES[1:], _MORE_SCALES)]
         self._most = MAX_ELEMENTS
-        self._structured = info.name.startswith((*_STRUCTURED, *_TRUSTS_INDICES))  # not any values and sizes will do
+        self._trusting = info.name.startswith(_TRUSTS_INDICES)
+        self._structured = self._trusting or info.name.startswith(_STRUCTURED)  # not any values and sizes will do
 
     @classmethod
     def first(cls, info: Any, dtype: str) -> list[Variant]:
@@ -160,6 +161,8 @@ class Variants:
     def drawn(self) -> Iterator[Variant]:
         """Variants without end; those of an operator without samples end at once."""
         steps: list[Callable[[Variant], Variant]] = [self._other_arguments, self._other_layout, self._other_layout]
+        if self._trusting:
+            steps = steps[1:]
         if not self._structured:
             steps += [self._other_numbers, self._other_size, self._other_size, self._one_or_none, self._other_values]
         while True:
@@ -217,6 +220,8 @@ class Variants:
 
     def _other_layout(self, variant: Variant) -> Variant:
         tensors = [(n, t) for n, t in enumerate(variant.tensors) if t.layout is torch.strided and t.dim() and t.numel()]
+        if self._trusting:  # indices keep their values and lie where the kernel thinks that they do
+            tensors = [(n, t) for n, t in tensors if t.is_floating_point()]
         if not tensors:
             return variant
         # The first one is what most kernels read most of, and what calls in place write.
@@ -225,11 +230,14 @@ class Variants:
         if self._structured:  # equal rows make a matrix singular, and rounding decides what comes of that
             fitting = [name for name in fitting if name != "expanded"]
         name = self._random.choice(fitting)
+        numbers = {n for n, _ in tensors}
         everywhere = self._random.random() < 0.3  # all of them, as a network in channels_last has it
 
         def change(number: int, t: torch.Tensor) -> torch.Tensor:
             fits, make = LAYOUTS[name]
-            if (number != chosen and not everywhere) or t.layout is not torch.strided or not t.dim() or not fits(t):
+            if number != chosen and (not everywhere or number not in numbers):
+                return t
+            if not t.dim() or not fits(t):
                 return t
             with torch.no_grad():
                 return make(t.detach()).requires_grad_(t.requires_grad)
