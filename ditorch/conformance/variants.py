@@ -327,7 +327,7 @@ def _grown(tensor: torch.Tensor, old: int, new: int) -> int:
 
 
 def _laid_out_as(made: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    for name in ("channels_last", "transposed"):
+    for name in ("channels_last", "transposed", "with heads before rows"):
         fits, make = LAYOUTS[name]
         if not like.is_contiguous() and fits(made) and fits(like) and make(like.detach()).stride() == like.stride():
             return make(made)
@@ -362,6 +362,10 @@ def _transposed(t: torch.Tensor) -> torch.Tensor:
     return t.permute(order).clone(memory_format=torch.contiguous_format).permute(order)
 
 
+def _rows_swapped(t: torch.Tensor) -> torch.Tensor:
+    return t.transpose(-3, -2).clone(memory_format=torch.contiguous_format).transpose(-3, -2)
+
+
 def _with_offset(t: torch.Tensor) -> torch.Tensor:
     wide = torch.zeros(t.numel() + 3, dtype=t.dtype)
     wide[3:] = t.reshape(-1)
@@ -389,6 +393,7 @@ def _has_two(t: torch.Tensor) -> bool:
 
 LAYOUTS: Final[dict[str, tuple[Callable[[torch.Tensor], bool], Callable[[torch.Tensor], torch.Tensor]]]] = {
     "transposed": (_has_two, _transposed),
+    "with heads before rows": (lambda t: t.dim() >= 3 and t.shape[-2] > 1 and t.shape[-3] > 1, _rows_swapped),
     "with an offset": (lambda t: True, _with_offset),
     "with gaps": (lambda t: True, _with_gaps),
     "expanded": (lambda t: max(t.shape) > 1, _expanded),
