@@ -6,6 +6,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -17,15 +18,15 @@ from benchmarks.real_bugs.scripts import Scripts
 from benchmarks.real_bugs.watched import always, planted
 from ditorch.conformance import databases
 from ditorch.conformance.cases import FAILURES, WRONG, Limits, Result, Unit
-from ditorch.conformance.hunt_checks import HuntChecks, is_rich
+from ditorch.conformance.hunt_checks import HuntChecks, seconds_of_a_round
 from ditorch.conformance.op_checks import OperatorChecks
 from ditorch.conformance.trial import Trial
 
 PLAIN: Final = "conformance"
 HUNT: Final = "`--hunt`"
 DEVICE: Final = "soft:0"
-CALLS: Final = {True: 600, False: 120}
-"""Of an operator with many arguments in 3.3 s of a core that has nothing else to do, and of another one in 1.1 s."""
+MINUTES: Final = 10
+CORES: Final = 2
 _DTYPES: Final = ("float32", "bfloat16", "float16", "int64")
 _NONE: Final = "not in op_db"
 
@@ -65,25 +66,25 @@ def _checked(unit: Unit, check: str) -> Result:
     return OperatorChecks(unit, DEVICE, Limits(timeout=600)).run(check)
 
 
-def hunted(bug: Bug, scripts: Scripts | None = None) -> Answer:
-    """The first round of the operators concerned, as many calls as ten minutes on two cores have time for.
+def hunted(bug: Bug, scripts: Scripts | None = None, check: str = "round-1") -> Answer:
+    """One round of the operators concerned, in the time that ten minutes on two cores have for each.
 
-    Each operator then gets `seconds_of_a_round`, three times that if it has many arguments. Calls are counted instead
-    of seconds, since the machine may be busy.
+    It is CPU time, since the machine may be busy: that does less in a second than an idle one.
     """
     began, hits, tried = time.process_time(), 0, 0
     for name in bug.listed:
-        limits = Limits(samples=CALLS[is_rich(name)], timeout=2_400, hunt_seconds=600)
-        checks = HuntChecks(Unit("hunt", name, "-", ()), DEVICE, limits, clock=time.process_time)
+        limits = Limits(timeout=2_400, hunt_seconds=seconds_of_a_round("soft", 60 * MINUTES * CORES))
+        unit = Unit("hunt", name, "-", ())
         with planted(bug.fault) as all_planted:
-            result = checks.run("round-1")
+            result = HuntChecks(unit, DEVICE, limits, clock=time.process_time).run(check)
             tried += result.samples
             hits += sum(one.hits for one in all_planted)
-        if result.status == WRONG and hits and checks.run("round-1").status != WRONG:
+        # The same calls without the fault.
+        again = replace(limits, samples=result.samples, hunt_seconds=600)
+        if result.status == WRONG and hits and HuntChecks(unit, DEVICE, again).run(check).status != WRONG:
             seconds = round(time.process_time() - began, 2)
-            return Answer(
-                hits, True, True, reproduced=_again(result, bug, scripts), note=result.message[:160], seconds=seconds
-            )
+            script = _again(result, bug, scripts)
+            return Answer(hits, True, True, reproduced=script, note=result.message[:160], seconds=seconds)
     note = f"no, in {tried} calls" if bug.listed else _NONE
     return Answer(hits, note=note, seconds=round(time.process_time() - began, 2))
 

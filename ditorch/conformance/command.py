@@ -13,7 +13,7 @@ import platform
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ import torch
 
 import ditorch
 from ditorch.backend import Backend
-from ditorch.conformance import diff, ledger, native, pack, page, store
-from ditorch.conformance.cases import PARTS, WRONG, Case, Result, Unit
+from ditorch.conformance import diff, findings, ledger, native, pack, page, store
+from ditorch.conformance.cases import PARTS, Case, Result, Unit
 from ditorch.conformance.console import View
 from ditorch.conformance.engines import Engine, LocalEngine
 from ditorch.conformance.slot import Settings
@@ -195,23 +195,15 @@ def run(options: argparse.Namespace, view: View, backend: Backend, devices: list
     summary.write(folder)
     view.summary(summary, folder)
     if options.hunt:
-        found = _write_scripts(folder, results.values())
-        scripts = f"{found} wrong, made small: a script for each in {folder}/scripts"
+        found = findings.write(folder, results.values(), ledger.Ledger(entries, torch.__version__))
+        scripts = (
+            f"{found} wrong, made small: one line each in {folder}/{findings.FILE}, a script each in {folder}/scripts"
+        )
         view.say(scripts if found else "nothing wrong was found")
     if not complete:
         view.say("interrupted: --resume goes on with the cases that are left")
         return INTERRUPTED
     return 1 if summary.new_failures or summary.new_passes else 0
-
-
-def _write_scripts(folder: Path, results: Iterable[Result]) -> int:
-    """Each call that a hunt found to be wrong, as a script of its own; how many there are."""
-    found = [result for result in results if result.status == WRONG and len(result.details) > 1]
-    for result in found:
-        path = folder / "scripts" / f"{result.case.name}-{result.case.check}.py".replace("/", "_")
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(result.details[1], encoding="utf-8")
-    return len(found)
 
 
 def selected_in(listed: Sequence[Unit], wanted: set[Unit]) -> list[Unit]:
@@ -245,12 +237,10 @@ def _collect(
     try:
         with kept, _ended_politely(), view.progress(None if ends else total, before) as bar:
             for engine, units in todo:
-                for result in engine.run(units) if units else ():
+                for result in engine.run(units, ends) if units else ():
                     kept.add(result)
                     results[result.case] = result
                     bar.add(result.failed)
-                    if ends is not None and time.monotonic() > ends:
-                        break
     except KeyboardInterrupt:
         return False
     return True

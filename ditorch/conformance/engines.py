@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from ditorch.conformance.cases import Result, Unit
 from ditorch.conformance.slot import Settings, Slot, Stopped
+
+GRACE: Final = 15.0
+"""Seconds after the end for what still runs: a finding is made small within them."""
 
 
 class Engine(Protocol):
@@ -25,8 +29,12 @@ class Engine(Protocol):
         """What the vendor calls the device; known after `list`."""
         ...
 
-    def run(self, units: Sequence[Unit]) -> Iterator[Result]:
-        """Run units; closing the iterator ends everything at once."""
+    def run(self, units: Sequence[Unit], ends: float | None = None) -> Iterator[Result]:
+        """Run units; closing the iterator ends everything at once.
+
+        Where `ends` says when (on the monotonic clock), no unit begins after that, and what still runs has a little
+        longer: a hang must not keep the others waiting.
+        """
         ...
 
     def close(self) -> None:
@@ -58,20 +66,25 @@ class LocalEngine:
         """As the first slot found it."""
         return self._slots[0].device_name
 
-    def run(self, units: Sequence[Unit]) -> Iterator[Result]:
-        """Run units on all slots at once."""
+    def run(self, units: Sequence[Unit], ends: float | None = None) -> Iterator[Result]:
+        """Run units on all slots at once, until `ends`."""
         todo: queue.SimpleQueue[Unit] = queue.SimpleQueue()
         for unit in units:
             todo.put(unit)
         found: queue.SimpleQueue[Result | BaseException | None] = queue.SimpleQueue()
         slots = self._slots[: max(1, min(len(self._slots), len(units)))]
-        threads = [threading.Thread(target=_serve, args=(slot, todo, found), daemon=True) for slot in slots]
+        threads = [threading.Thread(target=_serve, args=(slot, todo, found, ends), daemon=True) for slot in slots]
         for thread in threads:
             thread.start()
         try:
             busy = len(threads)
             while busy:
-                item = found.get()
+                try:
+                    item = found.get(timeout=None if ends is None else max(0.0, ends + GRACE - time.monotonic()))
+                except queue.Empty:
+                    for slot in slots:
+                        slot.stop()
+                    return
                 if item is None:
                     busy -= 1
                 elif isinstance(item, BaseException):
@@ -92,9 +105,14 @@ class LocalEngine:
             slot.close()
 
 
-def _serve(slot: Slot, todo: queue.SimpleQueue[Unit], found: queue.SimpleQueue[Result | BaseException | None]) -> None:
+def _serve(
+    slot: Slot,
+    todo: queue.SimpleQueue[Unit],
+    found: queue.SimpleQueue[Result | BaseException | None],
+    ends: float | None,
+) -> None:
     try:
-        while True:
+        while ends is None or time.monotonic() < ends:
             try:
                 unit = todo.get_nowait()
             except queue.Empty:

@@ -6,15 +6,16 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from ditorch.conformance import databases, freedoms, hunt_script
 from ditorch.conformance.cases import NO_DTYPE, NOT_COMPARABLE, PASS, WRONG, Case, Limits, Result, Unit
+from ditorch.conformance.novelty import Feature, Pairs, features
 from ditorch.conformance.op_checks import OperatorChecks, _Exact, _NoWarnings, _Strided
-from ditorch.conformance.trial import Outcome, Skip, Trial
-from ditorch.conformance.variants import Variant, Variants, resized
+from ditorch.conformance.trial import DeviceLost, Outcome, Skip, Trial
+from ditorch.conformance.variants import Samples, Variant, Variants, resized
 
 SECONDS: Final = Limits().hunt_seconds
 """For the variants of one operator in one round at most."""
@@ -22,11 +23,29 @@ _SHORTEST: Final = 0.2
 ROUNDS: Final = 40
 """More than a hunt has time for: it ends by the clock."""
 SHRINKING_SECONDS: Final = 8.0
+"""To make a call small; less for each further one of a round, so that a round ends within the limit of a case."""
+_WAYS: Final = ("plain", "out", "in place", "backward")
+_CANDIDATES: Final = 2
+"""Calls that are drawn for each one that is tried."""
 _RICH: Final = ("nn.functional.", "conv", "matmul", "mm", "addmm", "bmm", "baddbmm", "index", "scatter", "sum", "sort")
 _DTYPES: Final = (
     *("float32", "float32", "float32", "bfloat16", "bfloat16", "float16", "float16", "float64", "int64", "complex64"),
     "bool",
 )
+
+
+class Finding(NamedTuple):
+    """A call that the device does wrong.
+
+    >>> Finding("backward, float32, (1, 2): off by 0.5", "size 5 to 2").script
+    ''
+    """
+
+    message: str
+    drawn: str
+    """What was changed in PyTorch's sample, before the call was made small."""
+    details: str = ""
+    script: str = ""
 
 
 class HuntChecks:
@@ -52,6 +71,7 @@ class HuntChecks:
             raise ValueError(f"this version of PyTorch has no operator {unit.name} in its database")
         self.info, self.unit, self.device, self.limits = found, unit, device, limits
         self._clock, self._judges_all = clock, judges_all
+        self._samples = Samples(found)
         device_type = torch.device(device).type
         self._dtypes = databases.claimed(found, device_type)
         self._with_gradient = databases.claimed_backward(found, device_type)
@@ -59,25 +79,46 @@ class HuntChecks:
     def run(self, check: str) -> Result:
         """Do one round."""
         case = Case(self.unit.what, self.unit.name, self.unit.dtype, check)
-        started = self._clock()
-        seconds = min(self.limits.hunt_seconds * _weight(self.unit.name), self.limits.timeout / 4)
+        ends = self._clock() + min(self.limits.hunt_seconds * _weight(self.unit.name), self.limits.timeout / 4)
         counts = {PASS: 0, WRONG: 0, NOT_COMPARABLE: 0}
-        refused = ""
+        refused, pairs, tried = "", Pairs(), 0
+        findings: dict[str, Finding] = {}
         with _NoWarnings():
-            for number, (dtype, way, variant) in enumerate(self._drawn(check)):
-                if self._clock() - started > seconds or number == self.limits.samples:
+            for dtype, way, variant, its in self._chosen(check, pairs):
+                if self._clock() > ends or tried == self.limits.samples:
                     break
+                if way in findings:  # one bug must not hide those of other ways, and is looked into once
+                    if len(findings) == len(_WAYS):
+                        break
+                    continue
+                tried += 1
                 outcome = self._tried(dtype, way, variant)
+                pairs.add(its, accepted=outcome.status == PASS)
                 if outcome.status == WRONG:
-                    return self._found(case, dtype, way, variant, outcome, number + 1)
+                    began = self._clock()
+                    findings[way] = self._found(dtype, way, variant, outcome, SHRINKING_SECONDS / (1 + len(findings)))
+                    ends += self._clock() - began
                 counts[outcome.status if outcome.status in counts else NOT_COMPARABLE] += 1
                 refused = refused or (outcome.message if outcome.status not in counts else "")
+        unclear = counts[NOT_COMPARABLE]
+        if findings:
+            several = list(findings.values())
+            note = "; ".join(f"drawn: {one.drawn}" for one in several)
+            details = tuple(text for one in several for text in (one.details, one.script))
+            return Result(case, WRONG, " | ".join(one.message for one in several), tried, unclear, 0.0, note, details)
         status = PASS if counts[PASS] else NOT_COMPARABLE
         note = f"the device refuses what the CPU does: {refused}" if refused else ""
-        unclear = counts[NOT_COMPARABLE]
-        return Result(case, status, "", sum(counts.values()), unclear, note=note)
+        return Result(case, status, "", tried, unclear, note=note)
 
     # --- one call
+
+    def _chosen(self, check: str, pairs: Pairs) -> Iterator[tuple[str, str, Variant, list[Feature]]]:
+        """Of every few calls that are drawn, the one with most that is new."""
+        drawn = self._drawn(check)
+        for first in itertools.islice(drawn, 1):
+            yield (*first, features(*first))
+        while several := [(*one, features(*one)) for one in itertools.islice(drawn, _CANDIDATES)]:
+            yield max(several, key=lambda one: pairs.news(one[3]))
 
     def _drawn(self, check: str) -> Iterator[tuple[str, str, Variant]]:
         """Dtype, way of calling and variant, without end where the operator has samples."""
@@ -89,14 +130,15 @@ class HuntChecks:
         if "float32" in dtypes:  # before anything else: some kernels are wrong in the first call of a process
             yield from (("float32", "plain", first) for first in Variants.first(self.info, "float32"))
         ways = ["plain", "plain", *(["out"] if self.info.supports_out else [])]
-        ways += ["in place"] if self.info.get_inplace() is not None else []
+        ways += ["in place"] * 2 if self.info.get_inplace() is not None else []
         for _ in itertools.count():
             dtype = choose.choice(dtypes)
             grad = dtype in self._with_gradient
             way = choose.choice([*ways, *(["backward"] * 3 if grad else [])])
             key = (dtype, way == "backward")
             if key not in drawn:
-                drawn[key] = Variants(self.info, dtype, grad=key[1], seed=check).drawn()
+                made = Variants(self.info, dtype, grad=key[1], seed=check, samples=self._samples)
+                drawn[key] = made.drawn()
             variant = next(drawn[key], None)
             if variant is None:
                 return
@@ -118,6 +160,8 @@ class HuntChecks:
             return checks._free(trial, trial.run(backward=way == "backward", forward=True))
         except Skip as reason:
             return Outcome(NOT_COMPARABLE, str(reason))
+        except DeviceLost as error:
+            raise DeviceLost(f"{way}, {dtype}, {hunt_script.in_words(variant)}: {error}") from error
 
     def _refused(self, trial: Trial, backward: bool = False) -> str:
         return trial.refused_by_cpu(backward) if self._judges_all else trial.ask_cpu(backward)
@@ -141,18 +185,20 @@ class HuntChecks:
 
     # --- what was found
 
-    def _found(self, case: Case, dtype: str, way: str, variant: Variant, outcome: Outcome, tried: int) -> Result:
+    def _found(self, dtype: str, way: str, variant: Variant, outcome: Outcome, seconds: float) -> Finding:
         if self._tried(dtype, way, variant).status != WRONG:
-            text = f"{way}, {dtype}, {variant.told}: {outcome.message}"
-            return Result(case, WRONG, f"wrong once, right when repeated: {text}", tried, details=(outcome.details,))
-        smallest, outcome = self._shrunk(dtype, way, variant, outcome)
+            text = f"{way}, {dtype}, {hunt_script.in_words(variant)}: {outcome.message}"
+            return Finding(f"wrong once, right when repeated: {text}", variant.told, outcome.details, "")
+        smallest, outcome = self._shrunk(dtype, way, variant, outcome, seconds)
         script = hunt_script.text(self.info, smallest, way, self.device, outcome)
         message = f"{way}, {dtype}, {hunt_script.in_words(smallest)}: {outcome.message}"
-        return Result(case, WRONG, message, tried, note=f"drawn: {variant.told}", details=(outcome.details, script))
+        return Finding(message, variant.told, outcome.details, script)
 
-    def _shrunk(self, dtype: str, way: str, variant: Variant, outcome: Outcome) -> tuple[Variant, Outcome]:
+    def _shrunk(
+        self, dtype: str, way: str, variant: Variant, outcome: Outcome, seconds: float
+    ) -> tuple[Variant, Outcome]:
         """The smallest variant that is still wrong, as far as the time goes."""
-        ends = self._clock() + min(SHRINKING_SECONDS, self.limits.timeout / 4)
+        ends = self._clock() + min(seconds, self.limits.timeout / 4)
         again = True
         while again:
             again = False

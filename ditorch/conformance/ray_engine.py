@@ -6,11 +6,13 @@ import collections
 import contextlib
 import importlib.util
 import os
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ditorch.conformance.cases import CRASH, Result, Unit
+from ditorch.conformance.engines import GRACE
 from ditorch.conformance.slot import Settings, Slot
 
 IN_FLIGHT = 2
@@ -81,13 +83,13 @@ class RayEngine:
         """As the first actor found it."""
         return self._name
 
-    def run(self, units: Sequence[Unit]) -> Iterator[Result]:
+    def run(self, units: Sequence[Unit], ends: float | None = None) -> Iterator[Result]:
         """Run units on all actors; an actor that is lost with its machine costs one case, and is started again."""
         todo = collections.deque((unit, 0) for unit in units)
         running: dict[Any, tuple[int, Unit, int]] = {}
 
         def give(number: int) -> None:
-            if todo:
+            if todo and (ends is None or time.monotonic() < ends):
                 unit, tries = todo.popleft()
                 running[self._actors[number].do.remote(unit)] = (number, unit, tries)
 
@@ -95,7 +97,10 @@ class RayEngine:
             for number in range(len(self._actors)):
                 give(number)
         while running:
-            ready, _ = self._ray.wait(list(running), num_returns=1)
+            left = None if ends is None else max(0.0, ends + GRACE - time.monotonic())
+            ready, _ = self._ray.wait(list(running), num_returns=1, timeout=left)
+            if not ready:
+                return
             number, unit, tries = running.pop(ready[0])
             try:
                 results = self._ray.get(ready[0])

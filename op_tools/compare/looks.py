@@ -14,6 +14,7 @@ from ..judge.verdict import WRONG, Judgement, Row
 from .ladder import Job
 
 _MAX_KINDS: Final = 20_000
+_MAX_UNNAMED: Final = 16
 _MAX_BYTES: Final = 1 << 26  # of arguments and results: the CPU does such a call once more
 
 
@@ -24,14 +25,22 @@ class Looks:
     """
 
     def __init__(self) -> None:
-        self.fine: set[Hashable] = set()  # kinds of calls that need not be asked about
+        self._fine: set[Hashable] = set()  # kinds of calls that need not be asked about
+        self._unnamed: dict[str, int] = {}  # calls without a kind (their result is a named tuple) by operator
+
+    def wanted(self, op: str, kind: Hashable) -> bool:
+        """Whether to look at a call: kinds that were not looked at yet, and the first few calls that have none."""
+        if kind is not None:
+            return kind not in self._fine
+        self._unnamed[op] = self._unnamed.get(op, 0) + 1
+        return self._unnamed[op] <= _MAX_UNNAMED
 
     def judge(self, job: Job, kind: Hashable) -> Judgement | None:
         """What is wrong about the result, if something is."""
         reason = self._problem(job)
         if not reason:
-            if len(self.fine) < _MAX_KINDS:
-                self.fine.add(kind)
+            if kind is not None and len(self._fine) < _MAX_KINDS:
+                self._fine.add(kind)
             return None
         op = job.call.op
         row = Row(op, "output", None, False, math.inf, math.inf, 0, 0, reason, verdict=WRONG, reason=reason)
@@ -48,7 +57,8 @@ class Looks:
                 return ""  # one of the user's may do anything
             expected, _ = golden.run_as_is(call.function, call.op, job.args, job.kwargs)
             wanted = kinds.kinds_of(expected, kinds.borrowed((job.args, job.kwargs), expected))
-            return kinds.problem(call.op, kinds.kinds_of(job.values[2], _borrowed(job.snapshot)), wanted)
+            problem = kinds.problem(call.op, kinds.kinds_of(job.values[2], _borrowed(job.snapshot)), wanted)
+            return problem or kinds.shared(_places(job.snapshot), kinds.places(expected))
         except Exception:  # the CPU refuses it, or tensors of an odd kind: their values are compared all the same
             return ""
 
@@ -62,6 +72,12 @@ def _borrowed(snapshot: Operands | None) -> Iterator[bool | None]:
             yield ref.storage in owners if math.prod(ref.shape) else None
     while True:
         yield None
+
+
+def _places(snapshot: Operands | None) -> list[Hashable]:
+    """Where the first element of each result in a snapshot lies; nothing if unknown."""
+    refs = _refs(snapshot.tree[2]) if snapshot is not None else ()
+    return [(ref.storage, ref.offset) if math.prod(ref.shape) else None for ref in refs]
 
 
 def _refs(tree: Any) -> Iterator[Ref]:

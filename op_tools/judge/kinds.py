@@ -8,7 +8,7 @@ libraries choose those of convolutions and attention as they like.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -26,11 +26,18 @@ class Kind(NamedTuple):
     dtype: torch.dtype
     stride: tuple[int, ...]
     borrowed: bool | None  # it lies in the memory of an argument; None where that is not known
+    put_off: str = ""  # what is still to be done to its values, as a bit of the tensor says
 
 
 def kinds_of(results: Any, borrowed: Iterable[bool | None]) -> list[Kind]:
     """What the tensors of a result are (`kinds_of(x.t(), borrowed([x], [x.t()]))`)."""
-    return [Kind(tuple(t.shape), t.dtype, t.stride(), own) for t, own in zip(tensors_in(results), borrowed)]
+    return [
+        Kind(tuple(t.shape), t.dtype, t.stride(), own, _put_off(t)) for t, own in zip(tensors_in(results), borrowed)
+    ]
+
+
+def _put_off(tensor: Tensor) -> str:
+    return "conjugate" if tensor.is_conj() else "negative" if tensor.is_neg() else ""
 
 
 def borrowed(given: Any, results: Any) -> list[bool | None]:
@@ -42,6 +49,24 @@ def borrowed(given: Any, results: Any) -> list[bool | None]:
     """
     owners = {_storage(t) for t in tensors_in(given)} - {None}
     return [None if _storage(t) is None else _storage(t) in owners for t in tensors_in(results)]
+
+
+def places(results: Any) -> list[Hashable]:
+    """Where the first element of each result lies; None where it has none (`places([x, x.t()])`, twice the same)."""
+    return [None if _storage(t) is None else (_storage(t), t.storage_offset()) for t in tensors_in(results)]
+
+
+def shared(found: Sequence[Hashable], wanted: Sequence[Hashable]) -> str:
+    """Which two results lie at one place and must not; empty where none do.
+
+    >>> shared(["a", "b", "a"], ["a", "b", "c"])
+    'results 0 and 2 lie in the same memory'
+    """
+    for second, place in enumerate(found):
+        first = found.index(place)
+        if place is not None and first != second and wanted[first] != wanted[second]:
+            return f"results {first} and {second} lie in the same memory"
+    return ""
 
 
 def _storage(tensor: Tensor) -> int | None:
@@ -69,6 +94,8 @@ def problem(op: str, found: Sequence[Kind], wanted: Sequence[Kind]) -> str:
             return f"strides {ours.stride} instead of {theirs.stride}: several elements share memory"
         if is_pointwise(op) and not theirs.borrowed and _of_long(ours) != _of_long(theirs):
             return f"strides {ours.stride} instead of {theirs.stride}"
+        if is_pointwise(op) and ours.put_off and not theirs.put_off:
+            return f"its {ours.put_off} bit is set: the values are still to be changed"
         if None in (ours.borrowed, theirs.borrowed) or last_name(op) in _MOVES_DEVICES:
             continue
         if theirs.borrowed and not ours.borrowed:

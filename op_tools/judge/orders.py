@@ -371,6 +371,8 @@ _HANDLERS: Final[dict[str, Callable[..., Any]]] = {
                 "avg_pool3d_backward",
             ),
             *("cdist_forward", "cdist_backward", "pdist_forward", "pdist_backward"),
+            *("multi_margin_loss", "multi_margin_loss_backward"),
+            *("multilabel_margin_loss_forward", "multilabel_margin_loss_backward"),
         ),
         _in_float32,
     ),

@@ -78,7 +78,9 @@ FUNCTIONS.register("""
 
 def _default_eps(args: Any, kwargs: Any, info: torch.finfo) -> Any:
     if kwargs.get("eps") is None and (len(args) < 4 or args[3] is None):
-        args, kwargs = args[:3], {**kwargs, "eps": info.eps}
+        # Half types are computed in float32, and PyTorch takes the eps of that, not of the input as its documents say.
+        eps = info.eps if info.bits >= 32 else torch.finfo(torch.float32).eps
+        args, kwargs = args[:3], {**kwargs, "eps": eps}
     return args, kwargs
 
 

@@ -170,7 +170,7 @@ class Comparer:
             if forward is not None and facts.has_free_vectors(job.call.op):
                 forward.returned = map_tensors(job.values[2], lambda t: t.clone())
             found = self._judge_forward(job, result, kind)
-            if kind is not None and kind not in self._looks.fine and found.verdict == RIGHT:
+            if not shown and found.verdict == RIGHT and self._looks.wanted(job.call.op, kind):
                 found += self._looks.judge(job, kind) or Judgement(RIGHT, "")
         if kind is not None:
             if kind not in self._moves and len(self._moves) < _MAX_KINDS:

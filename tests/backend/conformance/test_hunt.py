@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 import ditorch
+from ditorch.conformance import findings
 from ditorch.conformance.cases import PASS, WRONG, Limits, Unit
 from ditorch.conformance.hunt_checks import HuntChecks
+from ditorch.conformance.trial import DeviceLost, Trial
 from tests.databases import load
 
 LIMITS = Limits(samples=40, timeout=240, hunt_seconds=20)  # calls decide, not the clock of a busy machine
@@ -45,3 +47,27 @@ def test_what_is_right_is_not_found(name: str) -> None:
     results = hunted(name, 2)
     assert {result.status for result in results} == {PASS}, [result.message for result in results]
     assert sum(result.samples for result in results) > 10
+
+
+def test_a_bug_of_one_way_does_not_hide_that_of_another() -> None:
+    """`out=` is wrong in nearly every call, the gradient in few: a round that ended with the first never got there."""
+    if getattr(ditorch.backend, "name", "") != "soft":
+        pytest.skip("only the software accelerator can be made to fail on purpose")
+    from ditorch.soft import faults
+
+    rare = "avg_pool2d_backward: scale=0.6, layout=channels_last, arg=padding != 0"
+    with faults.plant("avg_pool2d.out: zero"), faults.plant(rare):
+        found = [result for result in hunted("nn.functional.avg_pool2d", 12) if result.status == WRONG]
+    several = [one for result in found for one in findings.of(result)]
+    ways = {one.message.partition(",")[0] for one in several}
+    assert {"out", "backward"} <= ways
+    assert all("import torch" in one.script for one in several)
+
+
+def test_a_lost_device_is_told_with_the_call_that_lost_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*args: Any, **kwargs: Any) -> Any:
+        raise DeviceLost("RuntimeError: CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Trial, "run", lost)
+    with pytest.raises(DeviceLost, match=r"plain, float32, \(.*illegal memory access"):
+        hunted("tanh", 1)

@@ -53,6 +53,40 @@ def test_it_is_named(device: str, which: str) -> None:
     assert reason in compared.blames[0].reason
 
 
+def test_results_that_share_memory_are_named(device: str) -> None:
+    """Both have the right value: what is written to one later changes the other."""
+    x = torch.ones(6, 4, device=device)
+
+    def both(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        found = x.cpu().amin().to(x.device)
+        return found, found.view(())
+
+    with kernel("aminmax", both), op_tools.OpAutoCompare() as compared:
+        torch.aminmax(x)
+    assert [blame.op for blame in compared.blames] == ["torch.aminmax"]
+    assert "results 0 and 1 lie in the same memory" in compared.blames[0].reason
+
+
+def test_a_result_whose_values_are_still_to_be_conjugated_is_named(device: str) -> None:
+    z = torch.rand(6, 4, dtype=torch.complex64).to(device)
+    lazy = kernel("exp", lambda z: z.cpu().exp().conj().resolve_conj().to(z.device).conj())
+    with lazy, op_tools.OpAutoCompare() as compared:
+        torch.exp(z)
+    assert [blame.op for blame in compared.blames] == ["torch.exp"]
+    assert "conjugate bit is set" in compared.blames[0].reason
+
+
+def test_parts_of_one_tensor_and_lazy_conjugates_are_right(device: str) -> None:
+    z = torch.rand(6, 4, dtype=torch.complex64).to(device)
+    with op_tools.OpAutoCompare() as compared:
+        torch.conj(z)
+        torch.broadcast_tensors(z, z)
+        torch.chunk(z.real, 2)
+        torch.meshgrid(z[0], z[0], indexing="ij")
+        torch.sort(z.real)
+    assert not compared.blames
+
+
 def test_views_in_place_results_and_autocast_are_right(device: str) -> None:
     x = torch.rand(6, 4, device=device)
     with op_tools.OpAutoCompare() as compared:

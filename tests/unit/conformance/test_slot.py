@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ditorch.conformance import engines
 from ditorch.conformance import slot as slots
 from ditorch.conformance.cases import CRASH, ERROR, PASS, TIMEOUT, WRONG, Result, Unit
 from ditorch.conformance.engines import LocalEngine
@@ -151,3 +152,18 @@ def test_the_worker_sees_a_clean_world(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(os.path.isabs(part) for part in environment["PYTHONPATH"].split(os.pathsep))
     monkeypatch.setenv("DITORCH_DISABLE_MOCK", "1")
     assert "DITORCH_DISABLE_MOCK" not in Settings("soft", "soft:1", "api").environment()
+
+
+def test_a_hang_does_not_outlast_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "GRACE", 1.0)
+    engine = LocalEngine([Settings("fake", "fake:0", timeout=100.0)] * 2)
+    for slot in engine._slots:
+        slot._ready()
+    units = [Unit("hunt", "hangs", "-", ("hang",)), *(Unit("hunt", f"op{n}", "-", ("slow",)) for n in range(9_999))]
+    started = time.monotonic()
+    found = list(engine.run(units, started + 1.5))
+    assert time.monotonic() - started < 20
+    assert found
+    assert len(found) < 9_999
+    assert all(r.status == PASS for r in found)
+    engine.close()

@@ -13,10 +13,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ditorch.conformance import databases, hunt_script
-from ditorch.conformance.cases import WRONG
-from ditorch.conformance.trial import Outcome, Place
-from ditorch.conformance.variants import LAYOUTS, MAX_ELEMENTS, VALUES, Variant, Variants, resized
+from ditorch.conformance import databases, findings, hunt_script, ledger
+from ditorch.conformance.cases import ERROR, PASS, WRONG, Case, Result
+from ditorch.conformance.hunt_checks import Finding
+from ditorch.conformance.trial import Outcome, Place, nearly_same
+from ditorch.conformance.variants import (
+    LAYOUTS,
+    MAX_ELEMENTS,
+    VALUES,
+    Samples,
+    Variant,
+    Variants,
+    in_dtype,
+    resized,
+)
 from tests.databases import load
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=5)
@@ -113,3 +123,79 @@ def test_an_entry_is_named_by_what_it_calls() -> None:
     drawn = found.op(torch.zeros(1000))
     assert databases.called(found) == ("randn_like" if float(drawn.min()) < 0 else "rand_like")
     assert databases.called(databases.operators()["add"]) == "add"
+
+
+def test_samples_in_half_types_are_those_of_float32() -> None:
+    info = databases.operators()["nn.functional.linear"]
+    samples = Samples(info)
+    wide, narrow = samples.made((5, 10, 20), "float32", True), samples.made((5, 10, 20), "bfloat16", True)
+    assert wide is narrow
+    drawn = list(itertools.islice(Variants(info, "bfloat16", grad=True, seed="1", samples=samples).drawn(), 20))
+    assert {t.dtype for v in drawn for t in v.tensors} == {torch.bfloat16}
+    assert all(t.requires_grad for t in in_dtype(wide[0], torch.float16).tensors)
+
+
+def test_a_size_that_makes_a_tensor_too_large_is_left_alone() -> None:
+    variant = Variant((torch.zeros(5, 5, 7), torch.zeros(5)), {})
+    assert resized(variant, 5, 1000, most=4096) is variant
+    assert [t.shape[0] for t in resized(variant, 5, 24, most=4096).tensors] == [24, 24]
+    assert [t.shape[0] for t in resized(variant, 5, 2, most=1).tensors] == [2, 2]
+
+
+def test_eight_bit_numbers_and_sparse_tensors_keep_their_values() -> None:
+    """Few kernels know them: the draw itself raised."""
+    info = databases.operators()["add"]
+    odd = (torch.zeros(2).to(torch.float8_e4m3fn), torch.eye(2).to_sparse())
+    variants = Variants(info, "float32", grad=False, seed="1")
+    assert all(variants._other_values(Variant((t,), {})).args[0] is t for t in odd for _ in range(8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_results_that_differ_in_rounding_alone_need_no_verdict(dtype: torch.dtype) -> None:
+    x = torch.randn(50, dtype=dtype)
+    assert nearly_same([x], [torch.nextafter(x, x + 1)])
+    assert not nearly_same([x], [x * (1 + 8 * torch.finfo(dtype).eps)])
+    assert not nearly_same([torch.zeros(2, dtype=dtype)], [-torch.zeros(2, dtype=dtype)])
+    assert not nearly_same([x], [x.half()])
+    assert not nearly_same([x], [torch.where(x == x[3], torch.nan, x)])
+    assert not nearly_same([x.bfloat16()], [torch.nextafter(x.bfloat16(), x.bfloat16() + 1)])  # 0.8 % is much
+
+
+def hunt_result(*several: Finding) -> Result:
+    details = tuple(text for one in several for text in (one.details, one.script))
+    message = " | ".join(one.message for one in several)
+    return Result(Case("hunt", "nn.functional.avg_pool2d", "-", "round-1"), WRONG, message, details=details)
+
+
+def test_findings_are_one_line_each_with_what_is_known(tmp_path: Path) -> None:
+    entries = ledger.parse("ops/nn.functional.avg_pool2d/*/out  wrong  ignores strides", "cuda.txt")
+    off = "x: y (at [0], largest difference 0.57, 3 ulp, 1e+06 times what rounding explains)"
+    result = hunt_result(
+        Finding("out, float32, (1, 2), 3: out= with strides: 7 instead of 1", "drawn", off, "print(1)"),
+        Finding("backward, float32, (1, 2, 3, 3) strides (18, 1, 6, 2), padding=1: off", "drawn", off, "print(2)"),
+    )
+    lost = Result(Case("hunt", "add", "-", "round-2"), ERROR, "the device was lost: plain, float32, (3,): CUDA error")
+    clean = Result(Case("hunt", "mul", "-", "round-1"), PASS)
+    assert findings.write(tmp_path, [result, lost, clean], ledger.Ledger(entries, "2.13.0")) == 3
+    lines = (tmp_path / findings.FILE).read_text().splitlines()
+    assert [line.split(" | ")[0] for line in lines] == ["add", *["nn.functional.avg_pool2d"] * 2]
+    assert "device was lost: plain, float32, (3,)" in lines[0]
+    assert "known: ignores strides" in lines[1]
+    assert lines[2].endswith("| off by 0.57, 1e+06 x the bound | new | round-1")
+    assert len(list((tmp_path / "scripts").iterdir())) == 2
+
+
+def test_no_matrix_is_made_singular() -> None:
+    """The logarithm of a determinant of zero is what rounding makes of it: -inf in float32, -40 in float64."""
+    drawn = Variants(databases.operators()["logdet"], "float32", grad=False, seed="1").drawn()
+    told = {change for v in itertools.islice(drawn, 200) for change in v.changes}
+    assert any("transposed" in change for change in told)
+    assert not any("expanded" in change or "zeros" in change or "equal" in change for change in told)
+
+
+def test_indices_that_a_kernel_trusts_stay_as_they_are() -> None:
+    """With strides of their own, they took the CPU's process down."""
+    drawn = Variants(databases.operators()["_segment_reduce.offsets"], "float32", grad=False, seed="1").drawn()
+    whole = [t for v in itertools.islice(drawn, 100) for t in v.tensors if not t.is_floating_point()]
+    assert whole
+    assert all(t.is_contiguous() and t.storage_offset() == 0 for t in whole)

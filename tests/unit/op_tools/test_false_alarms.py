@@ -498,3 +498,17 @@ def test_a_backward_without_a_double_precision_kernel() -> None:
     assert result.comparable
     assert result.grad_inputs is not None
     assert result.grad_inputs[0] is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_eps_of_rms_norm_is_that_of_the_dtype_it_computes_in(dtype: torch.dtype) -> None:
+    x = (torch.linspace(-3, 3, 16) * 2**-10).view(2, 8).to(dtype)
+
+    def normed(x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+        return F.rms_norm(x, (8,), None, eps)
+
+    name = "torch.nn.functional.rms_norm"
+    result = golden.run(F.rms_norm, (x, (8,)), {}, name=name)
+    assert verdict.judge_call(name, result, outputs=normed(x)).verdict == verdict.RIGHT
+    other = normed(x, 10 * torch.finfo(dtype).eps)
+    assert verdict.judge_call(name, result, outputs=other).verdict == verdict.WRONG

@@ -142,3 +142,15 @@ def test_norms_of_a_list_in_some_order() -> None:
     for factor, expected in ((1.0, verdict.RIGHT), (1.003, verdict.WRONG)):
         found = [torch.tensor(2.0), one_by_one * factor]
         assert verdict.judge_call("torch._foreach_norm", result, outputs=found).verdict == expected
+
+
+def test_gradients_of_margins_that_a_loop_adds_are_right() -> None:
+    """The gradient of the target is a sum of equal terms, one for every other class."""
+    x, target = torch.linspace(-0.4, 0.4, 498).requires_grad_(), torch.tensor(0)
+    name, sent = "torch.nn.functional.multi_margin_loss", torch.tensor(1.2309371)
+    y = F.multi_margin_loss(x, target)
+    (found,) = torch.autograd.grad(y, x, sent)
+    result = golden.run(F.multi_margin_loss, (x, target), {}, name=name, grad_outputs=[sent])
+    for gradient, expected in ((found, verdict.RIGHT), (found * 1.001, verdict.WRONG)):
+        judged = verdict.judge_call(name, result, outputs=y.detach(), grad_inputs=[gradient, None])
+        assert judged.verdict == expected, judged.reason
