@@ -199,6 +199,8 @@ class Judging:
             workers.limit = limit
         job.fetcher = fetcher
         for judge in self._settling:
+            if judge.ops is not None and job.call.op not in judge.ops:
+                continue
             found = judge.settle(job)
             if found is PENDING:
                 return found

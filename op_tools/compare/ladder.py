@@ -179,6 +179,7 @@ class Judge:
 
     order: ClassVar[int] = 50
     live: ClassVar[bool] = False
+    ops: ClassVar[frozenset[str] | None] = None  # operators that it is asked about; None for all
 
     @classmethod
     def make(cls, setup: Setup) -> Judge | None:

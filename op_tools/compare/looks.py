@@ -25,13 +25,11 @@ class Looks:
     """
 
     def __init__(self) -> None:
-        self._fine: set[Hashable] = set()  # kinds of calls that need not be asked about
+        self.fine: set[Hashable] = set()  # kinds of calls that need not be asked about
         self._unnamed: dict[str, int] = {}  # calls without a kind (their result is a named tuple) by operator
 
-    def wanted(self, op: str, kind: Hashable) -> bool:
-        """Whether to look at a call: kinds that were not looked at yet, and the first few calls that have none."""
-        if kind is not None:
-            return kind not in self._fine
+    def wanted(self, op: str) -> bool:
+        """Whether to look at a call that has no kind: the first few of an operator."""
         self._unnamed[op] = self._unnamed.get(op, 0) + 1
         return self._unnamed[op] <= _MAX_UNNAMED
 
@@ -39,8 +37,8 @@ class Looks:
         """What is wrong about the result, if something is."""
         reason = self._problem(job)
         if not reason:
-            if kind is not None and len(self._fine) < _MAX_KINDS:
-                self._fine.add(kind)
+            if kind is not None and len(self.fine) < _MAX_KINDS:
+                self.fine.add(kind)
             return None
         op = job.call.op
         row = Row(op, "output", None, False, math.inf, math.inf, 0, 0, reason, verdict=WRONG, reason=reason)

@@ -16,7 +16,7 @@ import torch
 from ...call.description import Tensor, map_tensors, tensors_in
 from ...call.devices import quiet
 from ...call.equality import leaves_of
-from ...call.graphs import Graph, Step
+from ...call.graphs import OP, Graph, Step
 from ...copies.materialise import Copier
 from ...judge import golden, verdict
 from ...judge.draws import DrawsRandomNumbers
@@ -34,6 +34,7 @@ class Compiled(Judge):
     """Settles jobs of compiled code, on a worker thread; all others pass."""
 
     order: ClassVar[int] = 40
+    ops: ClassVar[frozenset[str] | None] = frozenset({OP})
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)

@@ -170,8 +170,9 @@ class Comparer:
             if forward is not None and facts.has_free_vectors(job.call.op):
                 forward.returned = map_tensors(job.values[2], lambda t: t.clone())
             found = self._judge_forward(job, result, kind)
-            if not shown and found.verdict == RIGHT and self._looks.wanted(job.call.op, kind):
-                found += self._looks.judge(job, kind) or Judgement(RIGHT, "")
+            looks = self._looks
+            if not shown and found.verdict == RIGHT and kind not in looks.fine and (kind or looks.wanted(job.call.op)):
+                found += looks.judge(job, kind) or Judgement(RIGHT, "")
         if kind is not None:
             if kind not in self._moves and len(self._moves) < _MAX_KINDS:
                 self._moves[kind] = found if _only_moves(job, result, found) else None

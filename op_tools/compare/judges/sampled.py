@@ -267,7 +267,7 @@ class Sampled(_Counts, Judge):
                 if part is not None:
                     return part, index
         else:
-            earlier = taken.copies or live.tensors
+            earlier: Sequence[Any] = taken.copies or live.tensors
             chosen = kind.chosen(cut, kind.tensors)
             index = chosen.index(live.device)
             if taken.copies or self._ranks(chosen):
