@@ -29,7 +29,8 @@ from ..watch.intercept import Call
 from .base import Tool
 
 _MEBI: Final = 1 << 20
-_PATIENCE: Final = 0.4  # seconds before writing starts: a burst of captures is not slowed down, a kill costs little
+_PATIENCE: Final = 0.15  # seconds before writing starts: a burst of captures is not slowed down, a kill costs little
+_STORE_PATIENCE: Final = 0.04
 _GIVE_UP_AFTER: Final = 3  # failed writes in a row
 _DROPPED: Final = "captures were dropped: the queue was full (OP_CAPTURE_WHEN_FULL)"
 _MAX_JOBS: Final = 50_000  # in the queue of a store, where a call may need no copies at all
@@ -73,7 +74,7 @@ class OpCapture(Tool):
         threads = int(settings.number("OP_CAPTURE_WRITERS"))
         megabytes = settings.number("OP_CAPTURE_QUEUE_MB", _default_queue() / _MEBI)
         in_store = (self._format or settings.choice("OP_CAPTURE_FORMAT")) == "store"
-        patience, max_jobs = (_PATIENCE / 10, _MAX_JOBS) if in_store else (_PATIENCE, 1 << 30)
+        patience, max_jobs = (_STORE_PATIENCE, _MAX_JOBS) if in_store else (_PATIENCE, 1 << 30)
         self.writer = Writer(int(megabytes * _MEBI), threads, drop, patience, max_jobs)
         most = 0.8 * shutil.disk_usage(self.folder.parent).free / 1e9  # a run does not fill a disk
         self._max_bytes = settings.number("OP_CAPTURE_MAX_GB", most) * 1e9

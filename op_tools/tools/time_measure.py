@@ -324,6 +324,7 @@ class OpTimeMeasure(Tool):
         if self.view.full and self._samples:
             rows = list(itertools.islice(timings.calls(self._store, self._run_key), _MAX_SHOWN))
             self.view.block(console.table(console.TIME_COLUMNS, rows))
+        timings.write_totals(self._store, self._run_key, self.by_op())
         label = f"pid{settings.process_label()}_{store.time_label()}"
         self.csv_path = _unused(self._folder / f"op_elasped_info_{label}.csv")
         timings.write_csv(self.csv_path, self._store, self._run_key)

@@ -28,7 +28,7 @@ from .. import lifecycle, settings
 _BATCH_ROWS: Final = 4_000
 ASK_EVERY: Final = 64  # rows: so often whoever adds them calls `flush_when_due`
 _MAX_SITES: Final = 50_000
-_FLUSH_SECONDS: Final = 0.4  # between two writes: what a killed process loses is not much older
+_FLUSH_SECONDS: Final = 0.2  # between two writes: what a killed process loses is not much older, also on busy cores
 
 Rows = deque[tuple[Any, ...]]
 

@@ -3,8 +3,8 @@
 Each pair gets a virtual environment in a temporary folder, which is removed afterwards. PyTorch's wheels with CUDA work
 without a GPU; NVIDIA's packages, which are 3 GB more, are not installed: `stubs.py` puts empty libraries of their names
 in their place (`--full` installs them). uv does the installing; UV_CACHE_DIR and UV_FIND_LINKS name downloads to share
-between runs. Pythons are looked for on the PATH and among those of pyenv. Cells are kept in a file (`--results`), so
-that a table can be filled in several runs: what is in it is not run again.
+between runs, `--objects` a folder for what was compiled. Pythons are looked for on the PATH and among those of pyenv.
+Cells are kept in a file (`--results`), so that a table can be filled in several runs: what is in it is not run again.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ def interpreter(version: str) -> str | None:
 class Row:
     """The cells of one release of PyTorch, which share downloads and compiled objects."""
 
-    def __init__(self, torch: str, folder: Path, log: Path, full: bool) -> None:
+    def __init__(self, torch: str, folder: Path, log: Path, full: bool, objects: Path | None) -> None:
         self._torch, self._folder, self._log, self._full = torch, folder, log, full
+        self._objects = objects or folder / "objects"
         found = shutil.which("uv")
         self._tool = Path(found) if found else folder / "tool/bin/uv"
         self._environment = {"UV_CACHE_DIR": str(folder / "wheels"), **os.environ, "UV_LINK_MODE": "hardlink"}
@@ -82,7 +83,7 @@ class Row:
             if not self._tool.exists():
                 self._run([command, "-m", "venv", str(self._folder / "tool")], check=True)
                 self._run([str(self._folder / "tool/bin/pip"), "install", "--quiet", "uv"], check=True)
-            if not (self._folder / "objects").exists():
+            if not (self._folder / "g++").exists():
                 self._make_compiler()
             own = self._folder / f"venv-{python}"
             try:
@@ -98,19 +99,19 @@ class Row:
         if done.returncode:
             missing = re.search(r"has no wheels with a matching.*|no version of torch.*|No space left.*", done.stderr)
             return missing[0].strip() if missing else "could not be installed"
-        asked = self._run([mine, "-c", "import torch; print(torch.__version__)"])
+        compiled = {"PYTHONPYCACHEPREFIX": str(own / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
+        asked = self._run([mine, "-c", "import torch; print(torch.__version__)"], {**self._environment, **compiled})
         if asked.returncode:
             print(asked.stderr, file=output, flush=True)  # type: ignore[call-overload]
             return "torch cannot be imported"
         version = asked.stdout.strip()
         has_soft = tuple(map(int, version.split(".")[:2])) >= SOFT_FROM
-        options = ["-q", "-m", "not slow", "--timeout", "600", "-p", "no:cacheprovider"]
+        options = ["-q", "-m", "not slow", "--timeout", "600", "-p", "no:cacheprovider", "--durations", "12"]
         options += ["-p", "no:warnings", "--maxfail", "30", "--basetemp", str(own / "scratch")]
         environment = {
             **self._environment,
             "PYTHONPATH": str(ROOT),
-            "PYTHONPYCACHEPREFIX": str(own / "bytecode"),
-            "PYTHONDONTWRITEBYTECODE": "",
+            **compiled,
             "OMP_NUM_THREADS": "1",
             "CXX": str(self._folder / "g++"),
             "DITORCH_CACHE_DIR": str(own / "cache"),
@@ -136,10 +137,10 @@ class Row:
         return done
 
     def _make_compiler(self) -> None:
-        (self._folder / "objects").mkdir()
+        self._objects.mkdir(parents=True, exist_ok=True)
         wrapper = self._folder / "g++"
         script = Path(__file__).with_name("compiler.py")
-        wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} {script} {self._folder}/objects /usr/bin/g++ "$@"\n')
+        wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} {script} {self._objects} /usr/bin/g++ "$@"\n')
         wrapper.chmod(0o700)
 
     def _run(
@@ -168,11 +169,12 @@ def main() -> int:
     parser.add_argument("--log", type=Path, default=Path("test-matrix.log"))
     parser.add_argument("--results", type=Path, default=Path("test-matrix.json"), help="the cells that were run")
     parser.add_argument("--full", action="store_true", help="with NVIDIA's libraries")
+    parser.add_argument("--objects", type=Path, help="where compiled objects are kept between runs")
     given = parser.parse_args()
     found: dict[str, dict[str, str]] = json.loads(given.results.read_text()) if given.results.exists() else {}
     for torch in given.torch.split(","):
         with tempfile.TemporaryDirectory(prefix="ditorch-matrix-") as folder:
-            row = Row(torch, Path(folder), given.log.absolute(), given.full)
+            row = Row(torch, Path(folder), given.log.absolute(), given.full, given.objects)
             for python in given.python.split(","):
                 if python in found.setdefault(torch, {}):
                     continue
