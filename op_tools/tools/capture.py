@@ -84,6 +84,7 @@ class OpCapture(Tool):
         self._files = (
             StoreFormat(self.folder, self._label, self.writer) if in_store else SeedFormat(self.folder, self.writer)
         )
+        self._shown_folder = settings.shown_path(self._files.folder)
         self._inputs, self._outputs, self._grads = Layouts(), Layouts(), Layouts()
         self._gradients = Descriptions()
         self._shown: deque[_Shown | str] = deque()  # blocks, and operators that were left alone
@@ -204,7 +205,7 @@ class OpCapture(Tool):
     ) -> None:
         """Parts of a call are on disk, or could not be written."""
         try:
-            path = f"{self._files.folder}/{folder}"
+            path = f"{self._shown_folder}/{folder}"
             if error is not None:
                 with self._counting:
                     self._broken += not isinstance(error, (QueueFull, ChangedMeanwhile))
@@ -288,7 +289,7 @@ class OpCapture(Tool):
             self.slowed(f"fingerprints on {device}", f"slower kernels or the host compute them: {why}")
 
     def summary(self) -> list[str]:
-        facts = [f"{self.files_written} files, {self.bytes_written / 1e6:.1f} MB in {self._files.folder}"]
+        facts = [f"{self.files_written} files, {self.bytes_written / 1e6:.1f} MB in {self._shown_folder}"]
         if self.bytes_captured > self.bytes_written:
             facts[0] += f"; {self.bytes_captured / 1e6:.1f} MB of tensors, each content written once"
         if self.writer.waited:

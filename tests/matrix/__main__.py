@@ -107,7 +107,7 @@ class Row:
         version = asked.stdout.strip()
         has_soft = tuple(map(int, version.split(".")[:2])) >= SOFT_FROM
         options = ["-q", "-m", "not slow", "--timeout", "600", "-p", "no:cacheprovider", "--durations", "12"]
-        options += ["-p", "no:warnings", "--maxfail", "30", "--basetemp", str(own / "scratch")]
+        options += ["--disable-warnings", "--maxfail", "30", "--basetemp", str(own / "scratch")]
         environment = {
             **self._environment,
             "PYTHONPATH": str(ROOT),
