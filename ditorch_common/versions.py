@@ -1,8 +1,12 @@
-"""Which versions of PyTorch are promised to work; `make test-matrix` runs them."""
+"""Which versions of Python and PyTorch are promised to work; `make test-matrix` runs them."""
 
 from __future__ import annotations
 
+import sys
 from typing import Final
+
+if sys.version_info < (3, 10):  # noqa: UP036  # pip refuses it, but a checkout on PYTHONPATH is not asked
+    raise ImportError(f"ditorch and op_tools need Python 3.10 or newer, this is Python {sys.version.split()[0]}")
 
 import torch
 

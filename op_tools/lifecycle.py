@@ -10,9 +10,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from enum import IntEnum
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 _Callback = Callable[[], None]
 
@@ -62,10 +62,40 @@ def finish_on_sigterm() -> None:
         signal.signal(signal.SIGTERM, _terminate)
 
 
+@contextlib.contextmanager
+def finishing() -> Iterator[None]:
+    """While a tool writes its files, SIGTERM waits until they are complete (`with finishing(): write()`).
+
+    A second SIGTERM does not: it ends the process at once. Only the main thread hears signals.
+    """
+    global _finishing, _waits
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _finishing += 1
+    try:
+        yield
+    finally:
+        _finishing -= 1
+        if _waits and not _finishing:
+            _waits = False
+            _end_main_thread()
+
+
+_finishing = 0  # how many `finishing` blocks the main thread is in
+_waits = False  # whether SIGTERM came meanwhile
+
+
 def _terminate(number: int, frame: object) -> None:
-    global _is_terminated
+    global _is_terminated, _waits
     _is_terminated = os.getpid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one ends the process at once
+    _waits = _finishing > 0
+    if not _waits:
+        _end_main_thread()
+
+
+def _end_main_thread() -> NoReturn:
     report = sys.unraisablehook
     sys.unraisablehook = lambda found: None if isinstance(found.exc_value, Terminated) else report(found)
     threading.Thread(target=_insist, name="op_tools-end", daemon=True).start()

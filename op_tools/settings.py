@@ -129,17 +129,28 @@ def native() -> bool:
 
 
 def results_dir() -> Path:
-    """`OP_TOOLS_RESULTS_DIR` (default `op_tools_results`), checked to be writable (`results_dir() / "x"`)."""
+    """`OP_TOOLS_RESULTS_DIR` (default `op_tools_results`), checked to be writable (`results_dir() / "x"`).
+
+    The path is absolute: scripts change their folder while tools write.
+    """
     folder = Path(read("OP_TOOLS_RESULTS_DIR"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            return folder
+            return folder.absolute()
     except OSError as error:
         raise SettingsError(
             f"OP_TOOLS_RESULTS_DIR={str(folder)!r} cannot be written ({error.strerror or error}); "
             "set OP_TOOLS_RESULTS_DIR to a folder you may write to"
         ) from None
+
+
+def shown_path(path: Path) -> Path:
+    """A path of results as users wrote `OP_TOOLS_RESULTS_DIR`: relative where that is (`shown_path(path)`)."""
+    if not Path(read("OP_TOOLS_RESULTS_DIR")).is_absolute():
+        with contextlib.suppress(OSError, ValueError):  # the script has gone to another folder
+            return path.relative_to(Path.cwd())
+    return path
 
 
 def rank() -> int:

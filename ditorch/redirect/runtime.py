@@ -63,6 +63,8 @@ def _install_contexts(ledger: Ledger, devices: Devices) -> None:
             {"device": 0},
             "torch.accelerator takes cuda devices",
         )
+    elif accelerator is not None:  # a build for CUDA asks torch.cuda, which says that the CPU is there
+        ledger.redirect(accelerator.is_available, lambda original: lambda: False, "there is none: cuda means the CPU")
 
 
 def _shown_to_users(devices: Devices) -> Callable[[Any], Any]:

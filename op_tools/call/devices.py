@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any, Final
 
@@ -61,13 +62,9 @@ def names_device(value: Any) -> bool:
 
 def accelerator_type() -> str:
     """Device type of this process's accelerator, `cpu` where there is none (`accelerator_type() == "cuda"`)."""
-    try:
-        found = torch.accelerator.current_accelerator()
-        if found is not None and torch.accelerator.is_available():
-            return found.type
-    except (AttributeError, RuntimeError):
-        if torch.cuda.is_available():
-            return "cuda"
+    with contextlib.suppress(RuntimeError):  # torch.cuda is not asked: with ditorch it may mean the CPU
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return "cpu" if found is None else found.type
     return "cpu"
 
 

@@ -247,8 +247,8 @@ class Teller:
             device["grad_outputs"], device["grad_inputs"] = map(tuple, job.values)
             reference = {"grad_inputs": tuple(asked(result.grad_inputs or (), job.unasked))}
         files = save_comparison(folder, call, device, reference, wrong, *map(_devices_of, (live.inputs, live.outputs)))
-        self._tool.view.block(*[f"{path} saved" for path in files])
-        return str(folder)
+        self._tool.view.block(*[f"{settings.shown_path(path)} saved" for path in files])
+        return str(settings.shown_path(folder))
 
     def write_table(self, records: store.Store, table: str, run: int, shown: bool) -> Path:
         """Write all rows of a run to a CSV file, and show them where the console is full."""

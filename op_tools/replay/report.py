@@ -107,7 +107,7 @@ class Report:
         times = [_times_row(outcome, number, run) for number, (outcome, run) in enumerate(runs, 1)]
         store.write_csv(path, console.TIME_COLUMNS, times)
         if self._on:
-            console.emit(f"op elasped info saved to {path}")
+            console.emit(f"op elasped info saved to {settings.shown_path(path)}")
 
     def summary(self, total: int) -> str:
         """Operators by status, failures, totals (`print(report.summary(90))`)."""

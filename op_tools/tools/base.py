@@ -167,7 +167,7 @@ class Tool(Shown):
         """Begin; settings are read now. Starting twice needs stopping twice (`tool.start()`)."""
         with self._lock:
             if self._starts == 0:
-                self._pid = os.getpid()
+                self._pid, self._starter = os.getpid(), threading.current_thread()
                 lifecycle.finish_on_sigterm()
                 for mistake in settings.begin():
                     console.note(mistake)
@@ -191,7 +191,8 @@ class Tool(Shown):
                     _active.add(self)
                     INTERCEPTOR.add(self)
                     self._began, self._compiled_before = time.perf_counter(), self._compiled_runs()
-                except BaseException:
+                except BaseException:  # Ctrl-C as well: nothing may go on watching that nobody can stop
+                    self._detach()
                     self.release()
                     raise
             self._starts += 1
@@ -208,23 +209,27 @@ class Tool(Shown):
             self._starts -= 1
             if self._starts:
                 return
-            INTERCEPTOR.remove(self)
-            _active.discard(self)
-            if self._store is not None and self.read_late in self._store.sources:
-                self._store.sources.remove(self.read_late)
-        try:
-            self._ask_for_compiled_code()
-            self.finish()
-            if self._store is not None:
-                self._store.flush()
-        except Exception as error:
-            self._report(Finding(self.name, "(end of run)", "tool-failure", _reason(error)))
-        finally:
-            self.release()
-        if self.only is None:
-            self._say_summary()
+            self._detach()
+        with lifecycle.finishing():
+            try:
+                self._ask_for_compiled_code()
+                self.finish()
+                if self._store is not None:
+                    self._store.flush()
+            except Exception as error:
+                self._report(Finding(self.name, "(end of run)", "tool-failure", _reason(error)))
+            finally:
+                self.release()
+            if self.only is None:
+                self._say_summary()
 
     end = stop
+
+    def _detach(self) -> None:
+        INTERCEPTOR.remove(self)
+        _active.discard(self)
+        if self._store is not None and self.read_late in self._store.sources:
+            self._store.sources.remove(self.read_late)
 
     def _ask_for_compiled_code(self) -> None:
         ran = self._compiled_runs(wait=True).since(self._compiled_before)
@@ -353,8 +358,14 @@ class Tool(Shown):
         return f"{self.name}: step {INTERCEPTOR.step}, {_counted(sum(self.calls.values()), 'call')}{found}"
 
     def _say_summary(self) -> None:
-        facts = self.summary()
+        try:
+            facts = self.summary()
+        except Exception as error:  # its files may be gone: the training goes on
+            self._report(Finding(self.name, "(end of run)", "tool-failure", _reason(error)))
+            facts = []
         facts.append(f"{_counted(sum(self.calls.values()), 'call')} of {_counted(len(self.calls), 'operator')}")
+        if not self.calls and self._starter is not threading.main_thread():
+            facts.append(f"started in thread {self._starter.name!r}: it and the threads that it starts are watched")
         if self.calls:
             facts.append("most frequent: " + ", ".join(f"{op} ({n:,})" for op, n in self.calls.most_common(5)))
         facts += [f"not watched, {reason}: {_counted(n, 'call')}" for reason, n in self._unwatched.items()]
@@ -364,7 +375,9 @@ class Tool(Shown):
         facts += self._groups.lines()
         if self._store is not None:
             facts.append(f"records in {self._store.path}")
-            if self._store.failure is not None:
+            if not self._store.is_there:
+                facts.append("that file was removed during the run: its records are lost")
+            elif self._store.failure is not None:
                 facts.append(f"records could not all be written ({self._store.failure}); the rest was dropped")
             elif self._store.dropped:
                 facts.append(f"{self._store.dropped} records over OP_TOOLS_MAX_RECORDS were dropped")

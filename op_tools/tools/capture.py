@@ -29,7 +29,8 @@ from ..watch.intercept import Call
 from .base import Tool
 
 _MEBI: Final = 1 << 20
-_PATIENCE: Final = 0.4  # seconds before writing starts: a burst of captures is not slowed down, a kill costs little
+_PATIENCE: Final = 0.15  # seconds before writing starts: a burst of captures is not slowed down, a kill costs little
+_STORE_PATIENCE: Final = 0.04
 _GIVE_UP_AFTER: Final = 3  # failed writes in a row
 _DROPPED: Final = "captures were dropped: the queue was full (OP_CAPTURE_WHEN_FULL)"
 _MAX_JOBS: Final = 50_000  # in the queue of a store, where a call may need no copies at all
@@ -73,7 +74,7 @@ class OpCapture(Tool):
         threads = int(settings.number("OP_CAPTURE_WRITERS"))
         megabytes = settings.number("OP_CAPTURE_QUEUE_MB", _default_queue() / _MEBI)
         in_store = (self._format or settings.choice("OP_CAPTURE_FORMAT")) == "store"
-        patience, max_jobs = (_PATIENCE / 10, _MAX_JOBS) if in_store else (_PATIENCE, 1 << 30)
+        patience, max_jobs = (_STORE_PATIENCE, _MAX_JOBS) if in_store else (_PATIENCE, 1 << 30)
         self.writer = Writer(int(megabytes * _MEBI), threads, drop, patience, max_jobs)
         most = 0.8 * shutil.disk_usage(self.folder.parent).free / 1e9  # a run does not fill a disk
         self._max_bytes = settings.number("OP_CAPTURE_MAX_GB", most) * 1e9
@@ -83,6 +84,7 @@ class OpCapture(Tool):
         self._files = (
             StoreFormat(self.folder, self._label, self.writer) if in_store else SeedFormat(self.folder, self.writer)
         )
+        self._shown_folder = settings.shown_path(self._files.folder)
         self._inputs, self._outputs, self._grads = Layouts(), Layouts(), Layouts()
         self._gradients = Descriptions()
         self._shown: deque[_Shown | str] = deque()  # blocks, and operators that were left alone
@@ -203,7 +205,7 @@ class OpCapture(Tool):
     ) -> None:
         """Parts of a call are on disk, or could not be written."""
         try:
-            path = f"{self._files.folder}/{folder}"
+            path = f"{self._shown_folder}/{folder}"
             if error is not None:
                 with self._counting:
                     self._broken += not isinstance(error, (QueueFull, ChangedMeanwhile))
@@ -287,7 +289,7 @@ class OpCapture(Tool):
             self.slowed(f"fingerprints on {device}", f"slower kernels or the host compute them: {why}")
 
     def summary(self) -> list[str]:
-        facts = [f"{self.files_written} files, {self.bytes_written / 1e6:.1f} MB in {self._files.folder}"]
+        facts = [f"{self.files_written} files, {self.bytes_written / 1e6:.1f} MB in {self._shown_folder}"]
         if self.bytes_captured > self.bytes_written:
             facts[0] += f"; {self.bytes_captured / 1e6:.1f} MB of tensors, each content written once"
         if self.writer.waited:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from .. import settings
 from ..compare import wrong_elements
 from ..compare.choose import Chooser
 from ..compare.judges.collectives import Collectives
@@ -75,7 +76,7 @@ class Comparing(Tool):
         notes = [line for judge in self._judging.ladder for line in judge.summary()]
         notes += [self._chooser.describe(), self._second_looks.describe(), INTERCEPTOR.sums.why_unheard()]
         told = self._teller.summary(self._chooser.left_out, notes, self.compiled)
-        return [*told, f"comparisons in {self.csv_path}"]
+        return [*told, f"comparisons in {self.csv_path and settings.shown_path(self.csv_path)}"]
 
     def _compiled_runs(self, wait: bool = False) -> Tally:
         return INTERCEPTOR.regions.unseen(wait)

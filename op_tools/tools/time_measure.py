@@ -324,12 +324,13 @@ class OpTimeMeasure(Tool):
         if self.view.full and self._samples:
             rows = list(itertools.islice(timings.calls(self._store, self._run_key), _MAX_SHOWN))
             self.view.block(console.table(console.TIME_COLUMNS, rows))
+        timings.write_totals(self._store, self._run_key, self.by_op())
         label = f"pid{settings.process_label()}_{store.time_label()}"
         self.csv_path = _unused(self._folder / f"op_elasped_info_{label}.csv")
         timings.write_csv(self.csv_path, self._store, self._run_key)
         self.trace_path = self.csv_path.with_name(self.csv_path.name.replace("info", "trace")).with_suffix(".json")
         timings.write_trace(self.trace_path, self._store, self._run_key)
-        self.view.say(f"op elasped info saved to {self.csv_path}")
+        self.view.say(f"op elasped info saved to {settings.shown_path(self.csv_path)}")
 
     def by_op(self) -> list[dict[str, Any]]:
         """Calls, total, mean, p50, p99 and share by operator and phase, the costliest first.
@@ -364,7 +365,9 @@ class OpTimeMeasure(Tool):
             facts.append(f"and {len(rows) - 30} more rows: by_op() has them all")
         if self.calls and not self._free and self._clock_device in ("", "cpu"):
             facts.append("times of the host clock (the device has no timing events)")
-        return [*facts, f"times in {self.csv_path}", f"trace for Perfetto or chrome://tracing in {self.trace_path}"]
+        shown = [settings.shown_path(path) for path in (self.csv_path, self.trace_path) if path is not None]
+        words = ("times", "trace for Perfetto or chrome://tracing")
+        return [*facts, *(f"{what} in {path}" for what, path in zip(words, shown))]
 
 
 def _by_clock(timing: _Timing | str) -> bool:

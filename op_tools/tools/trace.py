@@ -182,10 +182,12 @@ class OpTrace(Tool):
         if self._recorder is None or self.path is None:
             return ["nothing was recorded"]
         counts = self._recorder.writer.counts
-        size = self.path.stat().st_size / 2**20
+        if not self.path.exists():
+            return [f"the trace {self.path} was removed during the run"]
+        size, shown = self.path.stat().st_size / 2**20, settings.shown_path(self.path)
         return [
             f"{counts['operators']:,} operators, {counts['tensors']:,} tensors, {counts['prints']:,} fingerprints",
-            f"trace in {self.path} ({size:.1f} MiB); op_tools trace show {self.path.parent}",
+            f"trace in {shown} ({size:.1f} MiB); op_tools trace show {shown.parent}",
         ]
 
 

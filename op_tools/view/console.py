@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import sys
@@ -9,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TextIO
 
 import torch
 
@@ -112,21 +113,32 @@ def call_rows(inputs: Described, outputs: Described) -> LabelledRows:
 
 def emit(text: str) -> None:
     """Write a block to the standard output of now, so that redirection works."""
+    _write(sys.stdout, text if text.endswith("\n") else text + "\n")
+
+
+def _write(stream: TextIO | None, text: str) -> None:
+    """Write what the stream can show; one that is closed, full or not there (pythonw, daemons) stops no training."""
+    if stream is None:
+        return
     try:
-        sys.stdout.write(text if text.endswith("\n") else text + "\n")
-    except (OSError, ValueError):  # a closed pipe or file must not stop a training
+        stream.write(text)
+    except UnicodeEncodeError:
+        with contextlib.suppress(OSError, ValueError):
+            encoding = getattr(stream, "encoding", None) or "ascii"
+            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    except (OSError, ValueError):
         pass
 
 
 def print_error(text: str, who: str = "op_tools") -> None:
     """One line on stderr about a command that cannot be carried out (`print_error("there is no script x.py")`)."""
-    sys.stderr.write(f"{who}: {text}\n")
+    _write(sys.stderr, f"{who}: {text}\n")
 
 
 def note(text: str) -> None:
     """One line on stderr about something that takes a while, unless OP_TOOLS_CONSOLE=off (`note("compiling ...")`)."""
     if settings.read("OP_TOOLS_CONSOLE", settings.environment()).lower() != "off":
-        sys.stderr.write(f"op_tools: {text}\n")
+        _write(sys.stderr, f"op_tools: {text}\n")
 
 
 class View:
@@ -273,6 +285,8 @@ class ProgressLine:
             self._thread.join(1.0)  # the line is gone before other text comes
 
     def _show(self) -> None:
+        if sys.stderr is None:
+            return
         started, terminal = time.monotonic(), sys.stderr.isatty()
         while not self._stop.wait(1.0 if terminal else _PROGRESS_SECONDS):
             line = f"op_tools: {time.monotonic() - started:.0f} s, {self._text()}"

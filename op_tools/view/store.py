@@ -28,7 +28,7 @@ from .. import lifecycle, settings
 _BATCH_ROWS: Final = 4_000
 ASK_EVERY: Final = 64  # rows: so often whoever adds them calls `flush_when_due`
 _MAX_SITES: Final = 50_000
-_FLUSH_SECONDS: Final = 0.4  # between two writes: what a killed process loses is not much older
+_FLUSH_SECONDS: Final = 0.2  # between two writes: what a killed process loses is not much older, also on busy cores
 
 Rows = deque[tuple[Any, ...]]
 
@@ -113,18 +113,33 @@ class Store:
                 self.dropped += len(batch)
                 continue
             try:
-                self._connection.execute("BEGIN")
-                self._connection.executemany(insert, batch)
-                self._connection.execute("COMMIT")
+                try:
+                    self._insert(insert, batch)
+                except (UnicodeEncodeError, OverflowError):  # names of files need not be text, numbers may be huge
+                    batch = [tuple(map(_storable, row)) for row in batch]
+                    self._insert(insert, batch)
                 self._rows_written += len(batch)
-            except sqlite3.Error as error:
+            except (sqlite3.Error, ValueError, OverflowError) as error:
                 self.failure = f"{type(error).__name__}: {error}"
                 self.dropped += len(batch)
-                with contextlib.suppress(sqlite3.Error):
-                    self._connection.execute("ROLLBACK")
         if self.failure is not None:  # the disk is full or gone: keep memory flat and the run alive
             self.dropped += len(rows)
             rows.clear()
+
+    def _insert(self, insert: str, batch: list[tuple[Any, ...]]) -> None:
+        self._connection.execute("BEGIN")
+        try:
+            self._connection.executemany(insert, batch)
+            self._connection.execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.execute("ROLLBACK")
+            raise
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the file still has its name; somebody may have removed the folder (`store.is_there`)."""
+        return self.path.exists()
 
     def _write_forever(self) -> None:
         while not self._wake.wait(_FLUSH_SECONDS / 2):
@@ -171,6 +186,15 @@ class Store:
             self._connection.close()
 
 
+def _storable(value: Any) -> Any:
+    """What SQLite can keep of a value: text that is UTF-8, integers of 64 bits (`_storable(2**70) == 2.0**70`)."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if not isinstance(value, int) or -(2**63) <= value < 2**63:
+        return value
+    return float(value) if abs(value) < 2**1000 else str(value)
+
+
 def read_only(path: Path) -> sqlite3.Connection:
     """A records file, whatever is in its name, opened so that nothing is written (`read_only(Path("a#b.sqlite"))`)."""
     is_complete = not path.with_name(f"{path.name}-wal").exists()  # otherwise SQLite would make files beside it
@@ -187,7 +211,8 @@ def current() -> Store:
     folder = settings.results_dir() / "op_tools_records"
     with _guard:
         store = _current
-        if store is None or store.pid != os.getpid() or store.path.parent != folder.absolute():
+        is_mine = store is not None and store.pid == os.getpid() and store.path.parent == folder.absolute()
+        if store is None or not is_mine or not store.is_there:
             if store is not None:
                 store.close()
             name = f"records_pid{settings.process_label()}_{time_label()}_{time.monotonic_ns() % 10**6:06d}.sqlite"

@@ -31,6 +31,25 @@ FROM op_time_measure r JOIN sites s ON s.site = r.site WHERE r.run = ? LIMIT ?
 """
 
 
+# Sums, so that a question about operators need not read every row again.
+TOTALS: Final = {
+    "run": "INTEGER",
+    "op": "TEXT",
+    "phase": "TEXT",
+    "calls": "INTEGER",
+    "total_ms": "REAL",
+    "mean_ms": "REAL",
+    "p50_ms": "REAL",
+    "p99_ms": "REAL",
+    "share": "REAL",
+}
+
+
+def write_totals(store: Store, run: Any, by_op: list[dict[str, Any]]) -> None:
+    """Put the sums of a run into the records (`write_totals(store, run, tool.by_op())`)."""
+    store.table("op_time_totals", TOTALS).extend((run, *row.values()) for row in by_op)
+
+
 def calls(store: Store, run: Any) -> Iterator[list[str]]:
     """Operator, id, forward and backward time of each call of a run, and the unit."""
     names = dict(store.tuples("SELECT site, op FROM sites"))

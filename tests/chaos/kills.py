@@ -51,7 +51,7 @@ Trouble = Callable[[Path], None]
 def train(
     tool: str, folder: Path, seconds: float, ranks: tuple[int, int] = (0, 1), trouble: Trouble | None = None
 ) -> None:
-    """In a child: train under a tool until somebody ends it; note the time of each step and the next call's number."""
+    """In a child: train under a tool until somebody ends it; note the next call's number and the times of each step."""
     os.environ.update(OP_TOOLS_RESULTS_DIR=str(folder), OP_TOOLS_CONSOLE="off")
     os.environ["OP_DTYPE_CAST_DICT"] = "torch.float32->torch.float64"  # so that it has something to do
     rank, world = ranks
@@ -83,7 +83,7 @@ def train(
             optimizer.zero_grad()
             losses.append(loss.item())
             with contextlib.suppress(OSError):
-                os.write(notes, f"{next(ids)} {time.monotonic()}\n".encode())
+                os.write(notes, f"{next(ids)} {time.monotonic()} {time.process_time()}\n".encode())
             time.sleep(_STEP)
     os.write(results, json.dumps(losses).encode())
 
@@ -138,6 +138,7 @@ class Run:
     began: float = 0.0
     due: float = 0.0
     killed: float = 0.0
+    processor: float = 0.0  # seconds of all its threads, and of all ranks
     stubborn: int = 0  # processes that did not end when they were told to
 
     def begin(self) -> None:
@@ -162,8 +163,9 @@ class Run:
                 # as torchrun: after a rank has died, the others are told to end
                 self._send(child, self.number if position == 0 or self.number != signal.SIGKILL else signal.SIGTERM)
         for child in list(self.children):
-            done, status = os.waitpid(child, os.WNOHANG)
+            done, status, used = os.wait4(child, os.WNOHANG)
             if done:
+                self.processor += used.ru_utime + used.ru_stime
                 self.codes.append(os.waitstatus_to_exitcode(status))
                 self.children.remove(child)
         over = (self.killed and now > self.killed + _PATIENCE) or now > self.began + self.seconds + 2 * _PATIENCE
@@ -256,11 +258,13 @@ def checked(run: Run) -> Counter[str]:
                     if run.tool == "OpCapture" and isinstance(content.get("id"), int):
                         last = max(last, content["id"])
     if run.killed and run.tool in _RECORDING:
-        lost = _lost(folder, last, run.killed)
+        lost, alone = _lost(folder, last, run.killed, run.processor)
         found["lost more than a second"] += lost > MAX_LOST
+        found["lost more than a second of free cores"] += alone > MAX_LOST
         found["milliseconds lost"] += round(lost * 1e3)
+        found["milliseconds of free cores lost"] += round(alone * 1e3)
         if lost > MAX_LOST:
-            print(f"{folder.name}: {lost:.2f} s lost (call {last})", file=sys.stderr, flush=True)
+            print(f"{folder.name}: {lost:.2f} s lost ({alone:.2f} s of free cores)", file=sys.stderr, flush=True)
         if run.tool == "OpTimeMeasure" and run.number != signal.SIGKILL:
             found["without a CSV file"] += not found["CSV files"]
     bad = [key for key in BAD if found[key]]
@@ -270,8 +274,8 @@ def checked(run: Run) -> Counter[str]:
 
 
 BAD: Final = (
-    *("unreadable", "partial", "lost more than a second", "not ended by the signal", "other exit code", "failed"),
-    *("without a CSV file", "ended before the signal", "other losses"),
+    *("unreadable", "partial", "lost more than a second of free cores", "not ended by the signal", "other exit code"),
+    *("failed", "without a CSV file", "ended before the signal", "other losses"),
 )
 _RECORDING: Final = ("OpObserve", "OpTimeMeasure", "OpCapture", "OpTrace", "OpFallback", "OpDtypeCast", "OpAutoCompare")
 
@@ -298,11 +302,11 @@ def _last_recorded(path: Path) -> int | None:
     return last
 
 
-def _steps(folder: Path) -> list[tuple[int, float]]:
+def _steps(folder: Path) -> list[tuple[int, float, float]]:
     notes = Path(f"{folder}.steps0")
     lines = notes.read_text().splitlines() if notes.exists() else []
     pairs = [line.split() for line in lines]
-    return [(int(pair[0]), float(pair[1])) for pair in pairs if len(pair) == 2]
+    return [(int(pair[0]), float(pair[1]), float(pair[2])) for pair in pairs if len(pair) == 3]
 
 
 def _first_call_after(folder: Path, step: int) -> int:
@@ -310,14 +314,18 @@ def _first_call_after(folder: Path, step: int) -> int:
     return steps[min(step, len(steps) - 1)][0] if steps else -1
 
 
-def _lost(folder: Path, last: int, killed: float) -> float:
-    """Seconds before the kill whose steps are not on disk: from the end of the first one that is missing."""
-    before = 0
-    for number, at in _steps(folder):
+def _lost(folder: Path, last: int, killed: float, processor: float) -> tuple[float, float]:
+    """Seconds before the kill whose steps are not on disk, from the end of the first that is missing.
+
+    The second number is what they would have been on free cores: processor time of all threads, and the pauses between
+    steps. On a machine with other work a process waits for the processor most of the time.
+    """
+    before, steps = 0, _steps(folder)
+    for position, (number, at, used) in enumerate(steps):
         if at < killed and last < before:
-            return killed - at
+            return killed - at, max(0.0, processor - used) + _STEP * (len(steps) - position)
         before = number
-    return 0.0
+    return 0.0, 0.0
 
 
 # --- what can go wrong around a run that ends by itself --------------------------------------------------------

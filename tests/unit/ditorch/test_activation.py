@@ -159,3 +159,20 @@ ditorch.deactivate()
 """
     result = run(code, DITORCH_DEVICE="cpu")
     assert result.returncode == 0, result.stderr
+
+
+def test_a_build_for_cuda_without_a_gpu_has_no_accelerator_where_cuda_means_the_cpu() -> None:
+    done = run(
+        """
+import torch
+torch._C._accelerator_getAccelerator = lambda: torch.device("cuda")  # what such a build says
+import ditorch
+assert torch.cuda.is_available()
+assert not torch.accelerator.is_available()
+from op_tools.call.devices import accelerator_type
+assert accelerator_type() == "cpu", accelerator_type()
+ditorch.deactivate()
+""",
+        DITORCH_DEVICE="cpu",
+    )
+    assert done.returncode == 0, done.stderr

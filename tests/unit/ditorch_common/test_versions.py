@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
+
 import pytest
 
 from ditorch_common import versions
@@ -16,3 +19,9 @@ def test_promised_versions_are_taken(version: str) -> None:
 def test_older_ones_are_refused_with_the_remedy(version: str) -> None:
     with pytest.raises(ImportError, match=r"need torch 2\.6 or newer, this is torch .*: pip install -U torch"):
         versions.check(version)
+
+
+def test_an_older_python_is_refused_before_anything_fails_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 9, 18))
+    with pytest.raises(ImportError, match=r"need Python 3\.10 or newer, this is Python \d"):
+        runpy.run_path(str(versions.__file__))

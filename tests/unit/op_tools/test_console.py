@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+
+import pytest
 import torch
 
 from op_tools.call.description import describe
@@ -56,3 +59,14 @@ def test_a_closed_output_does_not_raise(monkeypatch) -> None:  # type: ignore[no
     monkeypatch.setattr(sys, "stdout", closed)
     console.emit("text")
     assert closed.closed
+
+
+def test_a_console_that_is_not_there_or_shows_little_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    monkeypatch.setattr("sys.stderr", None)
+    console.emit("nobody reads this")
+    console.print_error("nor this")
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="ascii", write_through=True))
+    console.emit("层 \udce4 ok")
+    assert shown.getvalue() == b"\\u5c42 \\udce4 ok\n"

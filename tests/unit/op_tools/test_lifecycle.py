@@ -107,11 +107,14 @@ def _rows(folder: Path) -> int:
         "tool.start(); work(); os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
         "with tool:\n    work()\n    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(60)",
         "tool.start(); work(); Dying()\nfor _ in range(600): time.sleep(0.1)",
+        "tool.start(); work(); tool.finish = Late(tool.finish); tool.stop(); time.sleep(60)",
     ],
-    ids=["started", "with", "in a destructor"],
+    ids=["started", "with", "in a destructor", "while it stops"],
 )
 def test_sigterm_ends_a_run_with_everything_written(tmp_path: Path, body: str) -> None:
     dying = "class Dying:\n    def __del__(self): signal.raise_signal(signal.SIGTERM)"  # Python ignores errors there
+    dying += "\nclass Late:\n    def __init__(self, after): self.after = after\n"
+    dying += "    def __call__(self): signal.raise_signal(signal.SIGTERM); time.sleep(0.7); self.after()"
     script = f"{_TIMED}\n{dying}\ntry:\n    {body.replace(chr(10), chr(10) + '    ')}\nfinally:\n    print('finally')"
     done = _run(script, tmp_path, OP_TOOLS_INCLUDE_CPU="1", OP_TOOLS_CONSOLE="summary")
     assert done.returncode == -signal.SIGTERM, done.stderr

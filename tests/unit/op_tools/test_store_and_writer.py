@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import sqlite3
 import threading
 import time
@@ -254,3 +255,30 @@ def test_records_are_shown_whatever_the_path_is(tmp_path: Path, name: str, capsy
     shown = capsys.readouterr().out
     assert re.search(r"op_observe\W+12\b", shown)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_text_that_is_no_utf8_and_huge_numbers_cost_no_records(tmp_path: Path) -> None:
+    records = Store(tmp_path / "x.sqlite")
+    waiting = records.table("found", {"place": "TEXT", "n": "INTEGER"})
+    waiting.extend([("plain", 1), ("b\udce4r.py", 2**70), ("after", 3)])
+    records.flush()
+    waiting.append(("later", 4))
+    assert records.failure is None
+    assert records.tuples("SELECT * FROM found") == [
+        ("plain", 1),
+        ("b\\udce4r.py", 2.0**70),
+        ("after", 3),
+        ("later", 4),
+    ]
+    records.close()
+
+
+def test_a_file_that_was_removed_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OP_TOOLS_RESULTS_DIR", str(tmp_path / "results"))
+    first = store.current()
+    assert store.current() is first
+    shutil.rmtree(tmp_path / "results")
+    assert not first.is_there
+    second = store.current()
+    assert second is not first
+    assert second.is_there
