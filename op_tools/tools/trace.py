@@ -13,6 +13,7 @@ import torch
 from .. import settings
 from ..call.description import Tensor, tensors_in
 from ..call.devices import accelerator_type
+from ..call.traits import OpTraits
 from ..compat import running_pass
 from ..trace import format as columns
 from ..trace.compiled import COMPILED
@@ -21,6 +22,7 @@ from ..trace.places import Place, given_to_module, place_of_call
 from ..trace.record import Recorder, writer_world
 from ..watch.intercept import INTERCEPTOR, Call
 from .base import Tool
+from .light import noted
 
 _NOWHERE = Place(None, None, False)
 
@@ -62,10 +64,10 @@ class OpTrace(Tool):
         self._stacks, self._prints, self._frames = stacks, prints in (True, "on"), frames
         self.path: Path | None = None
         self._recorder: Recorder | None = None
-        self._numbers: dict[int, int] = {}  # operators by the id of their call, for their backward
+        self._book: Any = None  # which records most calls by itself; False where there is none
 
     def prepare(self) -> None:
-        self._recorder, self._numbers = None, {}
+        self._recorder, self._book = None, None
         self.path = None
         COMPILED.listen(self._recording)
         if self._to is not None:
@@ -84,6 +86,20 @@ class OpTrace(Tool):
             self.path = folder / f"rank{rank}{SUFFIX}"
             self._recorder = Recorder(TraceWriter(self.path, facts), self._prints, self._stacks, self._frames == "user")
         return self._recorder
+
+    def light(self, traits: OpTraits) -> tuple[Any, ...] | None:
+        writes = traits.may_write or traits.mutates or traits.is_optimizer or traits.collective
+        if type(self) is not OpTrace or self.gated or self.only is not None or self._stacks > 1 or writes:
+            return None
+        recorder = self._started()
+        if self._book is None:
+            self._book = recorder.watch_by_itself(_note_sum) or False
+        if not self._book:
+            return None
+        return (
+            *noted(self, traits.name, lambda _: None, (), 0),
+            *(self._book.begin, self._book.end, recorder.writer.text(traits.name)),
+        )
 
     # -- what happens around calls --------------------------------------------------------------------
 
@@ -187,6 +203,22 @@ class OpTrace(Tool):
             f"{counts['operators']:,} operators, {counts['tensors']:,} tensors, {counts['prints']:,} fingerprints",
             f"trace in {self.path} ({size:.1f} MiB); op_tools trace show {self.path.parent}",
         ]
+
+
+class _Noted:
+    """A call of which sums of gradients tell."""
+
+    __slots__ = ("__weakref__", "inside", "location", "op")
+
+    def __init__(self, op: str, location: str) -> None:
+        self.op, self.location, self.inside = op, location, None
+
+
+def _note_sum(start: int, end: int, op: str, location: str) -> Any:
+    call = _Noted(op, location)
+    if INTERCEPTOR.sums.wanted:
+        INTERCEPTOR.sums.note(start, end, call)  # type: ignore[arg-type]
+    return call
 
 
 def _in_place(name: str) -> bool:
