@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -93,13 +93,19 @@ class OpTrace(Tool):
             return None
         recorder = self._started()
         if self._book is None:
-            self._book = recorder.watch_by_itself(_note_sum) or False
+            self._book = recorder.watch_by_itself() or False
+            INTERCEPTOR.sums.elsewhere = self._call_at if self._book else None
         if not self._book:
             return None
         return (
             *noted(self, traits.name, lambda _: None, (), 0),
             *(self._book.begin, self._book.end, recorder.writer.text(traits.name)),
         )
+
+    def _call_at(self, thread: int, number: int) -> Any:
+        """The call that made a node of autograd, of those that were recorded without Python."""
+        found = self._book.call_at(thread, number) if self._book else None
+        return None if found is None else _Made(*found)
 
     # -- what happens around calls --------------------------------------------------------------------
 
@@ -108,8 +114,7 @@ class OpTrace(Tool):
         if traits.may_write or traits.mutates or "out" in call.kwargs or call.kwargs.get("inplace"):
             with (recorder := self._started()).lock:
                 recorder.module_of(place_of_call(2, recorder.modules.parts))  # its parameters are known from here on
-                versions = [0 if t.is_inference() else t._version for t in call.tensors]
-                call.notes[self] = (recorder.inputs(call.tensors), versions)
+                call.notes[self] = (recorder.inputs(call.tensors), recorder.versions(call.tensors))
                 recorder.launch()
 
     def after(self, call: Call) -> None:
@@ -129,7 +134,8 @@ class OpTrace(Tool):
             noted = call.notes.pop(self, None)
             if noted is not None:
                 inputs, versions = noted
-                written = [t for t, v in zip(call.tensors, versions) if not t.is_inference() and t._version != v]
+                now = recorder.versions(call.tensors)
+                written = [t for t, before, after in zip(call.tensors, versions, now) if before != after]
                 if not written and traits.is_optimizer:
                     written = list(call.tensors)
                 elif not written and _in_place(call.op) and call.args:  # below autograd nobody counts versions
@@ -191,6 +197,8 @@ class OpTrace(Tool):
 
     def finish(self) -> None:
         COMPILED.ignore()
+        if self._book:
+            INTERCEPTOR.sums.elsewhere = None
         if self._recorder is not None:
             self._recorder.close()
 
@@ -205,20 +213,12 @@ class OpTrace(Tool):
         ]
 
 
-class _Noted:
+class _Made(NamedTuple):
     """A call of which sums of gradients tell."""
 
-    __slots__ = ("__weakref__", "inside", "location", "op")
-
-    def __init__(self, op: str, location: str) -> None:
-        self.op, self.location, self.inside = op, location, None
-
-
-def _note_sum(start: int, end: int, op: str, location: str) -> Any:
-    call = _Noted(op, location)
-    if INTERCEPTOR.sums.wanted:
-        INTERCEPTOR.sums.note(start, end, call)  # type: ignore[arg-type]
-    return call
+    op: str
+    location: str
+    inside: None = None
 
 
 def _in_place(name: str) -> bool:

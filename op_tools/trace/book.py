@@ -58,6 +58,9 @@ class Book(Protocol):
     def edge(self, operator: int, side: int, place: int, tensor: int, /) -> None:
         """A tensor went into an operator, or came out of it."""
 
+    def edges(self, operator: int, side: int, tensors: list[int], /) -> None:
+        """Tensors went into an operator, or came out of it; -1 for none at that place."""
+
     def written(self, tensor: Tensor, operator: int, /) -> None:
         """An operator wrote to a tensor's memory."""
 
@@ -224,6 +227,12 @@ class PythonBook:
     def edge(self, operator: int, side: int, place: int, tensor: int, /) -> None:
         """See `Book`."""
         self._writer.add("edges", (operator, side, min(place, _MOST), tensor))
+
+    def edges(self, operator: int, side: int, tensors: list[int], /) -> None:
+        """See `Book`."""
+        for place, number in enumerate(tensors):
+            if number >= 0:
+                self.edge(operator, side, place, number)
 
     def written(self, tensor: Tensor, operator: int, /) -> None:
         """See `Book`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,7 +17,7 @@ from ..call.facts import NODES_WITHOUT_KERNEL
 from ..compat import MODULE_CALL, cuda_device, cuda_stream, top_saved_tensor_hooks
 from ..native import book as native
 from . import format as columns
-from .book import Book, PythonBook
+from .book import Book, PythonBook, version_of
 from .format import BACKWARD, FORWARD, INPUT, OPTIMIZER, OUTPUT, TraceWriter
 from .places import MAX_TEXT, ModuleNames, Place, Sharding, arguments_of, kind_of_code, sharding_of, stack_of_call, stream_of
 from .printing import PLAIN, Printing
@@ -57,15 +57,12 @@ class Recorder:
         self._library = library
         self.book: Book = self.native or PythonBook(writer, self._plain_look, prints)
 
-    def watch_by_itself(self, note_sum: Callable[..., Any] | None) -> Any:
-        """The book in machine code, which records most calls and their backwards itself; None where there is none.
-
-        `note_sum` is told of each call that has nodes of autograd: their numbers, its name and its line.
-        """
+    def watch_by_itself(self) -> Any:
+        """The book in machine code, which records most calls and their backwards itself; None where there is none."""
         if self.native is not None:
             self._library.set_up(
                 *(MODULE_CALL, kind_of_code, self._numbered, self.writer.texts, self.writer.text, self.arguments),
-                *(self._arguments, self._region, note_sum, top_saved_tensor_hooks, _PASSES_ON, self._accelerator),
+                *(self._arguments, self._region, top_saved_tensor_hooks, _PASSES_ON, self._accelerator),
             )
         return self.native
 
@@ -220,11 +217,9 @@ class Recorder:
             return cuda_stream(cuda_device()) if torch.cuda.is_initialized() else 0
         return 0 if self._accelerator == "cpu" else stream_of(self._accelerator)
 
-    def edges(self, operator: int, side: int, tensors: Sequence[int]) -> None:
+    def edges(self, operator: int, side: int, tensors: list[int]) -> None:
         """Say which tensors went into an operator, or came out of it; -1 for none at that place."""
-        for place, number in enumerate(tensors):
-            if number >= 0:
-                self.book.edge(operator, side, place, number)
+        self.book.edges(operator, side, tensors)
 
     def edge(self, operator: int, side: int, place: int, tensor: int) -> None:
         """Say that a tensor went into an operator, or came out of it."""
@@ -232,12 +227,25 @@ class Recorder:
 
     def inputs(self, tensors: Sequence[Tensor]) -> list[int]:
         """The numbers of arguments."""
+        if self.native is not None and self._in_function < 0:
+            found: list[int] | None = self.native.numbers(tensors)
+            if found is not None:
+                return found
         return [self.tensor(tensor) for tensor in tensors]
+
+    def versions(self, tensors: Sequence[Tensor]) -> list[int]:
+        """How often each was written to."""
+        if self.native is not None:
+            found: list[int] = self.native.versions(tensors)
+            return found
+        return [version_of(tensor) for tensor in tensors]
 
     def outputs(
         self, operator: int, module: int, tensors: Sequence[Tensor], written: Sequence[Tensor], phase: int
     ) -> None:
         """Note what an operator returned and what it wrote to."""
+        if self.native is not None and self.native.outputs(operator, module, tensors, written, phase):
+            return
         numbers: list[int] = []
         for tensor in written:
             self.book.written(tensor, operator)

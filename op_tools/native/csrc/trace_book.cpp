@@ -7,8 +7,10 @@
 #include <frameobject.h>
 #include <structmember.h>
 
+#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/engine.h>
@@ -111,6 +113,11 @@ struct HashOfNumbers {
   }
 };
 
+struct Made {  // a call, by the numbers of the nodes that it made
+  uint64_t since, now;
+  PyObject *op, *location;
+};
+
 using Wrap = PyObject *(*)(const at::TensorBase &);
 Wrap wrap = nullptr;  // its name says how it takes its argument, which in either case is the address of a tensor
 PyObject *get_cdata = nullptr;
@@ -170,6 +177,7 @@ struct Book {
   std::vector<Parameter> parameters;
   std::vector<Block> blocks;
   std::unordered_map<StorageImpl *, int64_t> present;  // storages that are blocks
+  std::unordered_map<uint64_t, std::vector<Made>> calls;  // by thread: sums of gradients say whose they are
   int64_t block_count = 0;
   size_t clean_at = 8192;
 
@@ -330,6 +338,27 @@ struct Book {
       if (i + 1 < blocks.size()) block = std::move(blocks.back());
       blocks.pop_back();
     }
+  }
+
+  void note_nodes(uint64_t since, uint64_t now, PyObject *op, PyObject *location) {
+    auto &own = calls[at::RecordFunction::currentThreadId()];
+    if (own.size() >= 20000) {
+      for (size_t i = 0; i < 10000; ++i) {
+        Py_DECREF(own[i].op);
+        Py_DECREF(own[i].location);
+      }
+      own.erase(own.begin(), own.begin() + 10000);
+    }
+    own.push_back({since, now, Py_NewRef(op), Py_NewRef(location)});
+  }
+
+  void forget_calls() {
+    for (auto &[thread, own] : calls)
+      for (Made &call : own) {
+        Py_DECREF(call.op);
+        Py_DECREF(call.location);
+      }
+    calls.clear();
   }
 
   // Gradients of parameters get their names; `function` is compiled code that may have left them, or -1.

@@ -8,7 +8,7 @@ using NodePointer = decltype(torch::autograd::Edge::function);  // not the same 
 
 // What all calls share; filled by `Book.set_up`.
 struct Shared {
-  PyObject *module_call, *kind_of_code, *module_of, *texts, *text_of, *arguments, *argument_texts, *find_region, *note_sum,
+  PyObject *module_call, *kind_of_code, *module_of, *texts, *text_of, *arguments, *argument_texts, *find_region,
       *saved_hooks;
   std::unordered_map<PyObject *, int> kinds;                           // of code objects, which are kept alive
   std::unordered_map<PyObject *, std::pair<PyObject *, int>> modules;  // parts of models: a weak reference, a number
@@ -156,7 +156,6 @@ struct HeldBook {  // a book that hooks keep
 
 struct CallState {
   HeldBook held;
-  PyObject *noted = nullptr;  // the call as sums of gradients know it
   int name, location, step, module;
   int64_t forward;
   size_t nodes = 0, heard = 0;
@@ -166,7 +165,6 @@ struct CallState {
   ~CallState() {
     if (!Py_IsInitialized()) return;
     const auto gil = PyGILState_Ensure();
-    Py_XDECREF(noted);
     Py_DECREF(held.object);
     PyGILState_Release(gil);
   }
@@ -209,6 +207,14 @@ struct StandIn {  // of a node that made what a result is a whole view of
   int64_t offset;
 };
 
+// What a hook calls is no addition of the engine's own: `gradient_sums.cpp` looks at this.
+struct Quiet {
+  using TLS = at::impl::PythonTorchFunctionTLS;
+  at::impl::TorchFunctionDisabledState before = TLS::get_disabled_state();
+  Quiet() { TLS::set_disabled_state(at::impl::TorchFunctionDisabledState::ALL_DISABLED); }
+  ~Quiet() { TLS::set_disabled_state(before); }
+};
+
 struct Hook : public torch::autograd::FunctionPostHook {
   std::shared_ptr<CallState> state;
   std::vector<Target> targets;
@@ -219,6 +225,7 @@ struct Hook : public torch::autograd::FunctionPostHook {
     const auto gil = PyGILState_Ensure();
     try {
       const at::NoGradGuard no_grad;
+      const Quiet quiet;
       hear(to_inputs, from_outputs);
     } catch (const PythonError &) {
       PyErr_Clear();

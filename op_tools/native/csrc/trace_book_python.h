@@ -66,6 +66,84 @@ PyObject *book_edge(PyObject *self, PyObject *args) {
   Py_RETURN_NONE;
 }
 
+// -- many at once: an optimizer has thousands ---------------------------------------------------------------
+
+bool all_plain(PyObject *tensors) {
+  if (!PyList_Check(tensors)) return false;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i)
+    if (!is_plain(PyList_GET_ITEM(tensors, i))) return false;
+  return true;
+}
+
+PyObject *list_of(const std::vector<int64_t> &numbers) {
+  PyObject *list = checked(PyList_New(Py_ssize_t(numbers.size())));
+  for (size_t i = 0; i < numbers.size(); ++i) PyList_SET_ITEM(list, Py_ssize_t(i), PyLong_FromLongLong(numbers[i]));
+  return list;
+}
+
+// The numbers of a list of plain tensors; None where it has others.
+PyObject *book_numbers(PyObject *self, PyObject *tensors) {
+  return safely([&]() -> PyObject * {
+    if (!all_plain(tensors)) Py_RETURN_NONE;
+    std::vector<int64_t> found;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
+      const at::Tensor tensor = unwrapped(PyList_GET_ITEM(tensors, i));
+      found.push_back(book_of(self).number(tensor, tensor, PyList_GET_ITEM(tensors, i), -1, -1, 0, -1, false, true));
+    }
+    return list_of(found);
+  });
+}
+
+PyObject *book_versions(PyObject *, PyObject *tensors) {
+  return safely([&]() -> PyObject * {
+    std::vector<int64_t> found;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) found.push_back(version_of(unwrapped(PyList_GET_ITEM(tensors, i))));
+    return list_of(found);
+  });
+}
+
+// (operator, side, numbers)
+PyObject *book_edges(PyObject *self, PyObject *args) {
+  long long op;
+  int side;
+  PyObject *numbers;
+  if (!PyArg_ParseTuple(args, "LiO!", &op, &side, &PyList_Type, &numbers)) return nullptr;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(numbers); ++i) {
+    const long long number = PyLong_AsLongLong(PyList_GET_ITEM(numbers, i));
+    if (number >= 0) book_of(self).edge(op, side, i, number);
+  }
+  if (PyErr_Occurred()) return nullptr;
+  Py_RETURN_NONE;
+}
+
+// (operator, module, results, written, phase): False where some are not plain, and nothing has happened then.
+PyObject *book_outputs(PyObject *self, PyObject *args) {
+  long long op;
+  int module, phase;
+  PyObject *results, *written;
+  if (!PyArg_ParseTuple(args, "LiOOi", &op, &module, &results, &written, &phase)) return nullptr;
+  return safely([&]() -> PyObject * {
+    if (!all_plain(results) || !all_plain(written)) Py_RETURN_FALSE;
+    Book &book = book_of(self);
+    std::unordered_map<TensorImpl *, bool> done;
+    int64_t place = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(written); ++i, ++place) {
+      const at::Tensor tensor = unwrapped(PyList_GET_ITEM(written, i));
+      book.writers[tensor.has_storage() ? tensor.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl() : nullptr] = op;
+      done[tensor.unsafeGetTensorImpl()] = true;
+      book.edge(op, kOutput, place, book.number(tensor, tensor, PyList_GET_ITEM(written, i), -1, op, place, module, true, true));
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(results); ++i) {
+      const at::Tensor tensor = unwrapped(PyList_GET_ITEM(results, i));
+      if (done.count(tensor.unsafeGetTensorImpl())) continue;
+      book.edge(op, kOutput, place, book.number(tensor, tensor, PyList_GET_ITEM(results, i), -1, op, place, module, false, true));
+      ++place;
+      if (phase != kBackward) book.allocated(op, module, tensor, phase == kOptimizer ? kState : kActivation);
+    }
+    Py_RETURN_TRUE;
+  });
+}
+
 // (tensor, operator)
 PyObject *book_written(PyObject *self, PyObject *args) {
   PyObject *tensor;
@@ -184,6 +262,7 @@ PyObject *book_close(PyObject *self, PyObject *) {
   book.write_frees();
   book.known.clear();
   book.by_memory.clear();
+  book.forget_calls();
   Py_CLEAR(book.find_look);  // the recorder holds this book
   Py_CLEAR(book.launch);
   Py_CLEAR(book.flush);
@@ -261,24 +340,34 @@ PyObject *book_end(PyObject *self, PyObject *const *given, Py_ssize_t count) {
       state->forward = op;
       attach(state, begun->inputs, outputs, begun->since);
       const uint64_t now = at::sequence_number::peek();
-      if (state->nodes > 0 && shared.note_sum != Py_None && now > begun->since)
-        state->noted = checked(PyObject_CallFunction(shared.note_sum, "KKOO", static_cast<unsigned long long>(begun->since),
-                                                     static_cast<unsigned long long>(now), given[7], given[3]));
+      if (state->nodes > 0 && now > begun->since) book.note_nodes(begun->since, now, given[7], given[3]);
     }
     Py_RETURN_NONE;
   });
 }
 
+// (thread, number of a node): the name and the line of the call that made it, or None.
+PyObject *book_call_at(PyObject *self, PyObject *args) {
+  unsigned long long thread, number;
+  if (!PyArg_ParseTuple(args, "KK", &thread, &number)) return nullptr;
+  auto found = book_of(self).calls.find(thread);
+  if (found == book_of(self).calls.end()) Py_RETURN_NONE;
+  const auto &calls = found->second;
+  auto at = std::upper_bound(calls.begin(), calls.end(), number, [](uint64_t n, const Made &call) { return n < call.since; });
+  if (at == calls.begin() || number >= (--at)->now) Py_RETURN_NONE;
+  return PyTuple_Pack(2, at->op, at->location);
+}
+
 // (module_call's and other functions of the recorder, see `trace/book.py`)
 PyObject *book_set_up(PyObject *, PyObject *args) {
-  PyObject *parts[10], *passing;
+  PyObject *parts[9], *passing;
   const char *device;
-  if (!PyArg_ParseTuple(args, "OOOOOOOOOOO!s", &parts[0], &parts[1], &parts[2], &parts[3], &parts[4], &parts[5], &parts[6],
-                        &parts[7], &parts[8], &parts[9], &PyTuple_Type, &passing, &device))
+  if (!PyArg_ParseTuple(args, "OOOOOOOOOO!s", &parts[0], &parts[1], &parts[2], &parts[3], &parts[4], &parts[5], &parts[6],
+                        &parts[7], &parts[8], &PyTuple_Type, &passing, &device))
     return nullptr;
   PyObject **places[] = {&shared.module_call, &shared.kind_of_code,   &shared.module_of,   &shared.texts,    &shared.text_of,
-                         &shared.arguments,   &shared.argument_texts, &shared.find_region, &shared.note_sum, &shared.saved_hooks};
-  for (int i = 0; i < 10; ++i) {
+                         &shared.arguments,   &shared.argument_texts, &shared.find_region, &shared.saved_hooks};
+  for (int i = 0; i < 9; ++i) {
     PyObject *old = *places[i];
     *places[i] = Py_NewRef(parts[i]);
     Py_XDECREF(old);
@@ -317,6 +406,7 @@ PyObject *new_book(PyTypeObject *type, PyObject *args, PyObject *) {
 
 void free_book(PyObject *self) {
   Book *book = &book_of(self);
+  book->forget_calls();
   Py_XDECREF(book->find_look);
   Py_XDECREF(book->launch);
   Py_XDECREF(book->flush);
@@ -341,6 +431,8 @@ PyMethodDef book_methods[] = {METHOD(number, METH_VARARGS),   METHOD(knows, METH
                               METHOD(name, METH_VARARGS),     METHOD(parameter, METH_VARARGS), METHOD(after_backward, METH_O),
                               METHOD(sent, METH_VARARGS),     METHOD(sender, METH_O),          METHOD(forget, METH_NOARGS),
                               METHOD(take_fresh, METH_NOARGS), METHOD(write_frees, METH_NOARGS), METHOD(take, METH_O),
+                              METHOD(numbers, METH_O),        METHOD(versions, METH_O),        METHOD(edges, METH_VARARGS),
+                              METHOD(outputs, METH_VARARGS),  METHOD(call_at, METH_VARARGS),
                               METHOD(close, METH_NOARGS),     METHOD(begin, METH_O),           METHOD(end, METH_FASTCALL),
                               {nullptr, nullptr, 0, nullptr}};
 #undef METHOD
