@@ -19,7 +19,17 @@ from ..native import book as native
 from . import format as columns
 from .book import Book, PythonBook, version_of
 from .format import BACKWARD, FORWARD, INPUT, OPTIMIZER, OUTPUT, TraceWriter
-from .places import MAX_TEXT, ModuleNames, Place, Sharding, arguments_of, kind_of_code, sharding_of, stack_of_call, stream_of
+from .places import (
+    MAX_TEXT,
+    ModuleNames,
+    Place,
+    Sharding,
+    arguments_of,
+    kind_of_code,
+    sharding_of,
+    stack_of_call,
+    stream_of,
+)
 from .printing import PLAIN, Printing
 
 _PASSES_ON: Final = (*sorted(NODES_WITHOUT_KERNEL), "ToCopyBackward0")  # nodes that move or convert a gradient
