@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -82,7 +81,7 @@ static void run(unsigned blocks) {
     }
   }
 }
-extern "C" void print_one(const void *data, long long numel, long long kind, double *rows, long long *starts, double *found) {
+extern "C" void print_one(const void *data, Word numel, Word kind, double *rows, Word *starts, double *found) {
   Table table{};
   const unsigned blocks = (numel + kChunk - 1) / kChunk;
   table.count = 1;
