@@ -2,9 +2,11 @@
 
     python -m benchmarks.trace_cost --steps 10            # on the accelerator
     python -m benchmarks.trace_cost --tiny --steps 2      # a smoke test
+    python -m benchmarks.trace_cost --cpu --tiny          # CPU time and Python calls of a step, beside OpObserve
 
 All-in is from the start of the tool to the end of its stop, the first step included, divided by as many bare steps.
-Each form runs twice: the second time the kernel is compiled and every kind of call has been seen.
+Each form runs twice: the second time the kernel is compiled and every kind of call has been seen. Libraries are built
+before; first, prints of the GPU are compared with those of the CPU, bit for bit.
 """
 
 from __future__ import annotations
@@ -48,8 +50,38 @@ def _timed(step: Any, steps: int) -> list[float]:
     return found
 
 
-def measured(step: Any, steps: int, prints: bool, profile: bool = False) -> str:
-    """One line: all-in, a later step, what was recorded."""
+def prints_agree() -> str:
+    """Whether the GPU finds the prints of the CPU, over dtypes, sizes and layouts; one line."""
+    from op_tools.call.devices import accelerator_type
+    from op_tools.trace.device_prints import BROKEN, DevicePrints, kernel_of
+    from op_tools.trace.prints import fingerprint
+
+    if accelerator_type() != "cuda":
+        return "prints: no GPU of NVIDIA; PyTorch's operators compute them"
+    kernel = kernel_of(0)
+    if kernel is None:
+        return f"prints: NO KERNEL ({BROKEN.get(0, 'it was not compiled')}); PyTorch's operators compute them, slowly"
+    draw = torch.Generator().manual_seed(5)
+    tensors = []
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        for shape in ((1,), (255,), (8193,), (3, 1000, 7), (64, 8, 12, 17), (1_100_003,)):
+            x = torch.randn(shape, generator=draw).mul_(3.7).to(dtype)
+            x.view(-1)[-1] = 1e-6
+            tensors += [x, x.transpose(0, -1), x[..., ::2], x * 0]
+            bad = x.clone()
+            bad.view(-1)[0] = float("nan")
+            bad.view(-1)[-1] = float("-inf")
+            tensors.append(bad)
+    prints = DevicePrints(kernel)
+    left = prints.add([(number, x.to("cuda")) for number, x in enumerate(tensors)])
+    keys, rows = prints.land(wait=True)
+    wrong = [key for key, row in zip(keys, rows) if row.tolist() != fingerprint(tensors[key]).tolist()]
+    told = [(str(tensors[key].dtype), tuple(tensors[key].shape), tensors[key].stride()) for key in wrong[:3]]
+    return f"prints: {len(keys) - len(wrong)} of {len(tensors)} equal to the CPU's, {len(left)} not taken; wrong {told}"
+
+
+def measured(step: Any, steps: int, prints: bool, profile: int = 0) -> str:
+    """One line: all-in, a later step, what was recorded; `profile` lines of where three more steps spend their time."""
     import op_tools
 
     bare = sum(_timed(step, steps)) / steps
@@ -58,15 +90,18 @@ def measured(step: Any, steps: int, prints: bool, profile: bool = False) -> str:
         tool = op_tools.OpTrace(to=folder, prints=prints)
         tool.start()
         each = _timed(step, steps)
+        late = 0.0
         if profile:
+            late = time.perf_counter()
             watch = cProfile.Profile()
             watch.enable()
             _timed(step, 3)
             watch.disable()
-            pstats.Stats(watch, stream=sys.stderr).sort_stats("tottime").print_stats(45)
+            pstats.Stats(watch, stream=sys.stdout).sort_stats("tottime").print_stats(profile)
+            late = time.perf_counter() - late
         tool.stop()
         _wait()
-        total = time.perf_counter() - began
+        total = time.perf_counter() - began - late
         told = tool.summary()[0]
     later = statistics.median(each[1:] or each)
     return (
@@ -76,6 +111,44 @@ def measured(step: Any, steps: int, prints: bool, profile: bool = False) -> str:
     )
 
 
+def _cpu_times(step: Any, steps: int) -> None:
+    """CPU time and Python calls of a step: bare, under OpObserve, under OpTrace without and with prints, in turns."""
+    import op_tools
+
+    forms: dict[str, Any] = {
+        "bare": None,
+        "OpObserve": lambda _: op_tools.OpObserve(),
+        "OpTrace": lambda folder: op_tools.OpTrace(to=folder, prints=False),
+        "OpTrace with prints": lambda folder: op_tools.OpTrace(to=folder),
+    }
+    found: dict[str, list[float]] = {name: [] for name in forms}
+    calls: dict[str, int] = {}
+    for _ in range(3):
+        for name, make in forms.items():
+            with tempfile.TemporaryDirectory() as folder:
+                tool = None if make is None else make(folder)
+                if tool is not None:
+                    tool.start()
+                for _ in range(2):
+                    step()
+                for _ in range(steps):
+                    began = time.process_time()
+                    step()
+                    _wait()
+                    found[name].append(time.process_time() - began)
+                watch = cProfile.Profile()
+                watch.enable()
+                step()
+                watch.disable()
+                calls[name] = sum(entry.callcount for entry in watch.getstats())
+                if tool is not None:
+                    tool.stop()
+    for name, times in found.items():
+        times.sort()
+        low = f"least {times[0] * 1e3:.1f} ms, quartile {times[len(times) // 4] * 1e3:.1f} ms"
+        print(f"{name}: CPU time of a step {low}; {calls[name]:,} Python calls of its thread", flush=True)
+
+
 def main() -> None:
     """Measure without and with fingerprints, twice each."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -83,17 +156,28 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--plain", action="store_true", help="this project's GPT-2 instead of the one of transformers")
     parser.add_argument("--profile", action="store_true", help="where the time of three later steps goes")
+    parser.add_argument("--cpu", action="store_true", help="CPU time and Python calls of a step instead")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         import ditorch  # noqa: F401
+    import op_tools  # noqa: F401
+    from op_tools.native import compiling
+    from op_tools.trace import record  # noqa: F401
+
+    began = time.perf_counter()
+    compiling.wait()
+    print(f"libraries after {time.perf_counter() - began:.0f} s", flush=True)
+    print(prints_agree(), flush=True)
     torch.manual_seed(0)
     step = (plain if options.plain else gpt2)(options.tiny)
     _timed(step, 3)
+    if options.cpu:
+        return _cpu_times(step, options.steps)
     for prints in (False, True, False, True):
         print(measured(step, options.steps, prints), flush=True)
     if options.profile:
         for prints in (False, True):
-            print(measured(step, options.steps, prints, profile=True), flush=True)
+            print(measured(step, options.steps, prints, profile=15), flush=True)
 
 
 if __name__ == "__main__":

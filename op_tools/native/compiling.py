@@ -21,7 +21,7 @@ from ditorch_common.toolchain import cache_root, find_compiler, loaded_runtime
 from .. import settings
 
 SOURCES: Final = Path(__file__).parent / "csrc"
-_BUILD_TIMEOUT: Final = 120  # seconds
+_BUILD_TIMEOUT: Final = 300  # seconds; half a minute is usual where the machine has nothing else to do
 _LOAD_TIMEOUT: Final = 0.5  # seconds: enough to load a library that was built before
 
 
@@ -148,11 +148,13 @@ def wait() -> None:
         library.wait()
 
 
-def against_torch(source: Path, before_build: Callable[[], None] | None = None) -> Path | None:
+def against_torch(
+    source: Path, before_build: Callable[[], None] | None = None, more: tuple[str, ...] = (), key: str = ""
+) -> Path | None:
     """The shared library of a source file that uses PyTorch's C++ API (`against_torch(Path("backward_clock.cpp"))`)."""
     root = Path(torch.__file__).parent
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     as_built = "-DNDEBUG"  # as PyTorch is: otherwise at::RecordFunction has a member more
-    flags = ("-std=c++20", "-O2", "-fvisibility=hidden", f"-isystem{root / 'include'}", abi, as_built)
+    flags = ("-std=c++20", "-O2", "-fvisibility=hidden", f"-isystem{root / 'include'}", abi, as_built, *more)
     linked = (f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-lc10", "-ltorch_cpu", *loaded_runtime())
-    return compiled(source, flags, linked, str(torch.version.git_version), before_build)
+    return compiled(source, flags, linked, f"{torch.version.git_version}{key}", before_build)

@@ -6,13 +6,14 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from .. import settings
 from ..call.description import Tensor, tensors_in
 from ..call.devices import accelerator_type
+from ..call.traits import OpTraits
 from ..compat import running_pass
 from ..trace import format as columns
 from ..trace.compiled import COMPILED
@@ -21,6 +22,7 @@ from ..trace.places import Place, given_to_module, place_of_call
 from ..trace.record import Recorder, writer_world
 from ..watch.intercept import INTERCEPTOR, Call
 from .base import Tool
+from .light import noted
 
 _NOWHERE = Place(None, None, False)
 
@@ -62,10 +64,10 @@ class OpTrace(Tool):
         self._stacks, self._prints, self._frames = stacks, prints in (True, "on"), frames
         self.path: Path | None = None
         self._recorder: Recorder | None = None
-        self._numbers: dict[int, int] = {}  # operators by the id of their call, for their backward
+        self._book: Any = None  # which records most calls by itself; False where there is none
 
     def prepare(self) -> None:
-        self._recorder, self._numbers = None, {}
+        self._recorder, self._book = None, None
         self.path = None
         COMPILED.listen(self._recording)
         if self._to is not None:
@@ -85,6 +87,26 @@ class OpTrace(Tool):
             self._recorder = Recorder(TraceWriter(self.path, facts), self._prints, self._stacks, self._frames == "user")
         return self._recorder
 
+    def light(self, traits: OpTraits) -> tuple[Any, ...] | None:
+        writes = traits.may_write or traits.mutates or traits.is_optimizer or traits.collective
+        if type(self) is not OpTrace or self.gated or self.only is not None or self._stacks > 1 or writes:
+            return None
+        recorder = self._started()
+        if self._book is None:
+            self._book = recorder.watch_by_itself() or False
+            INTERCEPTOR.sums.elsewhere = self._call_at if self._book else None
+        if not self._book:
+            return None
+        return (
+            *noted(self, traits.name, lambda _: None, (), 0),
+            *(self._book.begin, self._book.end, recorder.writer.text(traits.name)),
+        )
+
+    def _call_at(self, thread: int, number: int) -> Any:
+        """The call that made a node of autograd, of those that were recorded without Python."""
+        found = self._book.call_at(thread, number) if self._book else None
+        return None if found is None else _Made(*found)
+
     # -- what happens around calls --------------------------------------------------------------------
 
     def before(self, call: Call) -> None:
@@ -92,8 +114,7 @@ class OpTrace(Tool):
         if traits.may_write or traits.mutates or "out" in call.kwargs or call.kwargs.get("inplace"):
             with (recorder := self._started()).lock:
                 recorder.module_of(place_of_call(2, recorder.modules.parts))  # its parameters are known from here on
-                versions = [0 if t.is_inference() else t._version for t in call.tensors]
-                call.notes[self] = (recorder.inputs(call.tensors), versions)
+                call.notes[self] = (recorder.inputs(call.tensors), recorder.versions(call.tensors))
                 recorder.launch()
 
     def after(self, call: Call) -> None:
@@ -113,7 +134,8 @@ class OpTrace(Tool):
             noted = call.notes.pop(self, None)
             if noted is not None:
                 inputs, versions = noted
-                written = [t for t, v in zip(call.tensors, versions) if not t.is_inference() and t._version != v]
+                now = recorder.versions(call.tensors)
+                written = [t for t, before, after in zip(call.tensors, versions, now) if before != after]
                 if not written and traits.is_optimizer:
                     written = list(call.tensors)
                 elif not written and _in_place(call.op) and call.args:  # below autograd nobody counts versions
@@ -175,6 +197,8 @@ class OpTrace(Tool):
 
     def finish(self) -> None:
         COMPILED.ignore()
+        if self._book:
+            INTERCEPTOR.sums.elsewhere = None
         if self._recorder is not None:
             self._recorder.close()
 
@@ -189,6 +213,14 @@ class OpTrace(Tool):
             f"{counts['operators']:,} operators, {counts['tensors']:,} tensors, {counts['prints']:,} fingerprints",
             f"trace in {shown} ({size:.1f} MiB); op_tools trace show {shown.parent}",
         ]
+
+
+class _Made(NamedTuple):
+    """A call of which sums of gradients tell."""
+
+    op: str
+    location: str
+    inside: None = None
 
 
 def _in_place(name: str) -> bool:

@@ -11,7 +11,7 @@ import json
 import os
 import threading
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -85,6 +85,7 @@ KINDS: Final = ("activation", "parameter", "buffer", "gradient", "optimizer", "i
 ACTIVATION, PARAMETER, BUFFER, GRADIENT, STATE, GIVEN, TEMPORARY = range(7)
 PRINT_COLUMNS: Final = tuple(TABLES["prints"])[1:-1]
 _NUMPY: Final = {"text": "i4"}
+_LEVELS: Final = {"prints": 0}  # of zlib: their bits are as good as random, and to pack them takes longer than all else
 
 
 class TraceError(SettingsError):
@@ -101,13 +102,14 @@ class TraceWriter:
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:
         self.path = path
         self._lock = threading.RLock()
-        self._texts: dict[str, int] = {"": 0}
+        self.texts: dict[str, int] = {"": 0}  # their numbers
         self._new_texts: list[str] = [""]
         self._rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in TABLES}
         self._texts_at = {
             name: [i for i, kind in enumerate(columns.values()) if kind == "text"] for name, columns in TABLES.items()
         }
         self.counts = dict.fromkeys(TABLES, 0)
+        self.take: Callable[[str], tuple[int, bytes]] | None = None  # rows that wait elsewhere, in columns
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: BinaryIO | None = path.open("wb")
         self._file.write(NAMED + f"{VERSION}\n".encode())
@@ -116,11 +118,11 @@ class TraceWriter:
 
     def text(self, text: str) -> int:
         """The number of a text; each is written once."""
-        number = self._texts.get(text)
+        number = self.texts.get(text)
         if number is None:
             with self._lock:
-                number = self._texts.setdefault(text, len(self._texts))
-                if number == len(self._texts) - 1:
+                number = self.texts.setdefault(text, len(self.texts))
+                if number == len(self.texts) - 1:
                     self._new_texts.append(text)
         return number
 
@@ -142,6 +144,16 @@ class TraceWriter:
         if len(rows) >= _ROWS:
             self.flush(table)
 
+    def add_columns(self, table: str, columns: Sequence[Any]) -> None:
+        """Append rows that are arrays already, one for each column; what waits is written first."""
+        with self._lock:
+            self.flush(table)
+            rows = len(columns[0])
+            self.counts[table] += rows
+            kinds = [_NUMPY.get(kind, kind) for kind in TABLES[table].values()]
+            body = b"".join([np.ascontiguousarray(part, kind).tobytes() for part, kind in zip(columns, kinds)])
+            self._block({"table": table, "rows": rows}, body, _LEVELS.get(table, 1))
+
     def flush(self, *tables: str) -> None:
         """Write the rows that wait, of all tables unless some are named."""
         with self._lock:
@@ -155,13 +167,18 @@ class TraceWriter:
                         np.array(values, dtype=_NUMPY.get(kind, kind)).tobytes()
                         for kind, values in zip(TABLES[table].values(), zip(*rows))
                     ]
-                    self._block({"table": table, "rows": len(rows)}, b"".join(columns))
+                    self._block({"table": table, "rows": len(rows)}, b"".join(columns), _LEVELS.get(table, 1))
+                if self.take is not None:
+                    count, body = self.take(table)
+                    if count:
+                        self.counts[table] += count
+                        self._block({"table": table, "rows": count}, body)
             if self._file is not None:
                 self._file.flush()  # what is written outlives this process
 
-    def _block(self, head: dict[str, Any], body: bytes) -> None:
+    def _block(self, head: dict[str, Any], body: bytes, level: int = 1) -> None:
         if self._file is not None:
-            packed = zlib.compress(body, 1)
+            packed = zlib.compress(body, level)
             self._file.write(json.dumps({**head, "bytes": len(packed)}).encode() + b"\n" + packed)
 
     def close(self, **facts: Any) -> None:

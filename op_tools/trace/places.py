@@ -46,7 +46,7 @@ def place_of_call(depth: int, parts: dict[int, weakref.ref[torch.nn.Module]]) ->
         code = frame.f_code
         kind = known(code, -1)
         if kind < 0:
-            kind = _kind_of(code)
+            kind = kind_of_code(code)
         if kind == _MODULE:
             outermost = frame.f_locals.get("self")
             if innermost is None:
@@ -68,7 +68,8 @@ def given_to_module(depth: int) -> list[torch.Tensor]:
     return [] if frame is None else list(tensors_in((frame.f_locals.get("args"), frame.f_locals.get("kwargs"))))
 
 
-def _kind_of(code: CodeType) -> int:
+def kind_of_code(code: CodeType) -> int:
+    """1 for the frame in which a module is called, 2 for those of optimizers (`kind_of_code(MODULE_CALL) == 1`)."""
     if len(_kinds) > _MAX_KNOWN:
         _kinds.clear()
     found = _PLAIN

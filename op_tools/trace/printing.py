@@ -57,6 +57,13 @@ class Printing:
         if full:
             self.land()
 
+    def take_all(self, fresh: list[tuple[int, Tensor]]) -> None:
+        """Print the new tensors of a call (`printing.take_all([(3, x)])`)."""
+        for number, tensor in fresh:
+            self.take(number, tensor, None)
+        if self.fresh:
+            self.launch()
+
     def _gpu(self, device: torch.device) -> DevicePrints | None:
         if device not in self._on_gpus:
             kernel = kernel_of(device.index)
@@ -77,8 +84,9 @@ class Printing:
                 self._write_prints(*prints.land())
 
     def _write_prints(self, keys: list[tuple[int, int]], rows: Any) -> None:
-        for (number, part), row in zip(keys, rows.tolist()):
-            self._writer.add("prints", (number, *row, part))
+        if keys:
+            numbers, parts = zip(*keys)
+            self._writer.add_columns("prints", [numbers, *rows.T, parts])
 
     def land(self) -> None:
         """Fetch the prints that wait on devices."""

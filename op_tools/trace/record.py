@@ -1,12 +1,10 @@
-"""From calls to rows of a trace: which tensor is which, who made it, what it holds, and what memory it took."""
+"""From calls to rows of a trace: names of modules, looks of tensors, texts; a book knows which tensor is which."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import weakref
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
@@ -15,23 +13,26 @@ import torch
 from .. import settings
 from ..call.description import Described, Tensor, short
 from ..call.devices import accelerator_type, module_of
-from ..compat import cuda_device, cuda_stream, storage_id
+from ..call.facts import NODES_WITHOUT_KERNEL
+from ..compat import MODULE_CALL, cuda_device, cuda_stream, top_saved_tensor_hooks
+from ..native import book as native
 from . import format as columns
+from .book import Book, PythonBook, version_of
 from .format import BACKWARD, FORWARD, INPUT, OPTIMIZER, OUTPUT, TraceWriter
-from .places import MAX_TEXT, ModuleNames, Place, Sharding, arguments_of, sharding_of, stack_of_call, stream_of
+from .places import (
+    MAX_TEXT,
+    ModuleNames,
+    Place,
+    Sharding,
+    arguments_of,
+    kind_of_code,
+    sharding_of,
+    stack_of_call,
+    stream_of,
+)
 from .printing import PLAIN, Printing
 
-_NO_STORAGE: Final = 0
-
-
-class _Known(weakref.ref):  # type: ignore[type-arg]
-    """A tensor object whose present version has a number."""
-
-    __slots__ = ("key", "memory", "number", "version")
-    key: int
-    version: int
-    number: int
-    memory: Any
+_PASSES_ON: Final = (*sorted(NODES_WITHOUT_KERNEL), "ToCopyBackward0")  # nodes that move or convert a gradient
 
 
 class Recorder:
@@ -46,21 +47,11 @@ class Recorder:
         self._stacks, self._user_only = stacks, user_only
         self.world = writer_world()
         self._printing = Printing(writer, self.world) if prints else None
-        self._known: dict[int, _Known] = {}
-        self._by_memory: dict[Any, _Known] = {}
-        self._writers: dict[int, int] = {}  # of storages: the operator that wrote last
         self._looks: dict[Any, int] = {}
-        self._blocks: dict[int, tuple[int, int, int, int]] = {}  # storages: number, bytes, kind, module
-        self._references: dict[int, Any] = {}
-        self._block_count = 0
-        self._frees: deque[tuple[int, ...]] = deque()
-        self._names: dict[int, tuple[Any, str, int, int]] = {}  # of tensors with a role: itself, name, kind, module
-        self._gradients: dict[Any, int] = {}  # memory of gradients that operators sent in this pass: the operator
-        self._parameters: list[tuple[str, int, weakref.ref[Tensor]]] = []
-        self._began = time.perf_counter()
         self._accelerator = accelerator_type()
         self._regions: dict[Any, int] = {}
         self._arguments: dict[int, int] = {}  # texts of descriptions, by their number
+        self._odd_parameters: list[tuple[int, int, Any]] = []  # wrapper tensors: text of the gradient, module, itself
         self._in_function = -1  # the last operator that was compiled code
         self._made_by_function = 0  # results of that which have been seen
         self._backward_function = -1  # the last one in a backward pass
@@ -68,11 +59,37 @@ class Recorder:
         self._by_path: dict[str, int] = {}  # modules
         self._paths: dict[int, str] = {}
         self.modules = ModuleNames(self._register)
-        self.operators = 0
-        self.last_module = -1  # of the last backward: autograd adds up what that sends
-        # tensors that ended. Python would run a function of ours whenever one does, inside of compiled code as well,
-        # where Dynamo compiles it
-        self._ended: deque[_Known] = deque()
+        library = native.LIBRARY.get()
+        self.native: Any = None
+        if library is not None:
+            self.native = library.Book(self._plain_look, self.launch if prints else None, writer.flush)
+            writer.take = self.native.take
+        self._library = library
+        self.book: Book = self.native or PythonBook(writer, self._plain_look, prints)
+
+    def watch_by_itself(self) -> Any:
+        """The book in machine code, which records most calls and their backwards itself; None where there is none."""
+        if self.native is not None:
+            self._library.set_up(
+                *(MODULE_CALL, kind_of_code, self._numbered, self.writer.texts, self.writer.text, self.arguments),
+                *(self._arguments, self._region, top_saved_tensor_hooks, _PASSES_ON, self._accelerator),
+            )
+        return self.native
+
+    def _numbered(self, module: torch.nn.Module, root: torch.nn.Module) -> tuple[int, bool]:
+        with self.lock:
+            number = self.modules.number(module, root)
+            part = self.modules.parts.get(id(module))
+            return number, part is not None and part() is module
+
+    @property
+    def last_module(self) -> int:
+        """Of the last backward: autograd adds up what that sends."""
+        return self.book.last_module
+
+    @last_module.setter
+    def last_module(self, module: int) -> None:
+        self.book.last_module = module
 
     # -- modules --------------------------------------------------------------------------------------
 
@@ -90,12 +107,11 @@ class Recorder:
         for kind, members in groups:
             for name, tensor in members:
                 if isinstance(tensor, Tensor):
-                    full = f"{path}.{name}"
-                    self._names[id(tensor)] = (weakref.ref(tensor), full, kind, number)
-                    if address := _address(tensor):  # `.data` is the parameter, too
-                        self._names[-address] = self._names[id(tensor)]
-                    if kind == columns.PARAMETER:
-                        self._parameters.append((full, number, weakref.ref(tensor)))
+                    self.book.name(tensor, text(f"{path}.{name}"), kind, number)
+                    if kind == columns.PARAMETER and type(tensor) in PLAIN:
+                        self.book.parameter(tensor, text(f"{path}.{name}.grad"), number)
+                    elif kind == columns.PARAMETER:
+                        self._odd_parameters.append((text(f"{path}.{name}.grad"), number, weakref.ref(tensor)))
                     self.tensor(tensor)
 
     def module_of(self, place: Place) -> int:
@@ -112,74 +128,26 @@ class Recorder:
 
     def tensor(self, tensor: Tensor, producer: int = -1, output: int = 0, module: int = -1, wrote: bool = False) -> int:
         """The number of a tensor's present contents; `producer` made it, or wrote to it just now."""
-        key = id(tensor)
-        known = self._known.get(key)
-        version = _version(tensor)
-        if known is not None and known() is tensor:
-            if known.version == version and not wrote:
-                return known.number
-        else:
-            known = None
+        if self._in_function < 0 and type(tensor) in PLAIN:
+            return self.book.number(tensor, tensor, -1, producer, output, module, wrote, True)
+        book = self.book
         sharding = sharding_of(tensor) if type(tensor) not in PLAIN else None
         held = tensor if sharding is None else sharding.local
-        storage = storage_of(held)
-        memory = _memory(held)
-        if known is None and not wrote and producer < 0 and memory is not None:
-            same = self._by_memory.get(memory)
-            if same is not None and same() is not None and same.version == version:
-                return same.number
-        if producer < 0 and not wrote:
-            producer = self._writers.get(storage, -1)
-        of_function = producer < 0 and self._in_function >= 0 and _is_compiled(tensor)
+        of_function = producer < 0 and not wrote and self._in_function >= 0 and _is_compiled(tensor)
+        of_function = of_function and not book.knows(tensor)
         if of_function:
             producer, output = self._in_function, self._made_by_function
-        number = self._add(tensor, sharding, known, producer, output, module)
-        if self._ended:
-            self._forget_ended()
-        reference = _Known(tensor, self._ended.append)
-        reference.key, reference.version, reference.number, reference.memory = key, version, number, memory
-        self._known[key] = reference
-        if memory is not None:
-            self._by_memory[memory] = reference
-        if self._printing is not None:
+        look, count = -1 if sharding is None else self._look(tensor, sharding), book.tensors
+        number = book.number(tensor, held, look, producer, output, module, wrote, sharding is None)
+        if sharding is not None and number == count and self._printing is not None:
             self._printing.take(number, held, sharding)
         if of_function:
             self._made_by_function += 1
             self.edge(producer, OUTPUT, output, number)
         return number
 
-    def _forget_ended(self) -> None:
-        known, by_memory = self._known, self._by_memory
-        while self._ended:
-            reference = self._ended.popleft()
-            if known.get(reference.key) is reference:
-                del known[reference.key]
-            if by_memory.get(reference.memory) is reference:
-                del by_memory[reference.memory]
-
-    def _add(
-        self, tensor: Tensor, sharding: Sharding | None, known: _Known | None, producer: int, output: int, module: int
-    ) -> int:
-        text = self.writer.text
-        name, kind, owner = self._role(tensor) or ("", columns.GIVEN if producer < 0 else columns.ACTIVATION, module)
-        base = known.number if known is not None else -1
-        if base < 0 and tensor._is_view() and tensor._base is not None:
-            seen = self._known.get(id(tensor._base))
-            base = seen.number if seen is not None and seen() is tensor._base else -1
-        return self.writer.add(
-            "tensors", (kind, text(name), self._look(tensor, sharding), producer, min(output, 32_767), base, owner)
-        )
-
-    def _role(self, tensor: Tensor) -> tuple[str, int, int] | None:
-        """Name, kind and module of a parameter, a buffer or a gradient; None for other tensors."""
-        found = self._names.get(id(tensor))
-        if found is None or found[0]() is not tensor:
-            found = self._names.get(-_address(tensor)) if tensor.is_leaf else None
-            owner = None if found is None else found[0]()
-            if owner is None or tuple(owner.shape) != tuple(tensor.shape):
-                return None
-        assert found is not None
-        return found[1:]
+    def _plain_look(self, tensor: Tensor) -> int:
+        return self._look(tensor, None)
 
     def _look(self, tensor: Tensor, sharding: Sharding | None) -> int:
         strided = tensor.layout == torch.strided and not tensor.is_nested
@@ -199,9 +167,10 @@ class Recorder:
         return found
 
     def launch(self) -> None:
-        """Print the new tensors of a call that lie on GPUs, before anybody writes to them."""
-        if self._printing is not None and self._printing.fresh:
-            self._printing.launch()
+        """Print the new tensors of a call, before anybody writes to them."""
+        if self._printing is not None:
+            with self.lock:
+                self._printing.take_all(self.book.take_fresh())
 
     # -- operators ------------------------------------------------------------------------------------
 
@@ -225,14 +194,10 @@ class Recorder:
         stack = ""
         if self._stacks > 1 and phase != BACKWARD:
             stack = stack_of_call(self._stacks, self._user_only)
-        row = (
+        return self.book.operator(
             *(step, phase, text(name), module, text(location), text(stack), arguments, self._region()),
-            *(self._stream(), text(group), forward, time.perf_counter() - self._began, 0),
+            *(self._stream(), text(group), forward),
         )
-        self.operators += 1
-        if self._frees:
-            self._write_frees()
-        return self.writer.add("operators", row)
 
     def arguments(self, described: Described) -> int:
         """The number of the text of a call's arguments."""
@@ -262,35 +227,46 @@ class Recorder:
             return cuda_stream(cuda_device()) if torch.cuda.is_initialized() else 0
         return 0 if self._accelerator == "cpu" else stream_of(self._accelerator)
 
-    def edges(self, operator: int, side: int, tensors: Sequence[int]) -> None:
+    def edges(self, operator: int, side: int, tensors: list[int]) -> None:
         """Say which tensors went into an operator, or came out of it; -1 for none at that place."""
-        self.writer.extend(
-            "edges", [(operator, side, min(place, 32_767), n) for place, n in enumerate(tensors) if n >= 0]
-        )
+        self.book.edges(operator, side, tensors)
 
     def edge(self, operator: int, side: int, place: int, tensor: int) -> None:
         """Say that a tensor went into an operator, or came out of it."""
-        self.writer.add("edges", (operator, side, min(place, 32_767), tensor))
+        self.book.edge(operator, side, place, tensor)
 
     def inputs(self, tensors: Sequence[Tensor]) -> list[int]:
         """The numbers of arguments."""
+        if self.native is not None and self._in_function < 0:
+            found: list[int] | None = self.native.numbers(tensors)
+            if found is not None:
+                return found
         return [self.tensor(tensor) for tensor in tensors]
+
+    def versions(self, tensors: Sequence[Tensor]) -> list[int]:
+        """How often each was written to."""
+        if self.native is not None:
+            found: list[int] = self.native.versions(tensors)
+            return found
+        return [version_of(tensor) for tensor in tensors]
 
     def outputs(
         self, operator: int, module: int, tensors: Sequence[Tensor], written: Sequence[Tensor], phase: int
     ) -> None:
         """Note what an operator returned and what it wrote to."""
+        if self.native is not None and self.native.outputs(operator, module, tensors, written, phase):
+            return
         numbers: list[int] = []
         for tensor in written:
-            storage = storage_of(tensor)
-            self._writers[storage] = operator
+            self.book.written(tensor, operator)
             numbers.append(self.tensor(tensor, operator, len(numbers), module, wrote=True))
         known = {id(tensor) for tensor in written}
         for tensor in tensors:
             if id(tensor) not in known:
                 numbers.append(self.tensor(tensor, operator, len(numbers), module))
-                if phase != BACKWARD:
-                    self._allocated(operator, module, tensor, phase)
+                if phase != BACKWARD and type(tensor) in PLAIN:
+                    kind = columns.STATE if phase == OPTIMIZER else columns.ACTIVATION
+                    self.book.allocated(operator, module, tensor, kind)
         self.edges(operator, OUTPUT, numbers)
 
     def gradients(self, operator: int, module: int, tensors: Sequence[Tensor | None]) -> None:
@@ -302,7 +278,7 @@ class Recorder:
                 numbers.append(-1)
                 continue
             numbers.append(self.tensor(tensor, operator, place, module))
-            self._gradients[_memory(tensor)] = operator
+            self.book.sent(tensor, operator)
         self.edges(operator, OUTPUT, numbers)
 
     def compiled(self, place: Place, step: int, backward: bool, given: Sequence[Tensor]) -> None:
@@ -311,8 +287,7 @@ class Recorder:
             self.ran_graphs = False
             return
         inputs = self.inputs(given)
-        self._known.clear()
-        self._by_memory.clear()
+        self.book.forget()
         if backward:
             self._backward_function = self.operator(
                 "torch.compile", BACKWARD, None, step, "", module=self.last_module, forward=self._in_function
@@ -326,60 +301,29 @@ class Recorder:
     def after_backward(self) -> None:
         """Give the gradients of parameters their names."""
         function, self._backward_function = self._backward_function, -1
-        for place, (name, module, reference) in enumerate(self._parameters):
+        for place, (text, module, reference) in enumerate(self._odd_parameters):
             parameter = reference()
             if parameter is not None and parameter.grad is not None:
                 grad: Tensor = parameter.grad
-                self._names[id(grad)] = (weakref.ref(grad), f"{name}.grad", columns.GRADIENT, module)
-                known = self._known.get(id(grad))
-                if known is None or known() is not grad or known.version != _version(grad):
-                    producer = self._gradients.get(_memory(grad), function)
+                self.book.name(grad, text, columns.GRADIENT, module)
+                if not self.book.knows(grad):
+                    producer = self.book.sender(grad)
+                    producer = function if producer < 0 else producer
                     number = self.tensor(grad, producer, place, wrote=True)
                     if producer == function >= 0:
                         self.edge(function, OUTPUT, place, number)
-                self._allocated(self.operators - 1, module, grad, BACKWARD, columns.GRADIENT)
-        self._gradients.clear()
-
-    # -- memory ---------------------------------------------------------------------------------------
-
-    def _allocated(self, operator: int, module: int, tensor: Tensor, phase: int, kind: int | None = None) -> None:
-        if type(tensor) not in PLAIN or tensor.is_meta:
-            return
-        storage = storage_of(tensor)
-        if storage == _NO_STORAGE or storage in self._blocks:
-            return
-        memory = tensor.untyped_storage()
-        if kind is None:
-            kind = columns.STATE if phase == OPTIMIZER else columns.ACTIVATION
-        number, size = self._block_count, memory.nbytes()
-        self._block_count += 1
-        self._blocks[storage] = (number, size, kind, module)
-        self.writer.add("memory", (operator, number, size, kind, module))
-        self._references[storage] = weakref.ref(memory, lambda _: self._freed(storage, number))
-
-    def _freed(self, storage: int, number: int) -> None:
-        """Any thread may free memory, in the middle of anything: what is written, is written with the next operator."""
-        found = self._blocks.get(storage)
-        if found is not None and found[0] == number:
-            del self._blocks[storage]
-            self._references.pop(storage, None)
-            self._writers.pop(storage, None)
-            self._frees.append((self.operators, number, -found[1], found[2], found[3]))
-
-    def _write_frees(self) -> None:
-        while self._frees:
-            self.writer.add("memory", self._frees.popleft())
+        self.book.after_backward(function)
 
     def close(self) -> None:
         """Fetch what waits and complete the file."""
         with self.lock:
             if self._printing is not None:
+                self.launch()
                 self._printing.land_all()
-            self._write_frees()
             facts: dict[str, Any] = {}
             with contextlib.suppress(Exception):
                 facts["peak_bytes"] = int(module_of(accelerator_type()).max_memory_allocated())
-            self._references.clear()
+            self.book.close()
             self.writer.close(**facts)
 
 
@@ -388,35 +332,5 @@ def writer_world() -> tuple[int, int]:
     return settings.rank(), settings.world_size()
 
 
-def storage_of(tensor: Tensor) -> int:
-    """A number for the memory of a tensor, 0 where it has none (`storage_of(x) == storage_of(x[1:])`)."""
-    try:
-        found: int = storage_id(tensor)
-        return found
-    except Exception:
-        return _NO_STORAGE
-
-
 def _is_compiled(tensor: Tensor) -> bool:
     return type(tensor.grad_fn).__name__.startswith("CompiledFunction")
-
-
-def _version(tensor: Tensor) -> int:
-    try:
-        return tensor._version
-    except RuntimeError:  # inference tensors count none
-        return 0
-
-
-def _address(tensor: Tensor) -> int:
-    try:
-        return tensor.data_ptr()
-    except Exception:
-        return 0
-
-
-def _memory(tensor: Tensor) -> Any:
-    address = _address(tensor)
-    if not address or tensor.layout != torch.strided:
-        return None
-    return (address, tensor.shape, tensor.stride(), tensor.dtype)

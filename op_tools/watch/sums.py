@@ -121,6 +121,7 @@ class GradientSums:
         self._terms: Counter[Any] = Counter()  # in sums of this pass, by who gets them
         self._names: dict[tuple[int, tuple[int, ...]], str] | None = None  # of parameters
         self.wanted = False  # by a tool
+        self.elsewhere: Callable[[int, int], Call | None] | None = None  # knows calls that are recorded without Python
         self.unheard = 0  # backward passes
 
     # -- beginning and end ----------------------------------------------------------------------------
@@ -187,7 +188,10 @@ class GradientSums:
 
     def _call_at(self, place: _Place) -> Call | None:
         known = self._by_number.get(place.thread)
-        return None if known is None else known.find(place.sequence)
+        found = None if known is None else known.find(place.sequence)
+        if found is None and self.elsewhere is not None and place.sequence >= 0:
+            found = self.elsewhere(place.thread, place.sequence)
+        return found
 
     def _words(self, heard: _Sum, counted: bool) -> tuple[str, Call | None]:
         """What is added up, in words, and the call that made what it is the gradient of."""

@@ -275,7 +275,7 @@ class Sampled(_Counts, Judge):
                 whole = suspects.Call(call.function, kind.value(earlier), earlier, rounded, live.results)
                 index = self._suspects(kind, chosen, job, whole, index)
             elif not (kind.writes or kind.random):
-                earlier = kind.prepare(earlier)
+                earlier = [t for t in kind.prepare(earlier) if t is not None]
                 known = Known((id(index), call.numbers), [*earlier, *live.results])
                 part = self._parts.repeat(job, kind, known, None)
                 if part is not None:

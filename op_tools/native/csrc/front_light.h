@@ -2,8 +2,9 @@
 // and only where a call looks like an earlier one. Everything else goes to `Interceptor.watch`, which does the same.
 // Included by front.cpp.
 
-// What `light` of a plan holds; the second half only where times are measured.
+// What `light` of a plan holds; the second half only where times are measured, or where a trace is recorded.
 enum Light { kOp, kCalls, kRows, kFlush, kSites, kFindSite, kFailed, kRun, kSizeOfNote,
+             kBegin = kSizeOfNote, kEnd, kName, kSizeOfTrace,
              kMark = kSizeOfNote, kRelease, kDeviceType, kSequence, kNoteNodes, kTiming, kForward, kSizeOfTime };
 // What `around` holds: all calls share it.
 enum Around { kInterceptor, kKnown, kDescribe, kIds, kStarts, kCapturing, kSizeOfAround };
@@ -73,7 +74,7 @@ PyObject *now() {  // as time.perf_counter_ns
 
 struct Watched {
   PyObject *light, *id, *location, *inputs;  // borrowed
-  Owned tensors, began;
+  Owned tensors, began, begun;
   void *events[2] = {nullptr, nullptr};  // before and after
   void (*release)(void *, void *) = nullptr;
   long long sequence = 0;
@@ -122,6 +123,42 @@ PyObject *row_of(Watched &call, PyObject *site, PyObject *step, PyObject *result
   return timing;
 }
 
+bool count_call(PyObject *light) {
+  PyObject *calls = PyTuple_GET_ITEM(light, kCalls), *op = PyTuple_GET_ITEM(light, kOp);
+  PyObject *before = PyDict_GetItemWithError(calls, op);
+  if (before == nullptr && PyErr_Occurred()) return false;
+  Owned count{PyLong_FromLongLong(1 + (before == nullptr ? 0 : PyLong_AsLongLong(before)))};
+  return count != nullptr && PyDict_SetItem(calls, op, count) == 0;
+}
+
+// The tensors of a result in order; false where it is of another kind than most.
+bool collected(PyObject *result, PyObject *results) {
+  if (is_plain(result)) return PyList_Append(results, result) == 0;
+  if (result == Py_None) return true;
+  if (!PyTuple_Check(result) && !PyList_CheckExact(result)) return false;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(result); ++i)
+    if (!collected(PySequence_Fast_GET_ITEM(result, i), results)) return false;
+  return true;
+}
+
+// A call of a run that is traced.
+bool trace(Watched &call, PyObject *shared, PyObject *result) {
+  Owned results{PyList_New(0)};
+  if (results == nullptr) return false;
+  if (!collected(result, results)) {
+    PyErr_Clear();
+    if (PyList_SetSlice(results, 0, PyList_GET_SIZE(results.object), nullptr) < 0) return false;
+    Owned described{PyObject_CallFunctionObjArgs(PyTuple_GET_ITEM(shared, kDescribe), result, results.object, nullptr)};
+    if (described == nullptr) return false;
+  }
+  Owned step{PyObject_GetAttr(PyTuple_GET_ITEM(shared, kInterceptor), name_step)};
+  if (step == nullptr || !count_call(call.light)) return false;
+  PyObject *given[] = {call.begun, call.tensors, PyTuple_GET_ITEM(call.light, kName), call.location,
+                       call.inputs, results,      step,                                PyTuple_GET_ITEM(call.light, kOp)};
+  Owned done{PyObject_Vectorcall(PyTuple_GET_ITEM(call.light, kEnd), given, 8, nullptr)};
+  return done != nullptr;
+}
+
 bool note(Watched &call, PyObject *shared, PyObject *result) {
   PyObject *light = call.light, *op = PyTuple_GET_ITEM(light, kOp), *on_device;
   Owned results{PyList_New(0)}, only{PyTuple_Pack(1, result)};
@@ -142,11 +179,8 @@ bool note(Watched &call, PyObject *shared, PyObject *result) {
   Owned step{site == nullptr ? nullptr : PyObject_GetAttr(PyTuple_GET_ITEM(shared, kInterceptor), name_step)};
   Owned row{step == nullptr ? nullptr : row_of(call, site, step, results)};
   if (row == nullptr) return false;
-  PyObject *calls = PyTuple_GET_ITEM(light, kCalls), *rows = PyTuple_GET_ITEM(light, kRows);
-  PyObject *before = PyDict_GetItemWithError(calls, op);
-  if (before == nullptr && PyErr_Occurred()) return false;
-  Owned count{PyLong_FromLongLong(1 + (before == nullptr ? 0 : PyLong_AsLongLong(before)))};
-  if (count == nullptr || PyDict_SetItem(calls, op, count) < 0) return false;
+  PyObject *rows = PyTuple_GET_ITEM(light, kRows);
+  if (!count_call(light)) return false;
   Owned done{PyObject_CallMethodOneArg(rows, name_append, row)};
   const Py_ssize_t size = done == nullptr ? -1 : PyObject_Size(rows);
   if (size < 0) return false;
@@ -167,6 +201,14 @@ bool may_watch(PyObject *shared) {
   return answer == Py_False;
 }
 
+// Whether arguments by name say that a call writes to one.
+bool names_written(PyObject *kwargs) {
+  if (kwargs == nullptr) return false;
+  for (const char *name : {"out", "inplace"})
+    if (PyDict_GetItemString(kwargs, name) != nullptr) return true;
+  return false;
+}
+
 bool is_on(PyObject *tensor, PyObject *device_type) {
   Owned is_meta{got(get_is_meta, tensor)};
   if (is_meta != Py_False) return false;
@@ -178,7 +220,8 @@ bool is_on(PyObject *tensor, PyObject *device_type) {
 // Call a function and note it; `watched` stays false where `Interceptor.watch` must do that, and nothing has happened then.
 PyObject *watch_lightly(PyObject *light, PyObject *function, PyObject *args, PyObject *kwargs, bool &watched) {
   Owned shared{Py_XNewRef(around)};
-  const bool timed = PyTuple_GET_SIZE(light) == kSizeOfTime;
+  const bool timed = PyTuple_GET_SIZE(light) == kSizeOfTime, traced = PyTuple_GET_SIZE(light) == kSizeOfTrace;
+  if (traced && names_written(kwargs)) return nullptr;
   if (shared == nullptr || PyTuple_GET_SIZE(shared.object) != kSizeOfAround || !may_watch(shared)) {
     PyErr_Clear();
     return nullptr;
@@ -202,7 +245,8 @@ PyObject *watch_lightly(PyObject *light, PyObject *function, PyObject *args, PyO
     call.release = reinterpret_cast<void (*)(void *, void *)>(PyLong_AsVoidPtr(PyTuple_GET_ITEM(light, kRelease)));
     if (!PyErr_Occurred()) call.events[0] = marked(light);
   }
-  if (id == nullptr || (timed && call.events[0] == nullptr)) {
+  if (id != nullptr && traced) call.begun.object = PyObject_CallOneArg(PyTuple_GET_ITEM(light, kBegin), call.tensors);
+  if (id == nullptr || (timed && call.events[0] == nullptr) || (traced && (call.begun == nullptr || call.begun == Py_None))) {
     PyErr_Clear();
     return nullptr;
   }
@@ -213,7 +257,7 @@ PyObject *watch_lightly(PyObject *light, PyObject *function, PyObject *args, PyO
   Owned result{PyObject_Call(function, args, kwargs)};
   if (result == nullptr) return nullptr;
   if (timed && (call.events[1] = marked(light)) == nullptr) PyErr_SetString(PyExc_RuntimeError, "no event could be recorded");
-  if (PyErr_Occurred() || !note(call, shared, result)) {
+  if (PyErr_Occurred() || !(traced ? trace(call, shared, result) : note(call, shared, result))) {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;  // Ctrl-C
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);

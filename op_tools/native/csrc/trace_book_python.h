@@ -1,0 +1,468 @@
+// The methods of a book. Included by trace_book.cpp.
+
+struct BookObject {
+  PyObject_HEAD
+  Book *book;
+};
+
+Book &book_of(PyObject *self) { return *reinterpret_cast<BookObject *>(self)->book; }
+
+// Run a method; errors of C++ become errors of Python.
+template <typename Function>
+PyObject *safely(Function function) {
+  try {
+    return function();
+  } catch (const PythonError &) {
+    return nullptr;
+  } catch (const std::exception &error) {
+    PyErr_SetString(PyExc_RuntimeError, std::string(error.what()).substr(0, 300).c_str());
+    return nullptr;
+  }
+}
+
+// (tensor, held, look, producer, output, module, wrote, print)
+PyObject *book_number(PyObject *self, PyObject *args) {
+  PyObject *tensor, *held;
+  int look, module, wrote, print;
+  long long producer, output;
+  if (!PyArg_ParseTuple(args, "OOiLLipp", &tensor, &held, &look, &producer, &output, &module, &wrote, &print)) return nullptr;
+  return safely([&] {
+    const at::Tensor one = unwrapped(tensor);
+    const at::Tensor other = held == tensor ? one : unwrapped(held);
+    return PyLong_FromLongLong(book_of(self).number(one, other, tensor, look, producer, output, module, wrote, print));
+  });
+}
+
+PyObject *book_knows(PyObject *self, PyObject *tensor) {
+  return safely([&] {
+    const at::Tensor one = unwrapped(tensor);
+    Book &book = book_of(self);
+    auto at = book.known.find(one.unsafeGetTensorImpl());
+    return PyBool_FromLong(at != book.known.end() && !at->second.tensor.expired() && at->second.version == version_of(one));
+  });
+}
+
+// (step, phase, name, module, location, stack, arguments, region, stream, group, forward)
+PyObject *book_operator(PyObject *self, PyObject *args) {
+  int step, phase, name, module, location, stack, arguments, region, group;
+  long long stream, forward;
+  if (!PyArg_ParseTuple(args, "iiiiiiiiLiL", &step, &phase, &name, &module, &location, &stack, &arguments, &region, &stream,
+                        &group, &forward))
+    return nullptr;
+  return safely([&] {
+    Book &book = book_of(self);
+    book.flush_when_due();
+    return PyLong_FromLongLong(
+        book.add_operator(step, phase, name, module, location, stack, arguments, region, stream, group, forward));
+  });
+}
+
+// (operator, side, place, tensor)
+PyObject *book_edge(PyObject *self, PyObject *args) {
+  long long op, place, tensor;
+  int side;
+  if (!PyArg_ParseTuple(args, "LiLL", &op, &side, &place, &tensor)) return nullptr;
+  book_of(self).edge(op, side, place, tensor);
+  Py_RETURN_NONE;
+}
+
+// -- many at once: an optimizer has thousands ---------------------------------------------------------------
+
+bool all_plain(PyObject *tensors) {
+  if (!PyList_Check(tensors)) return false;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i)
+    if (!is_plain(PyList_GET_ITEM(tensors, i))) return false;
+  return true;
+}
+
+PyObject *list_of(const std::vector<int64_t> &numbers) {
+  PyObject *list = checked(PyList_New(Py_ssize_t(numbers.size())));
+  for (size_t i = 0; i < numbers.size(); ++i) PyList_SET_ITEM(list, Py_ssize_t(i), PyLong_FromLongLong(numbers[i]));
+  return list;
+}
+
+// The numbers of a list of plain tensors; None where it has others.
+PyObject *book_numbers(PyObject *self, PyObject *tensors) {
+  return safely([&]() -> PyObject * {
+    if (!all_plain(tensors)) Py_RETURN_NONE;
+    std::vector<int64_t> found;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
+      const at::Tensor tensor = unwrapped(PyList_GET_ITEM(tensors, i));
+      found.push_back(book_of(self).number(tensor, tensor, PyList_GET_ITEM(tensors, i), -1, -1, 0, -1, false, true));
+    }
+    return list_of(found);
+  });
+}
+
+PyObject *book_versions(PyObject *, PyObject *tensors) {
+  return safely([&]() -> PyObject * {
+    std::vector<int64_t> found;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) found.push_back(version_of(unwrapped(PyList_GET_ITEM(tensors, i))));
+    return list_of(found);
+  });
+}
+
+// (operator, side, numbers)
+PyObject *book_edges(PyObject *self, PyObject *args) {
+  long long op;
+  int side;
+  PyObject *numbers;
+  if (!PyArg_ParseTuple(args, "LiO!", &op, &side, &PyList_Type, &numbers)) return nullptr;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(numbers); ++i) {
+    const long long number = PyLong_AsLongLong(PyList_GET_ITEM(numbers, i));
+    if (number >= 0) book_of(self).edge(op, side, i, number);
+  }
+  if (PyErr_Occurred()) return nullptr;
+  Py_RETURN_NONE;
+}
+
+// (operator, module, results, written, phase): False where some are not plain, and nothing has happened then.
+PyObject *book_outputs(PyObject *self, PyObject *args) {
+  long long op;
+  int module, phase;
+  PyObject *results, *written;
+  if (!PyArg_ParseTuple(args, "LiOOi", &op, &module, &results, &written, &phase)) return nullptr;
+  return safely([&]() -> PyObject * {
+    if (!all_plain(results) || !all_plain(written)) Py_RETURN_FALSE;
+    Book &book = book_of(self);
+    std::unordered_map<TensorImpl *, bool> done;
+    int64_t place = 0;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(written); ++i, ++place) {
+      const at::Tensor tensor = unwrapped(PyList_GET_ITEM(written, i));
+      book.writers[tensor.has_storage() ? tensor.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl() : nullptr] = op;
+      done[tensor.unsafeGetTensorImpl()] = true;
+      book.edge(op, kOutput, place, book.number(tensor, tensor, PyList_GET_ITEM(written, i), -1, op, place, module, true, true));
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(results); ++i) {
+      const at::Tensor tensor = unwrapped(PyList_GET_ITEM(results, i));
+      if (done.count(tensor.unsafeGetTensorImpl())) continue;
+      book.edge(op, kOutput, place, book.number(tensor, tensor, PyList_GET_ITEM(results, i), -1, op, place, module, false, true));
+      ++place;
+      if (phase != kBackward) book.allocated(op, module, tensor, phase == kOptimizer ? kState : kActivation);
+    }
+    Py_RETURN_TRUE;
+  });
+}
+
+// (tensor, operator)
+PyObject *book_written(PyObject *self, PyObject *args) {
+  PyObject *tensor;
+  long long op;
+  if (!PyArg_ParseTuple(args, "OL", &tensor, &op)) return nullptr;
+  return safely([&]() -> PyObject * {
+    const at::Tensor one = unwrapped(tensor);
+    book_of(self).writers[one.has_storage() ? one.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl() : nullptr] = op;
+    Py_RETURN_NONE;
+  });
+}
+
+// (operator, module, tensor, kind)
+PyObject *book_allocated(PyObject *self, PyObject *args) {
+  PyObject *tensor;
+  long long op;
+  int module, kind;
+  if (!PyArg_ParseTuple(args, "LiOi", &op, &module, &tensor, &kind)) return nullptr;
+  return safely([&]() -> PyObject * {
+    book_of(self).allocated(op, module, unwrapped(tensor), kind);
+    Py_RETURN_NONE;
+  });
+}
+
+// (tensor, text, kind, module)
+PyObject *book_name(PyObject *self, PyObject *args) {
+  PyObject *tensor;
+  int text, kind, module;
+  if (!PyArg_ParseTuple(args, "Oiii", &tensor, &text, &kind, &module)) return nullptr;
+  return safely([&]() -> PyObject * {
+    book_of(self).name(unwrapped(tensor), text, kind, module);
+    Py_RETURN_NONE;
+  });
+}
+
+// (tensor, text of its gradient, module)
+PyObject *book_parameter(PyObject *self, PyObject *args) {
+  PyObject *tensor;
+  int text, module;
+  if (!PyArg_ParseTuple(args, "Oii", &tensor, &text, &module)) return nullptr;
+  return safely([&]() -> PyObject * {
+    book_of(self).parameters.push_back({weak(unwrapped(tensor)), text, module});
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject *book_after_backward(PyObject *self, PyObject *function) {
+  return safely([&]() -> PyObject * {
+    book_of(self).after_backward(PyLong_AsLongLong(function));
+    Py_RETURN_NONE;
+  });
+}
+
+// (tensor, operator)
+PyObject *book_sent(PyObject *self, PyObject *args) {
+  PyObject *tensor;
+  long long op;
+  if (!PyArg_ParseTuple(args, "OL", &tensor, &op)) return nullptr;
+  return safely([&]() -> PyObject * {
+    Book &book = book_of(self);
+    book.sent[book.memory_of(unwrapped(tensor))] = op;
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject *book_sender(PyObject *self, PyObject *tensor) {
+  return safely([&] {
+    Book &book = book_of(self);
+    auto from = book.sent.find(book.memory_of(unwrapped(tensor)));
+    return PyLong_FromLongLong(from == book.sent.end() ? -1 : from->second);
+  });
+}
+
+PyObject *book_forget(PyObject *self, PyObject *) {
+  Book &book = book_of(self);
+  book.known.clear();
+  book.by_memory.clear();
+  Py_RETURN_NONE;
+}
+
+PyObject *book_take_fresh(PyObject *self, PyObject *) {
+  Book &book = book_of(self);
+  PyObject *empty = PyList_New(0);
+  if (empty == nullptr) return nullptr;
+  PyObject *fresh = book.fresh;
+  book.fresh = empty;
+  return fresh;
+}
+
+PyObject *book_write_frees(PyObject *self, PyObject *) {
+  book_of(self).write_frees();
+  Py_RETURN_NONE;
+}
+
+// The rows of a table that wait: their number and their columns.
+PyObject *book_take(PyObject *self, PyObject *which) {
+  static const char *const names[] = {"tensors", "operators", "edges", "memory"};
+  for (int i = 0; i < kTables; ++i) {
+    if (PyUnicode_CompareWithASCIIString(which, names[i]) != 0) continue;
+    Table &table = book_of(self).tables[i];
+    std::string all;
+    for (auto &column : table.columns) {
+      all += column;
+      column.clear();
+    }
+    const int64_t rows = table.rows;
+    table.rows = 0;
+    return Py_BuildValue("(Ly#)", static_cast<long long>(rows), all.data(), static_cast<Py_ssize_t>(all.size()));
+  }
+  return Py_BuildValue("(iy#)", 0, "", static_cast<Py_ssize_t>(0));
+}
+
+PyObject *book_close(PyObject *self, PyObject *) {
+  Book &book = book_of(self);
+  book.closed = true;
+  book.write_frees();
+  book.known.clear();
+  book.by_memory.clear();
+  book.forget_calls();
+  Py_CLEAR(book.find_look);  // the recorder holds this book
+  Py_CLEAR(book.launch);
+  Py_CLEAR(book.flush);
+  Py_RETURN_NONE;
+}
+
+// -- calls without Python: `front_light.h` calls these around each -------------------------------------------
+
+// The tensors that go into a call: a capsule with what is known before it; None where Python must record it.
+struct Begun {
+  variable_list inputs;
+  uint64_t since = 0;
+};
+
+PyObject *book_begin(PyObject *self, PyObject *tensors) {
+  return safely([&]() -> PyObject * {
+    if (book_of(self).closed || shared.module_call == nullptr) Py_RETURN_NONE;
+    const bool grad = at::GradMode::is_enabled();
+    if (grad) {
+      Owned hooks{checked(PyObject_CallOneArg(shared.saved_hooks, Py_True))};
+      if (hooks != Py_None) Py_RETURN_NONE;
+    }
+    auto begun = std::make_unique<Begun>();
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) begun->inputs.push_back(unwrapped(PyList_GET_ITEM(tensors, i)));
+    begun->since = at::sequence_number::peek();
+    PyObject *made = PyCapsule_New(begun.get(), nullptr, [](PyObject *capsule) {
+      delete static_cast<Begun *>(PyCapsule_GetPointer(capsule, nullptr));
+    });
+    if (made != nullptr) begun.release();
+    return made;
+  });
+}
+
+// (begun, inputs, name, location, described, results, step, op): a call has run; `inputs` are the tensors of `begin`.
+PyObject *book_end(PyObject *self, PyObject *const *given, Py_ssize_t count) {
+  if (count != 8) {
+    PyErr_SetString(PyExc_TypeError, "end takes eight arguments");
+    return nullptr;
+  }
+  return safely([&]() -> PyObject * {
+    Book &book = book_of(self);
+    auto *begun = static_cast<Begun *>(PyCapsule_GetPointer(given[0], nullptr));
+    if (begun == nullptr) throw PythonError{};
+    PyObject *tensors = given[1], *results = given[5];
+    const PlaceOfCall place = place_of_call();
+    int phase = kForward;
+    if (torch::autograd::get_current_graph_task_id() != -1) phase = kRecomputed;
+    else if (place.optimizer) phase = kOptimizer;
+    const int name = int(PyLong_AsLong(given[2])), location = text_number(given[3]), step = int(PyLong_AsLong(given[6]));
+    PyObject *text = PyDict_GetItemWithError(shared.argument_texts, PyTuple_GET_ITEM(given[4], 3));
+    const int arguments = text != nullptr ? int(PyLong_AsLong(text)) : number_from(PyObject_CallOneArg(shared.arguments, given[4]));
+    std::vector<int64_t> numbers;
+    for (size_t i = 0; i < begun->inputs.size(); ++i)
+      numbers.push_back(book.number(begun->inputs[i], begun->inputs[i], PyList_GET_ITEM(tensors, Py_ssize_t(i)), -1, -1, 0, -1,
+                                    false, true));
+    const int64_t op = book.add_operator(step, phase, name, place.module, location, 0, arguments, region_now(), stream_now(), 0, -1);
+    for (size_t i = 0; i < numbers.size(); ++i) book.edge(op, kInput, int64_t(i), numbers[i]);
+    variable_list outputs;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(results); ++i) {
+      PyObject *one = PyList_GET_ITEM(results, i);
+      outputs.push_back(unwrapped(one));
+      const at::Tensor &tensor = outputs.back();
+      book.edge(op, kOutput, i, book.number(tensor, tensor, one, -1, op, i, place.module, false, true));
+      book.allocated(op, place.module, tensor, phase == kOptimizer ? kState : kActivation);
+    }
+    if (book.prints && PyList_GET_SIZE(book.fresh) > 0) Owned{checked(PyObject_CallNoArgs(book.launch))};
+    book.flush_when_due();
+    if (at::GradMode::is_enabled() && !outputs.empty()) {
+      auto state = std::make_shared<CallState>();
+      state->held = {Py_NewRef(self), &book};
+      state->name = name;
+      state->location = location;
+      state->step = step;
+      state->module = place.module;
+      state->forward = op;
+      attach(state, begun->inputs, outputs, begun->since);
+      const uint64_t now = at::sequence_number::peek();
+      if (state->nodes > 0 && now > begun->since) book.note_nodes(begun->since, now, given[7], given[3]);
+    }
+    Py_RETURN_NONE;
+  });
+}
+
+// (thread, number of a node): the name and the line of the call that made it, or None.
+PyObject *book_call_at(PyObject *self, PyObject *args) {
+  unsigned long long thread, number;
+  if (!PyArg_ParseTuple(args, "KK", &thread, &number)) return nullptr;
+  auto found = book_of(self).calls.find(thread);
+  if (found == book_of(self).calls.end()) Py_RETURN_NONE;
+  const auto &calls = found->second;
+  auto at = std::upper_bound(calls.begin(), calls.end(), number, [](uint64_t n, const Made &call) { return n < call.since; });
+  if (at == calls.begin() || number >= (--at)->now) Py_RETURN_NONE;
+  return PyTuple_Pack(2, at->op, at->location);
+}
+
+// (module_call's and other functions of the recorder, see `trace/book.py`)
+PyObject *book_set_up(PyObject *, PyObject *args) {
+  PyObject *parts[9], *passing;
+  const char *device;
+  if (!PyArg_ParseTuple(args, "OOOOOOOOOO!s", &parts[0], &parts[1], &parts[2], &parts[3], &parts[4], &parts[5], &parts[6],
+                        &parts[7], &parts[8], &PyTuple_Type, &passing, &device))
+    return nullptr;
+  PyObject **places[] = {&shared.module_call, &shared.kind_of_code,   &shared.module_of,   &shared.texts,    &shared.text_of,
+                         &shared.arguments,   &shared.argument_texts, &shared.find_region, &shared.saved_hooks};
+  for (int i = 0; i < 9; ++i) {
+    PyObject *old = *places[i];
+    *places[i] = Py_NewRef(parts[i]);
+    Py_XDECREF(old);
+  }
+  for (auto &[key, entry] : shared.modules) Py_DECREF(entry.first);
+  shared.modules.clear();
+  shared.regions.clear();
+  shared.passes_on.clear();
+  shared.passing.clear();
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(passing); ++i)
+    shared.passing.emplace_back(PyUnicode_AsUTF8(PyTuple_GET_ITEM(passing, i)));
+  return safely([&]() -> PyObject * {
+    shared.device = c10::Device(std::string(device)).type();
+    Py_RETURN_NONE;
+  });
+}
+
+// (find_look, launch or None, flush)
+PyObject *new_book(PyTypeObject *type, PyObject *args, PyObject *) {
+  PyObject *find_look, *launch, *flush;
+  if (!PyArg_ParseTuple(args, "OOO", &find_look, &launch, &flush)) return nullptr;
+  PyObject *fresh = PyList_New(0);
+  auto *made = fresh == nullptr ? nullptr : reinterpret_cast<BookObject *>(type->tp_alloc(type, 0));
+  if (made == nullptr) {
+    Py_XDECREF(fresh);
+    return nullptr;
+  }
+  made->book = new Book();
+  made->book->find_look = Py_NewRef(find_look);
+  made->book->launch = Py_NewRef(launch);
+  made->book->flush = Py_NewRef(flush);
+  made->book->prints = launch != Py_None;
+  made->book->fresh = fresh;
+  return reinterpret_cast<PyObject *>(made);
+}
+
+void free_book(PyObject *self) {
+  Book *book = &book_of(self);
+  book->forget_calls();
+  Py_XDECREF(book->find_look);
+  Py_XDECREF(book->launch);
+  Py_XDECREF(book->flush);
+  Py_XDECREF(book->fresh);
+  delete book;
+  PyTypeObject *type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject *get_operators(PyObject *self, void *) { return PyLong_FromLongLong(book_of(self).tables[kOperators].all); }
+PyObject *get_tensors(PyObject *self, void *) { return PyLong_FromLongLong(book_of(self).tables[kTensors].all); }
+PyObject *get_last_module(PyObject *self, void *) { return PyLong_FromLong(book_of(self).last_module); }
+int set_last_module(PyObject *self, PyObject *value, void *) {
+  book_of(self).last_module = int(PyLong_AsLong(value));
+  return PyErr_Occurred() ? -1 : 0;
+}
+
+#define METHOD(name, flags) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(book_##name)), flags, nullptr}
+PyMethodDef book_methods[] = {METHOD(number, METH_VARARGS),   METHOD(knows, METH_O),           METHOD(operator, METH_VARARGS),
+                              METHOD(edge, METH_VARARGS),     METHOD(written, METH_VARARGS),   METHOD(allocated, METH_VARARGS),
+                              METHOD(name, METH_VARARGS),     METHOD(parameter, METH_VARARGS), METHOD(after_backward, METH_O),
+                              METHOD(sent, METH_VARARGS),     METHOD(sender, METH_O),          METHOD(forget, METH_NOARGS),
+                              METHOD(take_fresh, METH_NOARGS), METHOD(write_frees, METH_NOARGS), METHOD(take, METH_O),
+                              METHOD(numbers, METH_O),        METHOD(versions, METH_O),        METHOD(edges, METH_VARARGS),
+                              METHOD(outputs, METH_VARARGS),  METHOD(call_at, METH_VARARGS),
+                              METHOD(close, METH_NOARGS),     METHOD(begin, METH_O),           METHOD(end, METH_FASTCALL),
+                              {nullptr, nullptr, 0, nullptr}};
+#undef METHOD
+PyGetSetDef book_members[] = {{"operators", get_operators, nullptr, nullptr, nullptr},
+                              {"tensors", get_tensors, nullptr, nullptr, nullptr},
+                              {"last_module", get_last_module, set_last_module, nullptr, nullptr},
+                              {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyType_Slot book_slots[] = {{Py_tp_new, reinterpret_cast<void *>(new_book)},
+                            {Py_tp_dealloc, reinterpret_cast<void *>(free_book)},
+                            {Py_tp_methods, book_methods},
+                            {Py_tp_getset, book_members},
+                            {0, nullptr}};
+PyType_Spec book_spec = {"op_tools_book.Book", sizeof(BookObject), 0, Py_TPFLAGS_DEFAULT, book_slots};
+
+// (TensorBase, Tensor, Parameter): False where tensors cannot be handed to Python.
+PyObject *set_types(PyObject *, PyObject *args) {
+  PyObject *base, *tensor, *parameter;
+  if (!PyArg_ParseTuple(args, "OOO", &base, &tensor, &parameter)) return nullptr;
+  get_cdata = PyObject_GetAttrString(base, "_cdata");
+  if (get_cdata == nullptr) return nullptr;
+  tensor_type = reinterpret_cast<PyTypeObject *>(Py_NewRef(tensor));
+  parameter_type = reinterpret_cast<PyTypeObject *>(Py_NewRef(parameter));
+  void *library = dlopen("libtorch_python.so", RTLD_LAZY | RTLD_NOLOAD);
+  void *found = library == nullptr ? nullptr : dlsym(library, "_Z16THPVariable_WrapRKN2at10TensorBaseE");
+  if (found == nullptr && library != nullptr) found = dlsym(library, "_Z16THPVariable_WrapN2at10TensorBaseE");
+  wrap = reinterpret_cast<Wrap>(found);
+  return PyBool_FromLong(wrap != nullptr && Py_TYPE(get_cdata)->tp_descr_get != nullptr);
+}
+
+PyMethodDef functions[] = {{"set_types", set_types, METH_VARARGS, nullptr},
+                           {"set_up", book_set_up, METH_VARARGS, nullptr},
+                           {nullptr, nullptr, 0, nullptr}};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT, "op_tools_book", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};

@@ -1,0 +1,336 @@
+"""The book of a trace: which tensor is which, who made it, and what memory it took.
+
+`native/csrc/trace_book.cpp` is the same in machine code, and hears of most calls and their backwards itself.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import torch
+
+from ..call.description import Tensor
+from ..compat import storage_id
+from . import format as columns
+from .format import TraceWriter
+
+_NO_STORAGE: Final = 0
+_MOST: Final = 32_767  # places and outputs are small numbers in a trace
+
+
+class Book(Protocol):
+    """What a recorder asks of a book; texts are numbers of the writer."""
+
+    last_module: int
+
+    @property
+    def operators(self) -> int:
+        """How many there are."""
+
+    @property
+    def tensors(self) -> int:
+        """How many have got numbers."""
+
+    def number(
+        self,
+        tensor: Tensor,
+        held: Tensor,
+        look: int,
+        producer: int,
+        output: int,
+        module: int,
+        wrote: bool,
+        printed: bool,
+        /,
+    ) -> int:
+        """The number of a tensor's present contents; `held` lies on this rank. A look of -1 is found by the book."""
+
+    def knows(self, tensor: Tensor, /) -> bool:
+        """Whether a tensor has a number in its present version."""
+
+    def operator(self, *row: int) -> int:
+        """Add an operator: the columns of its table up to `forward`."""
+
+    def edge(self, operator: int, side: int, place: int, tensor: int, /) -> None:
+        """A tensor went into an operator, or came out of it."""
+
+    def edges(self, operator: int, side: int, tensors: list[int], /) -> None:
+        """Tensors went into an operator, or came out of it; -1 for none at that place."""
+
+    def written(self, tensor: Tensor, operator: int, /) -> None:
+        """An operator wrote to a tensor's memory."""
+
+    def allocated(self, operator: int, module: int, tensor: Tensor, kind: int, /) -> None:
+        """Memory that an operator returned; it is noted once, and again when it is freed."""
+
+    def name(self, tensor: Tensor, text: int, kind: int, module: int, /) -> None:
+        """A tensor has a role in the model."""
+
+    def parameter(self, tensor: Tensor, grad_text: int, module: int, /) -> None:
+        """Its gradient gets a name after each backward pass."""
+
+    def after_backward(self, function: int, /) -> None:
+        """Name the gradients of parameters; `function` is compiled code that may have left them, or -1."""
+
+    def sent(self, tensor: Tensor, operator: int, /) -> None:
+        """The backward of an operator sent a gradient."""
+
+    def sender(self, tensor: Tensor, /) -> int:
+        """Who sent a gradient that lies where this tensor does, or -1."""
+
+    def forget(self) -> None:
+        """Any tensor may have been written to, uncounted."""
+
+    def take_fresh(self) -> list[tuple[int, Tensor]]:
+        """The tensors that have got numbers, and no fingerprints yet."""
+
+    def write_frees(self) -> None:
+        """Note what memory is gone."""
+
+    def close(self) -> None:
+        """Nothing more is recorded."""
+
+
+class _Known(weakref.ref):  # type: ignore[type-arg]
+    """A tensor object whose present version has a number."""
+
+    __slots__ = ("key", "memory", "number", "version")
+    key: int
+    version: int
+    number: int
+    memory: Any
+
+
+class PythonBook:
+    """A book whose rows go to a writer."""
+
+    def __init__(self, writer: TraceWriter, find_look: Callable[[Tensor], int], prints: bool) -> None:
+        self._writer, self._find_look, self._prints = writer, find_look, prints
+        self._fresh: list[tuple[int, Tensor]] = []
+        self._known: dict[int, _Known] = {}
+        self._by_memory: dict[Any, _Known] = {}
+        self._writers: dict[int, int] = {}  # of storages: the operator that wrote last
+        self._blocks: dict[int, tuple[int, int, int, int]] = {}  # storages: number, bytes, kind, module
+        self._references: dict[int, Any] = {}
+        self._block_count = 0
+        self._frees: deque[tuple[int, ...]] = deque()
+        self._roles: dict[int, tuple[Any, int, int, int]] = {}  # of tensors with a role: itself, name, kind, module
+        self._gradients: dict[Any, int] = {}  # memory of gradients that operators sent in this pass: the operator
+        self._parameters: list[tuple[int, int, weakref.ref[Tensor]]] = []
+        self._began = time.perf_counter()
+        self.operators = 0
+        self.last_module = -1  # of the last backward: autograd adds up what that sends
+        # tensors that ended. Python would run a function of ours whenever one does, inside of compiled code as well,
+        # where Dynamo compiles it
+        self._ended: deque[_Known] = deque()
+
+    # -- tensors --------------------------------------------------------------------------------------
+
+    @property
+    def tensors(self) -> int:
+        """See `Book`."""
+        return self._writer.counts["tensors"]
+
+    def number(
+        self,
+        tensor: Tensor,
+        held: Tensor,
+        look: int,
+        producer: int,
+        output: int,
+        module: int,
+        wrote: bool,
+        printed: bool,
+        /,
+    ) -> int:
+        """See `Book`."""
+        key, version = id(tensor), version_of(tensor)
+        known = self._known.get(key)
+        if known is not None and known() is not tensor:
+            known = None
+        if known is not None and known.version == version and not wrote:
+            return known.number
+        memory = _memory(held)
+        if known is None and not wrote and producer < 0 and memory is not None:
+            same = self._by_memory.get(memory)
+            if same is not None and same() is not None and same.version == version:
+                return same.number
+        if producer < 0 and not wrote:
+            producer = self._writers.get(storage_of(held), -1)
+        base = known.number if known is not None else -1
+        if base < 0 and tensor._is_view() and tensor._base is not None:
+            seen = self._known.get(id(tensor._base))
+            base = seen.number if seen is not None and seen() is tensor._base else -1
+        if look < 0:
+            look = self._find_look(tensor)
+        name, kind, owner = self._role(tensor) or (0, columns.GIVEN if producer < 0 else columns.ACTIVATION, module)
+        number = self._writer.add("tensors", (kind, name, look, producer, min(output, _MOST), base, owner))
+        if self._ended:
+            self._forget_ended()
+        reference = _Known(tensor, self._ended.append)
+        reference.key, reference.version, reference.number, reference.memory = key, version, number, memory
+        self._known[key] = reference
+        if memory is not None:
+            self._by_memory[memory] = reference
+        if self._prints and printed:
+            self._fresh.append((number, tensor))
+        return number
+
+    def knows(self, tensor: Tensor, /) -> bool:
+        """See `Book`."""
+        known = self._known.get(id(tensor))
+        return known is not None and known() is tensor and known.version == version_of(tensor)
+
+    def _forget_ended(self) -> None:
+        known, by_memory = self._known, self._by_memory
+        while self._ended:
+            reference = self._ended.popleft()
+            if known.get(reference.key) is reference:
+                del known[reference.key]
+            if by_memory.get(reference.memory) is reference:
+                del by_memory[reference.memory]
+
+    def _role(self, tensor: Tensor) -> tuple[int, int, int] | None:
+        """Name, kind and module of a parameter, a buffer or a gradient; None for other tensors."""
+        found = self._roles.get(id(tensor))
+        if found is None or found[0]() is not tensor:
+            found = self._roles.get(-_address(tensor)) if tensor.is_leaf else None
+            owner = None if found is None else found[0]()
+            if owner is None or tuple(owner.shape) != tuple(tensor.shape):
+                return None
+        assert found is not None
+        return found[1:]
+
+    def take_fresh(self) -> list[tuple[int, Tensor]]:
+        """See `Book`."""
+        fresh, self._fresh = self._fresh, []
+        return fresh
+
+    def name(self, tensor: Tensor, text: int, kind: int, module: int, /) -> None:
+        """See `Book`."""
+        role = self._roles[id(tensor)] = (weakref.ref(tensor), text, kind, module)
+        if kind != columns.GRADIENT and (address := _address(tensor)):  # `.data` is the parameter, too
+            self._roles[-address] = role
+
+    # -- operators and memory -------------------------------------------------------------------------
+
+    def operator(self, *row: int) -> int:
+        """See `Book`."""
+        self.operators += 1
+        self.write_frees()
+        return self._writer.add("operators", (*row, time.perf_counter() - self._began, 0))
+
+    def edge(self, operator: int, side: int, place: int, tensor: int, /) -> None:
+        """See `Book`."""
+        self._writer.add("edges", (operator, side, min(place, _MOST), tensor))
+
+    def edges(self, operator: int, side: int, tensors: list[int], /) -> None:
+        """See `Book`."""
+        for place, number in enumerate(tensors):
+            if number >= 0:
+                self.edge(operator, side, place, number)
+
+    def written(self, tensor: Tensor, operator: int, /) -> None:
+        """See `Book`."""
+        self._writers[storage_of(tensor)] = operator
+
+    def allocated(self, operator: int, module: int, tensor: Tensor, kind: int, /) -> None:
+        """See `Book`."""
+        storage = storage_of(tensor)
+        if storage == _NO_STORAGE or storage in self._blocks or tensor.is_meta:
+            return
+        memory = tensor.untyped_storage()
+        number, size = self._block_count, memory.nbytes()
+        self._block_count += 1
+        self._blocks[storage] = (number, size, kind, module)
+        self._writer.add("memory", (operator, number, size, kind, module))
+        self._references[storage] = weakref.ref(memory, lambda _: self._freed(storage, number))
+
+    def _freed(self, storage: int, number: int) -> None:
+        """Any thread may free memory, in the middle of anything: what is written, is written with the next operator."""
+        found = self._blocks.get(storage)
+        if found is not None and found[0] == number:
+            del self._blocks[storage]
+            self._references.pop(storage, None)
+            self._writers.pop(storage, None)
+            self._frees.append((self.operators, number, -found[1], found[2], found[3]))
+
+    def write_frees(self) -> None:
+        """See `Book`."""
+        while self._frees:
+            self._writer.add("memory", self._frees.popleft())
+
+    # -- gradients ------------------------------------------------------------------------------------
+
+    def parameter(self, tensor: Tensor, grad_text: int, module: int, /) -> None:
+        """See `Book`."""
+        self._parameters.append((grad_text, module, weakref.ref(tensor)))
+
+    def sent(self, tensor: Tensor, operator: int, /) -> None:
+        """See `Book`."""
+        self._gradients[_memory(tensor)] = operator
+
+    def sender(self, tensor: Tensor, /) -> int:
+        """See `Book`."""
+        return self._gradients.get(_memory(tensor), -1)
+
+    def after_backward(self, function: int, /) -> None:
+        """See `Book`."""
+        for place, (text, module, reference) in enumerate(self._parameters):
+            parameter = reference()
+            if parameter is None or parameter.grad is None:
+                continue
+            grad: Tensor = parameter.grad
+            self.name(grad, text, columns.GRADIENT, module)
+            if not self.knows(grad):
+                producer = self._gradients.get(_memory(grad), function)
+                number = self.number(grad, grad, -1, producer, place, -1, True, True)
+                if producer == function >= 0:
+                    self.edge(function, columns.OUTPUT, place, number)
+            self.allocated(self.operators - 1, module, grad, columns.GRADIENT)
+        self._gradients.clear()
+
+    def forget(self) -> None:
+        """See `Book`."""
+        self._known.clear()
+        self._by_memory.clear()
+
+    def close(self) -> None:
+        """See `Book`."""
+        self.write_frees()
+        self._references.clear()
+
+
+def storage_of(tensor: Tensor) -> int:
+    """A number for the memory of a tensor, 0 where it has none (`storage_of(x) == storage_of(x[1:])`)."""
+    try:
+        found: int = storage_id(tensor)
+        return found
+    except Exception:
+        return _NO_STORAGE
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it was written to (`version_of(torch.ones(2)) == 0`)."""
+    try:
+        return tensor._version
+    except RuntimeError:  # inference tensors count none
+        return 0
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except Exception:
+        return 0
+
+
+def _memory(tensor: Tensor) -> Any:
+    address = _address(tensor)
+    if not address or tensor.layout != torch.strided:
+        return None
+    return (address, tensor.shape, tensor.stride(), tensor.dtype)

@@ -1,0 +1,87 @@
+"""A trace is the same whether machine code or Python keeps its book."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import op_tools
+from op_tools.native import book
+from op_tools.trace.format import TABLES, Trace, read
+
+_VARIES = {"time", "stream", "step"}
+
+
+def _in_place(device: str) -> Callable[[], None]:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(288, 4))
+    model.to(device)
+    x = torch.randn(2, 3, 8, 8).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        y = model(x)
+        y = (y + y.sin()).view(-1)
+        y.mul_(2)
+        y.sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def _recomputed(device: str) -> Callable[[], None]:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).to(device)
+    lstm = nn.LSTM(8, 8, batch_first=True).to(device)
+    x = torch.randn(4, 8).to(device).requires_grad_()
+
+    def step() -> None:
+        y = checkpoint(model, x, use_reentrant=False)
+        first, second = y.split(4, -1)
+        (u, _) = lstm(torch.cat([second, first], -1)[None])
+        with torch.autocast(device, torch.bfloat16):
+            loss = torch.chunk(u, 2, -1)[0].max(dim=-1)[0].sum() + y.t().matmul(y).float().norm()
+        loss.backward()
+        with torch.no_grad():
+            torch.add(y, 1, out=torch.zeros_like(y)).relu_()
+
+    return step
+
+
+def _rows(trace: Trace, table: str) -> list[tuple[Any, ...]]:
+    parts = [
+        trace.words(table, name) if kind == "text" else trace[table][name].tolist()
+        for name, kind in TABLES[table].items()
+        if name not in _VARIES
+    ]
+    return list(zip(*parts))
+
+
+@pytest.mark.parametrize("make", [_in_place, _recomputed])
+def test_both_books_are_the_same(
+    make: Callable[[str], Callable[[], None]], tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if book.LIBRARY.wait() is None:
+        pytest.skip(f"no compiler here, or it failed: {book.LIBRARY.failure}")
+    traces = []
+    for name in ("native", "python"):
+        if name == "python":
+            monkeypatch.setattr(book.LIBRARY, "loaded", None)
+        torch.manual_seed(0)
+        step = make(device)
+        with op_tools.OpTrace(to=tmp_path / name) as tool:
+            step()
+            step()
+        assert not tool.findings()
+        assert (tool._recorder.native is not None) == (name == "native")  # type: ignore[union-attr]
+        traces.append(read(tmp_path / name / "rank0.optrace"))
+    native, python = traces
+    for table in ("operators", "tensors", "edges", "looks", "modules"):
+        assert _rows(native, table) == _rows(python, table), table
+    for table in ("prints", "memory"):  # in whichever order
+        assert sorted(_rows(native, table)) == sorted(_rows(python, table)), table

@@ -1,0 +1,148 @@
+"""The kernel that fingerprints tensors on a GPU, run on the CPU: 256 fibers stand for the threads of a block."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+
+from ditorch_common.toolchain import find_compiler
+from op_tools import settings
+from op_tools.native.compiling import SOURCES
+from op_tools.trace.prints import CHUNK, fingerprint
+
+_AROUND = r"""
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <ucontext.h>
+#include <vector>
+#define __device__
+#define __global__
+#define __shared__ static
+#define __grid_constant__
+struct Dim { unsigned x; };
+static Dim threadIdx, blockIdx;
+template <typename To, typename From> To cast(From from) { To to; std::memcpy(&to, &from, sizeof(to)); return to; }
+static double __longlong_as_double(long long x) { return cast<double>(x); }
+static long long __double_as_longlong(double x) { return cast<long long>(x); }
+static float __uint_as_float(unsigned x) { return cast<float>(x); }
+static double __dadd_rn(double a, double b) { return a + b; }
+static double __dmul_rn(double a, double b) { return a * b; }
+static float from_half(unsigned short bits) { _Float16 h; std::memcpy(&h, &bits, 2); return float(h); }
+static ucontext_t scheduler, fibers[256];
+static double exchanged[256];
+static void __syncthreads() {
+  const unsigned me = threadIdx.x;
+  swapcontext(&fibers[me], &scheduler);
+  threadIdx.x = me;
+}
+static double __shfl_xor_sync(unsigned, double value, int apart) {
+  exchanged[threadIdx.x] = value;
+  __syncthreads();
+  const double other = exchanged[threadIdx.x ^ apart];
+  __syncthreads();
+  return other;
+}
+"""
+_RUN = r"""
+static const Table *table_now;
+static Word numbers_now[3];
+static int which;
+static bool ended[256];
+static void fiber() {
+  const unsigned me = threadIdx.x;
+  if (which == 0) trace_prints_table(*table_now);
+  else trace_prints_together(numbers_now[0], numbers_now[1], numbers_now[2]);
+  ended[me] = true;
+}
+static void run(unsigned blocks) {
+  static std::vector<char> stacks(256 * 65536);
+  for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
+    for (int i = 0; i < 256; ++i) {
+      ended[i] = false;
+      getcontext(&fibers[i]);
+      fibers[i].uc_stack.ss_sp = &stacks[i * 65536];
+      fibers[i].uc_stack.ss_size = 65536;
+      fibers[i].uc_link = &scheduler;
+      makecontext(&fibers[i], fiber, 0);
+    }
+    for (bool any = true; any;) {
+      any = false;
+      for (unsigned i = 0; i < 256; ++i)
+        if (!ended[i]) {
+          threadIdx.x = i;
+          swapcontext(&scheduler, &fibers[i]);
+          any = any || !ended[i];
+        }
+    }
+  }
+}
+extern "C" void print_one(const void *data, Word numel, Word kind, double *rows, Word *starts, double *found) {
+  Table table{};
+  const unsigned blocks = (numel + kChunk - 1) / kChunk;
+  table.count = 1;
+  table.rows = reinterpret_cast<Word>(rows);
+  table.entries[0] = {reinterpret_cast<Word>(data), numel, kChunk, 0, numel, numel, kind};
+  table_now = &table;
+  which = 0;
+  run(blocks);
+  numbers_now[0] = reinterpret_cast<Word>(rows);
+  numbers_now[1] = reinterpret_cast<Word>(starts);
+  numbers_now[2] = reinterpret_cast<Word>(found);
+  which = 1;
+  run(1);
+}
+"""
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiler = find_compiler(settings.environment())
+    if compiler is None:
+        pytest.skip("no compiler here")
+    folder = tmp_path_factory.mktemp("prints")
+    source = (SOURCES / "trace_prints.cu").read_text()
+    convert = 'asm("cvt.f32.f16 %0, %1;" : "=f"(found) : "h"(value.bits));'
+    assert convert in source
+    (folder / "prints.cpp").write_text(_AROUND + source.replace(convert, "found = from_half(value.bits);") + _RUN)
+    target = folder / "prints.so"
+    flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
+    done = subprocess.run([compiler, *flags, str(folder / "prints.cpp"), "-o", str(target)], capture_output=True)
+    if b"_Float16" in done.stderr:
+        pytest.skip("the compiler knows no half precision")
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    return ctypes.CDLL(str(target))
+
+
+def _print_of(kernel: ctypes.CDLL, tensor: torch.Tensor) -> list[float]:
+    chunks = -(-tensor.numel() // CHUNK)
+    rows, found = np.full((chunks, 16), np.nan), np.full(14, np.nan)
+    starts = np.array([0, chunks], np.int64)
+    places = [ctypes.c_void_p(part.ctypes.data) for part in (rows, starts, found)]
+    numbers = (ctypes.c_longlong(tensor.numel()), ctypes.c_longlong(_DTYPES.index(tensor.dtype)))
+    kernel.print_one(ctypes.c_void_p(tensor.data_ptr()), *numbers, *places)
+    found[9] = np.sqrt(found[9])
+    return list(found)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+@pytest.mark.parametrize("count", [1, 257, 8192, 17_000])
+def test_the_kernel_finds_the_prints_of_the_cpu(kernel: ctypes.CDLL, dtype: torch.dtype, count: int) -> None:
+    draw = torch.Generator().manual_seed(count)
+    x = torch.randn(count, generator=draw).to(dtype)
+    x[0] *= 1000
+    assert _print_of(kernel, x) == fingerprint(x).tolist()
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_what_is_no_number_is_counted(kernel: ctypes.CDLL, dtype: torch.dtype) -> None:
+    x = torch.linspace(-3, 5, 9000).to(dtype)
+    x[[3, 8500]], x[[7, 9, 8999]] = float("nan"), float("-inf")
+    found = _print_of(kernel, x)
+    assert found == fingerprint(x).tolist()
+    assert found[-2:] == [2, 3]
