@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,10 +54,41 @@ def written_twice(name: str, args: Sequence[Any]) -> bool:
     True
     """
     dims = _SPATIAL.get(name)
-    if dims is None or len(args) < 2 or not isinstance(args[1], Tensor) or args[1].numel() == 0:
+    return dims is not None and len(args) > 1 and _repeats(args[1], -dims)
+
+
+def copied_twice(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """The same for calls that copy to given indices; PyTorch's samples have none twice, the hunt's may.
+
+    >>> copied_twice("index_copy", (torch.zeros(4), 0, torch.tensor([1, 1]), torch.ones(2)), {})
+    True
+    """
+    if kwargs.get("accumulate") or kwargs.get("reduce") or any(a is True for a in args):
         return False
-    places = args[1].flatten(-dims).sort(-1).values
-    return bool((places.diff(dim=-1) == 0).any())
+    if name == "index_copy" and len(args) > 2:
+        return _repeats(args[2])
+    if name == "put" and len(args) > 1:
+        return _repeats(args[1])
+    if name == "scatter" and len(args) > 3 and isinstance(args[3], Tensor):
+        return _repeats_along(args[2], args[1])
+    if name == "index_put" and len(args) > 1 and isinstance(args[1], (list, tuple)):
+        given = [i for i in args[1] if isinstance(i, Tensor) and i.dtype != torch.bool]
+        same = len(given) == len(args[1]) > 0 and len({i.shape for i in given}) == 1
+        return same and torch.stack(given).flatten(1).unique(dim=1).shape[1] < given[0].numel()
+    return False
+
+
+def _repeats(places: Any, first: int = 0) -> bool:
+    """Whether a place stands twice in a tensor of them, or in one of its rows, which begin at dimension `first`."""
+    if not isinstance(places, Tensor) or places.numel() < 2:
+        return False
+    return _repeats_along(places.flatten(first), -1)
+
+
+def _repeats_along(places: Any, dim: Any) -> bool:
+    if not isinstance(places, Tensor) or not isinstance(dim, int) or places.numel() < 2 or not places.dim():
+        return False
+    return bool((places.sort(dim).values.diff(dim=dim) == 0).any())
 
 
 def layout(tensor: Tensor, address: int) -> tuple[int, tuple[int, ...]]:

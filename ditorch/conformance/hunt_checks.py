@@ -225,8 +225,8 @@ class _Sample:
 
 def _undefined(trial: Trial) -> str:
     """Why a call has no single right result; empty where it has one."""
-    args, _ = trial.before
-    if freedoms.written_twice(trial.name.removeprefix("torch."), args):
+    name, (args, kwargs) = trial.name.removeprefix("torch."), trial.before
+    if freedoms.written_twice(name, args) or freedoms.copied_twice(name, args, kwargs):
         return "several values go to one place"
     return ""
 

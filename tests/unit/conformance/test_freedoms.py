@@ -110,6 +110,20 @@ def test_places_that_are_written_twice() -> None:
     assert not freedoms.written_twice("scatter", (values, twice))
 
 
+def test_rows_that_are_written_twice() -> None:
+    zeros, ones = torch.zeros(4, 4), torch.ones(3, 4)
+    for places, expected in (([0, 1, 2], False), ([2, 1, 2], True)):
+        index = torch.tensor(places)
+        assert freedoms.copied_twice("index_copy", (zeros, 0, index, ones), {}) is expected
+        assert freedoms.copied_twice("put", (zeros, index, torch.ones(3)), {}) is expected
+        assert freedoms.copied_twice("scatter", (zeros, 0, index[:, None], ones), {}) is expected
+        assert freedoms.copied_twice("index_put", (zeros, (index,), ones), {}) is expected
+        assert not freedoms.copied_twice("put", (zeros, index, torch.ones(3)), {"accumulate": True})
+        assert not freedoms.copied_twice("scatter", (zeros, 0, index[:, None], 1.0), {})
+    two = torch.tensor([0, 0, 1]), torch.tensor([0, 1, 1])
+    assert not freedoms.copied_twice("index_put", (zeros, two, torch.ones(3)), {})
+
+
 def test_overflow_of_eight_bits() -> None:
     ours = torch.tensor([448.0, 448.0, -448.0, 2.0]).to(torch.float8_e4m3fn)
     theirs = torch.tensor([float("nan"), 448.0, float("nan"), float("nan")]).to(torch.float8_e4m3fn)
