@@ -31,8 +31,14 @@ class Batches:
     >>> if batches.reserve([part]): batches.add([part])  # doctest: +SKIP
     """
 
-    def __init__(self, lease: Callable[[Pool, Job], Lease | None], back: Callable[[Job], None]) -> None:
-        self._lease, self._back = lease, back
+    def __init__(
+        self,
+        lease: Callable[[Pool, Job], Lease | None],
+        back: Callable[[Job], None],
+        failed: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        self._lease, self._back, self._failed = lease, back, failed
+        self._unsent: dict[int, Job] = {}
         self._change = threading.Condition()
         self._waiting: list[Job] = []
         self._bytes = 0
@@ -106,12 +112,17 @@ class Batches:
                 parts, self._waiting = self._waiting, []
                 self._busy = bool(parts)
             if parts:
+                self._unsent = {id(part): part for part in parts}
                 try:
                     self._send(parts)
-                finally:
-                    with self._change:
-                        self._busy = False
-                        self._change.notify_all()
+                except Exception as error:  # the run goes on without the processes for these
+                    self._failed(f"sending to worker processes failed: {type(error).__name__}: {error}")
+                for part in list(self._unsent.values()):
+                    self._done([part])
+                    self._back(part)
+                with self._change:
+                    self._busy = False
+                    self._change.notify_all()
 
     def _send(self, parts: Sequence[Job]) -> None:
         """Send parts to all processes in turn: none waits while another one has enough to do."""
@@ -140,6 +151,8 @@ class Batches:
                 time.sleep(_FULL_SECONDS)
 
     def _done(self, parts: Sequence[Job]) -> None:
+        for part in parts:
+            self._unsent.pop(id(part), None)
         with self._change:
             self._bytes -= sum([part.nbytes for part in parts])
             self._change.notify_all()

@@ -53,7 +53,7 @@ class Workers(Judge):
         self._busy, self._began = 0.0, time.monotonic()  # seconds of comparing in this process, and since when
         self._device: torch.device | None = None
         self._sampled = 0  # parts of large calls before there were workers
-        self._batches = Batches(self._lease, self.setup.again)
+        self._batches = Batches(self._lease, self.setup.again, self.setup.report)
 
     def expects(self, call: ComparedCall) -> bool:
         if self._device is None:
