@@ -232,7 +232,8 @@ class PartMaker:
         if known.key not in kind.recipes and len(kind.recipes) < _MAX_RECIPES:
             planned = draft([made], known.tensors)
             take(made)
-            kind.recipes[known.key] = None if planned is None else EarlyRecipe(planned, made)
+            template = dataclasses.replace(made, flats=None, mark=None)  # no memory is held
+            kind.recipes[known.key] = None if planned is None else EarlyRecipe(planned, template)
         else:
             take(made)
         return made
