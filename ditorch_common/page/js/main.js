@@ -157,6 +157,11 @@ class PageView {
     event.preventDefault();
   }
 
+  /** @param {string} what  "print-begin" or "print-end", to all that shows a part of its rows on the screen */
+  tellPrintable(what) {
+    for (const part of this.main.querySelectorAll(".printable")) part.dispatchEvent(new Event(what));
+  }
+
   /** @param {boolean} connected */
   tellLive(connected) {
     this.state.hidden = false;
@@ -174,8 +179,12 @@ class PageView {
     window.addEventListener("beforeprint", () => {
       for (const part of this.main.querySelectorAll("details")) part.open = true;
       setTheme("light");
+      this.tellPrintable("print-begin");
     });
-    window.addEventListener("afterprint", recallTheme);
+    window.addEventListener("afterprint", () => {
+      recallTheme();
+      this.tellPrintable("print-end");
+    });
     const renew = () => { busy = busy.then(() => this.renew()).catch(() => this.tellLive(false)); };
     this.source.listen(renew, (connected) => this.tellLive(connected));
     document.documentElement.dataset.ready = "yes";
