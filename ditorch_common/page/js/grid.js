@@ -20,6 +20,7 @@ import { word } from "./words.js";
 
 export const ROW = 26;
 export const PRINTED_ROWS = 2000;
+const PRINTED_WIDTH = 26;
 const TALLEST = 8_000_000;
 const SPARE = 6;
 let gridCount = 0;
@@ -86,7 +87,7 @@ export class Grid {
     const last = columns.findLastIndex((column) => column.grow);
     const widths = columns.map((column, i) => (i === last ? `minmax(${widthIn(column)}, 1fr)` : widthIn(column)));
     this.element.style.setProperty("--columns", widths.join(" "));
-    this.element.style.setProperty("--printed-columns", columns.map((column) => `minmax(0, ${column.width}fr)`).join(" "));
+    this.element.style.setProperty("--printed-columns", columns.map((column) => `minmax(0, ${Math.min(column.width, PRINTED_WIDTH)}fr)`).join(" "));
     const focused = [...this.head.children].findIndex((cell) => cell.contains(document.activeElement));
     this.head.replaceChildren(...columns.map((column) => this.headCell(column)));
     if (focused >= 0) this.head.children[focused]?.querySelector("button")?.focus();

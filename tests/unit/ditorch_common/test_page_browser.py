@@ -316,6 +316,27 @@ def test_a_phone_scrolls_only_inside_tables(file: Path, browser: Browser) -> Non
         assert view.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
 
 
+SHIFTS = """
+    window.shifted = 0;
+    new PerformanceObserver(list => { for (const one of list.getEntries()) window.shifted += one.value; })
+        .observe({ type: "layout-shift", buffered: true });
+"""
+
+
+@pytest.mark.parametrize("width", [1000, 390])
+def test_nothing_jumps_while_a_view_is_filled(file: Path, browser: Browser, width: int) -> None:
+    context = browser.context(viewport={"width": width, "height": 800})
+    context.add_init_script(SHIFTS)
+    for name in VIEWS:
+        view = context.new_page()
+        view.goto(f"{file.as_uri()}#{name}")
+        view.wait_for_selector(f"main {SHOWN[name].split(', ')[0]}", state="attached")
+        view.wait_for_selector(".waiting", state="detached")
+        view.wait_for_timeout(50)
+        assert view.evaluate("window.shifted") == 0, name
+        view.close()
+
+
 def test_print_leaves_the_tools_out(file: Path, browser: Browser) -> None:
     view = browser.open(file, "#verdict", color_scheme="dark")
     view.emulate_media(media="print")
