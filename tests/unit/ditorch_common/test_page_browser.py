@@ -236,6 +236,18 @@ def test_a_tree_is_open_where_something_is_wrong(tmp_path: Path, browser: Browse
     assert view.locator(".grid-row:has-text('op 29')").count() == 0
 
 
+@pytest.mark.parametrize("width", [1000, 390])
+def test_heads_are_above_their_columns(tmp_path: Path, browser: Browser, width: int) -> None:
+    columns: list[Any] = [{"name": "verdict"}, {"name": "time", "unit": "s"}, {"name": "dtype"}]
+    label = "norm LayerNorm((96,), eps=1e-05, elementwise_affine=True, bias=True) " * 3
+    nodes = [(-1, label, "module", ["right", 1.0, "float32"], -1), (0, "add", "forward", ["right", 1.0, "int64"], -1)]
+    page = Page("heads", [View("graph", "Graph", [blocks.tree(columns, nodes, [])])], [])
+    view = browser.open(write_page(page, tmp_path / "heads.html"), viewport={"width": width, "height": 800})
+    script = "all => all.map(one => [...one.children].map(cell => Math.round(cell.getBoundingClientRect().left)))"
+    head, *rows = view.eval_on_selector_all(".grid-head, .grid-row", script)
+    assert rows == [head, head]
+
+
 def test_a_command_is_not_broken_inside_an_option(tmp_path: Path, browser: Browser) -> None:
     command = "op_tools run OpFallback --ops torch.nn.functional.linear train.py --steps 100 --a-very-long-option"
     page = Page("command", [View("v", "V", [blocks.command(command)])], [])
