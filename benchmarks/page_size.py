@@ -162,6 +162,9 @@ def measure_once(browser: Any, path: Path, table: Table) -> Measured:
         title = column.title or column.name
         button = page.locator(f".grid-head button:has-text('{title}')")
         found.actions[f"sort by {title}"] = _act(page, column.name, lambda button=button: button.click())
+    page.locator(".grid-head button:has-text('error')").click()
+    up = page.locator(".grid-head button:has-text('error')")  # the other way, which nothing has prepared
+    found.actions["sort by error ÷ bound, up"] = _act(page, "excess", up.click)
     choices = {"rank": "3", "phase": "backward", "verdict": "*wrong"}
     for name, value in choices.items():
         menu = page.locator(f"select[aria-label={name}]")

@@ -74,7 +74,7 @@ def banner(state: State, headline: Text, lines: Sequence[Text] = ()) -> Block:
     return {"kind": "banner", "state": state, "headline": headline, "lines": list(lines)}
 
 
-def facts(rows: Sequence[tuple[Text, str]], title: Text = "") -> Block:
+def facts(rows: Sequence[tuple[Text, Text]], title: Text = "") -> Block:
     """Names with their values: ``facts([("module", "encoder.0"), ("dtype", "bfloat16")])``."""
     return {"kind": "facts", "rows": [list(row) for row in rows], "title": title}
 

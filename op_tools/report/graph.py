@@ -228,7 +228,7 @@ def _tree_of(rows: dict[tuple[str, str, str], list[Any]]) -> Block:
             nodes.append([parent, name or "(outside modules)", "module", [None, None], -1])
         return known[path]
 
-    for (path, op, phase), values in sorted(rows.items()):
+    for (path, op, phase), values in sorted(rows.items(), key=lambda row: (not row[0][0], row[0])):
         nodes.append([module(path), short_op(op), phase, list(values), -1])
     for node in reversed(nodes):
         if node[0] >= 0:

@@ -15,6 +15,15 @@ from .verdict import Wrong
 from .words import both, short_op
 
 _MAX_POINTS: Final = 20_000
+_ZH: Final = {
+    "identical": "与 {0} 完全相同",
+    "rounding": "与 {0} 的差别只有舍入误差",
+    "noise": "与 {0} 的差别在噪声范围内",
+    "diverges": "偏离了 {0}",
+    "scatters": "的波动与 {0} 不同",
+    "coarse": "与 {0} 的差别超出舍入误差",
+    "few": "与 {0} 的数据太少，无法判断",
+}
 
 
 def view(run: Run) -> View:
@@ -35,15 +44,18 @@ def _verdicts(curves: list[losscmp.Curve]) -> list[Block]:
             found.append(blocks.banner("unknown", str(error)))
             continue
         state: Any = "wrong" if verdict.kind in losscmp.APART else "unknown" if verdict.kind == "few" else "right"
-        where = f" at iteration {verdict.step}" if verdict.step is not None else ""
-        said = f"{curves[0].name} {losscmp.words_of(verdict)} {reference.name}{where}"
-        found.append(
-            blocks.banner(
-                state,
-                said,
-                [verdict.detail, f"{verdict.points:,} iterations, largest difference {verdict.largest:.2%}"],
-            )
+        where, where_zh = "", ""
+        if verdict.step is not None:
+            where, where_zh = f" at iteration {verdict.step}", f"，始于迭代 {verdict.step}"
+        said = both(
+            f"{curves[0].name} {losscmp.words_of(verdict)} {reference.name}{where}",
+            f"{curves[0].name} {_ZH[verdict.kind].format(reference.name)}{where_zh}",
         )
+        size = both(
+            f"{verdict.points:,} iterations, largest difference {verdict.largest:.2%}",
+            f"{verdict.points:,} 次迭代，最大差别 {verdict.largest:.2%}",
+        )
+        found.append(blocks.banner(state, said, [verdict.detail, size]))
     return found
 
 
@@ -61,10 +73,13 @@ def _lines(run: Run, curves: list[losscmp.Curve]) -> Block:
     marks: list[Any] = []
     for row in Wrong(run).rows[:1]:
         step = row.get("step")
-        marks.append({"x": float(step if isinstance(step, int) else 0), "text": f"first wrong: {short_op(row['op'])}"})
+        op = short_op(row["op"])
+        text = both(f"first wrong: {op}", f"第一个错误：{op}")
+        marks.append({"x": float(step if isinstance(step, int) else 0), "text": text})
     for row in run.small("findings"):
         if row.get("kind") == "overflow" and isinstance(row.get("step"), int) and len(marks) < 5:
-            marks.append({"x": float(row["step"]), "text": f"overflow: {short_op(str(row['op']))}"})
+            op = short_op(str(row["op"]))
+            marks.append({"x": float(row["step"]), "text": both(f"overflow: {op}", f"溢出：{op}")})
     return blocks.lines(steps.tolist(), series, marks, both("iteration", "迭代"), "", both("Loss", "损失"))
 
 

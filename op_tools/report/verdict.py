@@ -16,7 +16,7 @@ from ..view.rows import WRONG
 from .columns import groups
 from .records import read_json
 from .run import Run
-from .words import both, line_of, shell, short_op, source_of, times_bound
+from .words import both, line_of, reason, shell, short_op, source_of, times_bound
 
 _MAX_WRONG: Final = 20_000
 _LOW: Final = ("float16", "bfloat16", "float8")
@@ -139,7 +139,7 @@ def _banner(run: Run, wrong: Wrong) -> Block:
         headline = both(f"Wrong: {op} ({phase}){where_en}", f"错误：{op}（{_phase(phase)}）{where_zh}")
         if location:
             lines.append(f"{line_of(location)}   {source_of(location)}".rstrip())
-        lines += [_text(first, "reason"), _next_line(run, first)]
+        lines += [reason(_text(first, "reason")), _next_line(run, first)]
         return blocks.banner("wrong", headline, [line for line in lines if line])
     if overflow:
         made = overflow[0]
@@ -208,11 +208,12 @@ def _first(run: Run, first: dict[str, Any]) -> list[Block]:
     return found
 
 
-def _numbers(run: Run, first: dict[str, Any]) -> list[tuple[Text, str]]:
+def _numbers(run: Run, first: dict[str, Any]) -> list[tuple[Text, Text]]:
     row, excess = _row_of(run, first), _number(first, "excess")
-    facts: list[tuple[Text, str]] = [
+    largest = times_bound(excess)
+    facts: list[tuple[Text, Text]] = [
         (both("tensor", "张量"), _text(first, "name")),
-        (both("largest error", "最大误差"), f"{times_bound(excess)} × rounding bound"),
+        (both("largest error", "最大误差"), both(f"{largest} × rounding bound", f"舍入界的 {largest} 倍")),
     ]
     if row:
         facts += [
@@ -223,11 +224,14 @@ def _numbers(run: Run, first: dict[str, Any]) -> list[tuple[Text, str]]:
         ]
     after = first.get("after")
     if after:
-        inputs = "wrong results went in" if after.get("from_wrong") else "nothing wrong went in"
+        inputs = both("nothing wrong went in", "输入没有错误")
+        if after.get("from_wrong"):
+            inputs = both("wrong results went in", "输入中含有错误结果")
         facts.append((both("its inputs", "它的输入"), inputs))
         facts.append((both("later calls that used it", "受其影响的后续调用"), f"{_whole(after, 'reached'):,}"))
+    call, step, rank = _whole(first, "call_id"), _whole(first, "step"), first["rank"]
     facts.append(
-        (both("call", "调用"), f"{_whole(first, 'call_id')}, step {_whole(first, 'step')}, rank {first['rank']}")
+        (both("call", "调用"), both(f"{call}, step {step}, rank {rank}", f"{call}，第 {step} 步，rank {rank}"))
     )
     return facts
 

@@ -9,12 +9,28 @@ from typing import Final
 from ditorch_common.page import Text
 
 _LOCATION: Final = re.compile(r"^(.*?):(\d+) ([^\s:]*):?(?: (.*))?$", re.DOTALL)
+_REASON: Final = re.compile(
+    r"^(\d+) of (\d+) elements, worst at (.*?): (.*?) instead of (.*?)(?:, (\S+) times the rounding bound)?$"
+)
 _BYTES: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def both(en: str, zh: str) -> Text:
     """A text in English and in Chinese (`both("Time", "时间")`)."""
     return {"en": en, "zh": zh}
+
+
+def reason(text: str) -> Text:
+    """Why a call is wrong; the usual form in both languages.
+
+    Example: ``reason("2 of 8 elements, worst at [0]: 3 instead of 1")``
+    """
+    found = _REASON.match(text)
+    if not found:
+        return text
+    wrong, elements, place, got, wanted, times = found.groups()
+    zh = f"{elements} 个元素中有 {wrong} 个错误，最差处 {place}：得到 {got}，应为 {wanted}"
+    return both(text, zh + (f"，是舍入界的 {times} 倍" if times else ""))
 
 
 def line_of(location: str) -> str:

@@ -94,8 +94,12 @@ export const CURVES = {
   show: (block) => {
     const place = el("div", { class: "curves" });
     place.style.minHeight = `${CURVE_HEIGHT + 40}px`;
-    redraw(place, drawCurves(block, place));
-    const marks = el("ol", { class: "marks" }, ...block.marks.map((/** @type {any} */ mark) => el("li", {}, `${say(block.x_title) || "x"} ${show(mark.x)}: ${say(mark.text)}`)));
+    const draw = drawCurves(block, place);
+    redraw(place, (width) => {
+      draw(width);
+      marks.classList.remove("waiting"); // the legend has its height
+    });
+    const marks = el("ol", { class: "marks waiting" }, ...block.marks.map((/** @type {any} */ mark) => el("li", {}, `${say(block.x_title) || "x"} ${show(mark.x)}: ${say(mark.text)}`)));
     return { element: framed(block, place, ...(block.marks.length ? [marks] : [])) };
   },
   markdown: (block) => {

@@ -67,6 +67,22 @@ export function later(action, milliseconds) {
 }
 
 /**
+ * Does some things one by one while the browser has nothing else to do, as long as `wanted` says so.
+ * @param {(() => void)[]} things
+ * @param {() => boolean} wanted
+ */
+export function whenIdle(things, wanted) {
+  const ask = globalThis.requestIdleCallback ?? ((/** @type {() => void} */ action) => setTimeout(action, 100));
+  const [first, ...rest] = things;
+  if (!first) return;
+  ask(() => {
+    if (!wanted()) return;
+    first();
+    whenIdle(rest, wanted);
+  });
+}
+
+/**
  * The value of a colour or another variable of the styles, as it is now.
  * @param {string} name
  */

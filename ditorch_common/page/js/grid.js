@@ -1,5 +1,6 @@
 /**
- * Rows of any number, of which only the visible ones are in the document; with a cursor for the keyboard.
+ * Rows of any number, of which only the visible ones are in the document; with a cursor for the keyboard. Paper does not
+ * scroll: while the page is printed the first `PRINTED_ROWS` are there, with a line that says how many were left out.
  *
  * @typedef {{title: string, width: number, right?: boolean, mono?: boolean, grow?: boolean, sorted?: string,
  *   press?: () => void}} GridColumn  width in characters
@@ -14,8 +15,12 @@
  * @property {string} [role]
  */
 import { el } from "./dom.js";
+import { whole } from "./numbers.js";
+import { word } from "./words.js";
 
 export const ROW = 26;
+export const PRINTED_ROWS = 2000;
+const PRINTED_WIDTH = 26;
 const TALLEST = 8_000_000;
 const SPARE = 6;
 let gridCount = 0;
@@ -28,6 +33,26 @@ function widthIn(column) {
   return column.width > 16 ? `clamp(16ch, 48vw, ${column.width}ch)` : `${column.width}ch`;
 }
 
+/**
+ * Calls `change` when the page is about to be printed and again afterwards.
+ * @param {HTMLElement} element  of which the page tells it
+ * @param {(printing: boolean) => void} change
+ */
+export function whenPrinted(element, change) {
+  element.classList.add("printable");
+  element.addEventListener("print-begin", () => change(true));
+  element.addEventListener("print-end", () => change(false));
+}
+
+/**
+ * What a printed list says where it does not print all.
+ * @param {number} length
+ */
+export function leftOut(length) {
+  const left = length - PRINTED_ROWS;
+  return left > 0 ? word("not_printed", whole(PRINTED_ROWS), whole(length), whole(left)) : "";
+}
+
 export class Grid {
   /** @param {GridOptions} options */
   constructor(options) {
@@ -36,11 +61,16 @@ export class Grid {
     /** @type {ArrayLike<number>} */
     this.items = [];
     this.cursor = -1;
+    this.printing = false;
+    this.place = 0;
     this.head = el("div", { class: "grid-head", role: "row" });
     this.rows = el("div", { class: "grid-rows", role: "rowgroup" });
     this.space = el("div", { class: "grid-space", role: "presentation" }, this.rows);
     this.element = el("div", { class: "grid", role: options.role ?? "grid", tabindex: "0", "aria-label": options.label },
       el("div", { role: "rowgroup", class: "grid-top" }, this.head), this.space);
+    this.unprinted = el("p", { class: "unprinted", hidden: true });
+    this.element.append(this.unprinted);
+    whenPrinted(this.element, (printing) => this.print(printing));
     this.element.addEventListener("scroll", () => this.draw(), { passive: true });
     this.element.addEventListener("keydown", (event) => this.press(event));
     this.rows.addEventListener("click", (event) => this.click(event));
@@ -57,6 +87,7 @@ export class Grid {
     const last = columns.findLastIndex((column) => column.grow);
     const widths = columns.map((column, i) => (i === last ? `minmax(${widthIn(column)}, 1fr)` : widthIn(column)));
     this.element.style.setProperty("--columns", widths.join(" "));
+    this.element.style.setProperty("--printed-columns", columns.map((column) => `minmax(0, ${Math.min(column.width, PRINTED_WIDTH)}fr)`).join(" "));
     const focused = [...this.head.children].findIndex((cell) => cell.contains(document.activeElement));
     this.head.replaceChildren(...columns.map((column) => this.headCell(column)));
     if (focused >= 0) this.head.children[focused]?.querySelector("button")?.focus();
@@ -111,9 +142,25 @@ export class Grid {
     this.element.scrollTop = this.scaled ? (Math.max(0, least) / (this.items.length - this.visible)) * room : row * ROW;
   }
 
-  draw() {
+  /** @param {boolean} printing */
+  print(printing) {
+    if (printing) this.place = this.element.scrollTop;
+    this.printing = printing;
+    this.unprinted.textContent = leftOut(this.items.length);
+    this.unprinted.hidden = !printing || !this.unprinted.textContent;
+    this.draw();
+    if (!printing) this.element.scrollTop = this.place;
+  }
+
+  /** From which row to which the document has them. */
+  range() {
     const { length } = this.items, spare = this.scaled ? 0 : SPARE;
-    const from = Math.max(0, this.first - spare), to = Math.min(length, this.first + this.visible + 2 + spare);
+    if (this.printing) return [0, Math.min(length, PRINTED_ROWS)];
+    return [Math.max(0, this.first - spare), Math.min(length, this.first + this.visible + 2 + spare)];
+  }
+
+  draw() {
+    const [from, to] = this.range();
     const top = this.scaled ? Math.min(this.element.scrollTop, TALLEST - (to - from) * ROW) : from * ROW;
     this.rows.style.transform = `translateY(${Math.max(0, top)}px)`;
     /** @type {HTMLElement[]} */

@@ -83,11 +83,23 @@ class PageView {
     const context = this.context(view);
     this.parts = view.blocks.map((block, i) => ({ key: this.source.live ? JSON.stringify(block) : "", shown: showBlock(block, { ...context, place: `${view.id}/${i}` }) }));
     const empty = view.blocks.length ? [] : [el("p", { class: "empty" }, say(view.empty) || word("empty"))];
+    this.settle(this.parts.map((part) => part.shown));
     this.main.replaceChildren(...empty, ...this.parts.map((part) => part.shown.element));
     this.main.setAttribute("aria-label", say(view.title));
     document.title = `${say(view.title)} · ${this.head.title}`;
     if (!stay) window.scrollTo(0, 0);
     this.nav.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest", inline: "nearest" });
+  }
+
+  /**
+   * What follows a table waits, unseen, until that has its height: nothing jumps.
+   * @param {Shown[]} shown
+   */
+  settle(shown) {
+    const waiting = shown.slice(shown.findIndex((one) => one.ready) + 1).map((one) => one.element), pending = shown.filter((one) => one.ready);
+    if (!pending.length || !waiting.length) return;
+    for (const element of waiting) element.classList.add("waiting");
+    Promise.allSettled(pending.map((one) => one.ready)).then(() => { for (const element of waiting) element.classList.remove("waiting"); });
   }
 
   /** New data: blocks that say the same stay as they are, with their place and what is chosen in them. */
@@ -157,6 +169,11 @@ class PageView {
     event.preventDefault();
   }
 
+  /** @param {string} what  "print-begin" or "print-end", to all that shows a part of its rows on the screen */
+  tellPrintable(what) {
+    for (const part of this.main.querySelectorAll(".printable")) part.dispatchEvent(new Event(what));
+  }
+
   /** @param {boolean} connected */
   tellLive(connected) {
     this.state.hidden = false;
@@ -174,8 +191,12 @@ class PageView {
     window.addEventListener("beforeprint", () => {
       for (const part of this.main.querySelectorAll("details")) part.open = true;
       setTheme("light");
+      this.tellPrintable("print-begin");
     });
-    window.addEventListener("afterprint", recallTheme);
+    window.addEventListener("afterprint", () => {
+      recallTheme();
+      this.tellPrintable("print-end");
+    });
     const renew = () => { busy = busy.then(() => this.renew()).catch(() => this.tellLive(false)); };
     this.source.listen(renew, (connected) => this.tellLive(connected));
     document.documentElement.dataset.ready = "yes";

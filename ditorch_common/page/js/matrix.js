@@ -8,7 +8,7 @@
  * @typedef {{name: number, cells: Map<number, number[]>, right: number, judged: number, failures: number}} Line
  */
 import { el } from "./dom.js";
-import { ROW } from "./grid.js";
+import { PRINTED_ROWS, ROW, leftOut, whenPrinted } from "./grid.js";
 import { whole } from "./numbers.js";
 import { columnOf } from "./query.js";
 import { stateOf } from "./verdicts.js";
@@ -39,6 +39,7 @@ export class MatrixView {
     this.names = new Set(Array.from(this.down.values, (_, row) => this.keyOf(row))).size;
     /** @type {Line[]} */
     this.lines = [];
+    this.printing = false;
     this.sort = el("select", { "aria-label": word("by_name"), change: () => {
       params.set({ ".lines": this.sort.value === "by_name" ? "" : this.sort.value });
       this.arrange();
@@ -52,7 +53,9 @@ export class MatrixView {
       el("table", { class: "matrix" }, this.head, this.body), this.after);
     this.scroll.addEventListener("scroll", () => this.paint(), { passive: true });
     this.body.addEventListener("click", (event) => this.click(event));
-    this.element = el("div", { class: "matrix-block" }, this.legend(), this.scroll);
+    this.unprinted = el("p", { class: "unprinted", hidden: true });
+    this.element = el("div", { class: "matrix-block" }, this.legend(), this.scroll, this.unprinted);
+    whenPrinted(this.scroll, (printing) => this.print(printing));
   }
 
   /** @param {number} row */
@@ -120,9 +123,18 @@ export class MatrixView {
     this.paint();
   }
 
-  /** Only the lines that can be seen are in the document. */
+  /** @param {boolean} printing */
+  print(printing) {
+    this.printing = printing;
+    this.unprinted.textContent = leftOut(this.lines.length);
+    this.unprinted.hidden = !printing || !this.unprinted.textContent;
+    this.paint();
+  }
+
+  /** Only the lines that can be seen are in the document, or those that are printed. */
   paint() {
-    const first = Math.max(0, Math.floor(this.scroll.scrollTop / ROW) - 8), last = Math.min(this.lines.length, first + LINES);
+    const first = this.printing ? 0 : Math.max(0, Math.floor(this.scroll.scrollTop / ROW) - 8);
+    const last = Math.min(this.lines.length, this.printing ? PRINTED_ROWS : first + LINES);
     this.before.style.height = `${first * ROW}px`;
     this.after.style.height = `${(this.lines.length - last) * ROW}px`;
     this.body.replaceChildren(...this.lines.slice(first, last).map((line) => this.line(line)));

@@ -38,6 +38,61 @@ function wordRanks(column) {
   return ranks;
 }
 
+/** Arrays that a sort needs while it runs; they are kept, since new memory costs as much as a pass. @type {Map<string, Uint32Array>} */
+const workspace = new Map();
+
+/**
+ * An array of a sort, with whatever was in it.
+ * @param {string} name
+ * @param {number} length
+ * @returns {Uint32Array}
+ */
+function workArray(name, length) {
+  const kept = workspace.get(name);
+  if (kept && kept.length >= length) return kept.subarray(0, length);
+  const made = new Uint32Array(length);
+  workspace.set(name, made);
+  return made;
+}
+
+/**
+ * @param {ColumnData} column
+ * @param {boolean} down
+ * @param {Uint32Array} keys  is written
+ */
+function keysOfWords(column, down, keys) {
+  const { values } = column, ranks = down ? wordRanks(column).map((rank) => column.words.length - 1 - rank) : wordRanks(column);
+  for (let i = 0; i < keys.length; i++) keys[i] = ranks[values[i]];
+}
+
+/**
+ * @param {Float32Array} values
+ * @param {number} flip
+ * @param {Uint32Array} keys  is written
+ */
+function keysOfFloats(values, flip, keys) {
+  const parts = new Uint32Array(values.buffer, values.byteOffset, values.length);
+  for (let i = 0; i < keys.length; i++) {
+    const bits = parts[i], turn = (bits >> 31) | 0x80000000;
+    keys[i] = (bits & 0x7fffffff) > 0x7f800000 ? 0xffffffff : bits ^ turn ^ flip;
+  }
+}
+
+/**
+ * @param {Float64Array} values
+ * @param {number} flip
+ * @param {Uint32Array} low  is written
+ * @param {Uint32Array} keys  is written
+ */
+function keysOfDoubles(values, flip, low, keys) {
+  const parts = new Uint32Array(values.buffer, values.byteOffset, values.length * 2);
+  for (let i = 0; i < keys.length; i++) {
+    const high = parts[2 * i + 1], turn = high >> 31, none = values[i] !== values[i];
+    keys[i] = none ? 0xffffffff : high ^ (turn | 0x80000000) ^ flip;
+    low[i] = none ? 0xffffffff : parts[2 * i] ^ turn ^ flip;
+  }
+}
+
 /**
  * Keys that go up as the values do: one or two arrays of 32 bits, the low one first. What is no number comes last both ways.
  * @param {ColumnData} column
@@ -45,85 +100,99 @@ function wordRanks(column) {
  * @returns {Uint32Array[]}
  */
 function keysOf(column, down) {
-  const { values } = column, rows = values.length, flip = down ? 0xffffffff : 0;
-  const keys = new Uint32Array(rows);
-  if (isWords(column)) {
-    const ranks = wordRanks(column), last = ranks.length - 1;
-    for (let i = 0; i < rows; i++) keys[i] = down ? last - ranks[values[i]] : ranks[values[i]];
-    return [keys];
-  }
-  if (values instanceof Float64Array) {
-    const parts = new Uint32Array(values.buffer, values.byteOffset, rows * 2), low = new Uint32Array(rows);
-    for (let i = 0; i < rows; i++) {
-      const high = parts[2 * i + 1], turn = high >>> 31 ? 0xffffffff : 0, none = values[i] !== values[i];
-      keys[i] = none ? 0xffffffff : ((high ^ turn ^ flip) ^ (turn ? 0 : 0x80000000)) >>> 0;
-      low[i] = none ? 0xffffffff : (parts[2 * i] ^ turn ^ flip) >>> 0;
-    }
+  const { values } = column, rows = values.length, flip = down ? 0xffffffff : 0, keys = workArray("keys", rows);
+  if (isWords(column)) keysOfWords(column, down, keys);
+  else if (values instanceof Float32Array) keysOfFloats(values, flip, keys);
+  else if (values instanceof Float64Array) {
+    const low = workArray("low", rows);
+    keysOfDoubles(values, flip, low, keys);
     return [low, keys];
+  } else {
+    const sign = values instanceof Int16Array || values instanceof Int32Array ? 0x80000000 : 0;
+    for (let i = 0; i < rows; i++) keys[i] = values[i] ^ sign ^ flip;
   }
-  if (values instanceof Float32Array) {
-    const parts = new Uint32Array(values.buffer, values.byteOffset, rows);
-    for (let i = 0; i < rows; i++) {
-      const bits = parts[i], turn = bits >>> 31 ? 0xffffffff : 0x80000000;
-      keys[i] = values[i] !== values[i] ? 0xffffffff : (bits ^ turn ^ flip) >>> 0;
-    }
-    return [keys];
-  }
-  const sign = values instanceof Int16Array || values instanceof Int32Array ? 0x80000000 : 0;
-  for (let i = 0; i < rows; i++) keys[i] = (values[i] ^ sign ^ flip) >>> 0;
   return [keys];
 }
 
 /**
- * Rows and their keys, in the same order; the keys move along, so that every pass reads them one after the other.
- * @typedef {{rows: Uint32Array, keys: Uint32Array}} Sorted
+ * How often each digit of the keys has each value: three tables, from one pass.
+ * @param {Uint32Array} keys
+ * @returns {Uint32Array[]}
+ */
+function digitCounts(keys) {
+  const low = new Uint32Array(BUCKETS), middle = new Uint32Array(BUCKETS), high = new Uint32Array(BUCKETS), mask = BUCKETS - 1;
+  for (let i = 0; i < keys.length; i++) {
+    const key = keys[i];
+    low[key & mask]++;
+    middle[(key >>> DIGIT) & mask]++;
+    high[key >>> (2 * DIGIT)]++;
+  }
+  return [low, middle, high];
+}
+
+/**
+ * Rows and their keys, in the same order; the keys move along, so that every pass reads them one after the other. Without
+ * rows they are as they come.
+ * @typedef {{rows: Uint32Array | null, keys: Uint32Array}} Sorted
  */
 
 /**
  * One pass of a radix sort over some bits of the keys.
  * @param {Sorted} before
- * @param {Sorted} after  is written
+ * @param {Uint32Array} places  how many keys have each digit; is lost
  * @param {number} shift
+ * @param {Uint32Array} sortedRows  is written
+ * @param {Uint32Array | null} sortedKeys  is written, where it is wanted
  */
-function sortPass(before, after, shift) {
-  const { rows, keys } = before, length = rows.length, mask = BUCKETS - 1, places = new Uint32Array(BUCKETS);
-  for (let i = 0; i < length; i++) places[(keys[i] >>> shift) & mask]++;
+function sortPass(before, places, shift, sortedRows, sortedKeys) {
+  const { rows, keys } = before, mask = BUCKETS - 1;
   for (let bucket = 0, at = 0; bucket < BUCKETS; bucket++) {
     const count = places[bucket];
     places[bucket] = at;
     at += count;
   }
-  const { rows: sortedRows, keys: sortedKeys } = after;
-  for (let i = 0; i < length; i++) {
+  for (let i = 0; i < keys.length; i++) {
     const key = keys[i], place = places[(key >>> shift) & mask]++;
-    sortedRows[place] = rows[i];
-    sortedKeys[place] = key;
+    sortedRows[place] = rows ? rows[i] : i;
+    if (sortedKeys) sortedKeys[place] = key;
   }
 }
 
 /**
- * Sorts by keys, equal ones as they come; bits that all keys share need no pass. Passes go to and fro between what is given,
- * which is lost, and one more of its size.
+ * Sorts by keys, equal ones as they come; digits that all keys share need no pass. The rows are a new array, the keys are
+ * sorted where `both` is said.
  * @param {Sorted} before
- * @returns {Sorted}
+ * @param {boolean} [both]
+ * @returns {{rows: Uint32Array, keys: Uint32Array}}
  */
-function sortByKeys(before) {
-  const { keys } = before;
-  let spread = 0, sorted = before;
-  /** @type {Sorted} */
-  let other = { rows: new Uint32Array(keys.length), keys: new Uint32Array(keys.length) };
-  for (let i = 0; i < keys.length; i++) spread |= keys[i] ^ keys[0];
-  for (let shift = 0; shift < 32; shift += DIGIT) {
-    if (!((spread >>> shift) & (BUCKETS - 1))) continue;
-    sortPass(sorted, other, shift);
-    [sorted, other] = [other, sorted];
-  }
-  return sorted;
+function sortByKeys(before, both = false) {
+  const { length } = before.keys, passes = digitCounts(before.keys).map((counts, digit) => ({ counts, shift: digit * DIGIT }))
+    .filter(({ counts, shift }) => counts[(before.keys[0] >>> shift) & (BUCKETS - 1)] < length);
+  let { rows, keys } = before;
+  passes.forEach(({ counts, shift }, i) => {
+    const last = i === passes.length - 1, sortedRows = last ? new Uint32Array(length) : workArray(`rows ${i % 2}`, length);
+    const sortedKeys = last && !both ? null : workArray(`keys ${i % 2}`, length);
+    sortPass({ rows, keys }, counts, shift, sortedRows, sortedKeys);
+    rows = sortedRows;
+    keys = sortedKeys ?? keys;
+  });
+  return { rows: passes.length && rows ? rows : inOrder(rows, length), keys };
+}
+
+/**
+ * A new array of rows, as they come where there are none.
+ * @param {Uint32Array | null} rows
+ * @param {number} length
+ */
+function inOrder(rows, length) {
+  const made = new Uint32Array(length);
+  for (let i = 0; i < length; i++) made[i] = rows ? rows[i] : i;
+  return made;
 }
 
 /**
  * Puts rows whose high halves are equal in the order of their low halves; false where so many are equal that passes are quicker.
- * @param {Sorted} sorted  by their high halves
+ * @param {{rows: Uint32Array, keys: Uint32Array}} sorted  by their high halves
  * @param {Uint32Array} low  by row
  */
 function settleTies(sorted, low) {
@@ -151,16 +220,10 @@ function settleTies(sorted, low) {
 export function orderBy(column, down) {
   const way = down ? "down" : "up";
   if (column.orders[way]) return column.orders[way];
-  const natural = () => {
-    const rows = new Uint32Array(column.values.length);
-    for (let i = 0; i < rows.length; i++) rows[i] = i;
-    return rows;
-  };
   const [low, high] = keysOf(column, down);
-  let sorted = sortByKeys({ rows: natural(), keys: high ? high.slice() : low });
+  let sorted = sortByKeys({ rows: null, keys: high ?? low }, Boolean(high));
   if (high && !settleTies(sorted, low)) {
-    const { rows } = sortByKeys({ rows: natural(), keys: low });
-    const keys = new Uint32Array(rows.length);
+    const { rows } = sortByKeys({ rows: null, keys: low }), keys = workArray("ties", rows.length);
     for (let i = 0; i < keys.length; i++) keys[i] = high[rows[i]];
     sorted = sortByKeys({ rows, keys });
   }

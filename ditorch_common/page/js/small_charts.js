@@ -53,9 +53,15 @@ function drawHistogram(block) {
   return picture;
 }
 
-/** @param {number} count */
+/**
+ * A count in at most four characters, which is what fits above a bar: 999, 6.3k, 22k, 3.1M.
+ * @param {number} count
+ */
 function compact(count) {
-  return count < 10000 ? String(count) : count.toExponential(1).replace("e+", "e").replace(".0e", "e");
+  if (count < 1000) return String(count);
+  const [size, letter] = /** @type {[number, string]} */ ([[1e12, "T"], [1e9, "G"], [1e6, "M"]].find(([least]) => count >= Number(least) * 0.9995) ?? [1e3, "k"]);
+  const share = count / size;
+  return (share < 9.95 ? share.toFixed(1).replace(/\.0$/, "") : share.toFixed(0)) + letter;
 }
 
 /** @type {Kind} */

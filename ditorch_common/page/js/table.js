@@ -6,18 +6,18 @@
  * @typedef {import("./types.js").TableData} TableData
  */
 import { closeDialog, openDialog } from "./dialog.js";
-import { el } from "./dom.js";
+import { el, whenIdle } from "./dom.js";
 import { FilterBar, titleOf } from "./filters.js";
 import { Grid, ROW } from "./grid.js";
 import { markdownTable } from "./markdown.js";
 import { MatrixView } from "./matrix.js";
 import { show, whole } from "./numbers.js";
-import { columnOf, isWords, select } from "./query.js";
+import { columnOf, isWords, orderBy, select } from "./query.js";
 import { copyButton } from "./text_blocks.js";
 import { SIGNS, stateOf } from "./verdicts.js";
 import { say, verdictWord, widthOfText, word } from "./words.js";
 
-const COPIED_ROWS = 100, SAMPLED_ROWS = 300;
+const COPIED_ROWS = 100, SAMPLED_ROWS = 300, MANY_ROWS = 200_000;
 
 /**
  * @param {ColumnData} column
@@ -142,6 +142,17 @@ class TableBlock {
     this.apply(false);
     const row = context.params.get(".row");
     if (row && Number(row) < table.rows) this.details(Number(row));
+    this.prepare(table);
+  }
+
+  /**
+   * The first sort of many rows by fractions is the dearest: it is made when nobody waits for it.
+   * @param {TableData} table
+   */
+  prepare(table) {
+    if (table.rows < MANY_ROWS) return;
+    const fractions = this.shown.filter((/** @type {ColumnData} */ { values }) => values instanceof Float32Array || values instanceof Float64Array);
+    whenIdle(fractions.map((/** @type {ColumnData} */ column) => () => orderBy(column, true)), () => this.element.isConnected && this.table === table);
   }
 
   /** @param {TableData} table */

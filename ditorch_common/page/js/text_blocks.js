@@ -78,8 +78,16 @@ export const CODE = {
   },
 };
 
+/**
+ * A command whose options stay in one piece where the line is broken ("--steps", not "--" and "steps").
+ * @param {string} text
+ */
+export function commandText(text) {
+  return text.split(/(\s+)/).map((part) => (part.startsWith("-") && part.length <= 30 ? el("span", { class: "option" }, part) : part));
+}
+
 /** @type {Kind} */
 export const COMMAND = {
-  show: (block) => ({ element: framed(block, el("div", { class: "command-line" }, el("pre", { tabindex: "0" }, block.text), copyButton(block.text))) }),
+  show: (block) => ({ element: framed(block, el("div", { class: "command-line" }, el("pre", { tabindex: "0" }, ...commandText(block.text)), copyButton(block.text))) }),
   markdown: (block) => section(say(block.title), fenced(block.text, "sh")),
 };

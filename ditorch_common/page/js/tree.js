@@ -51,6 +51,16 @@ class Nodes {
     }
   }
 
+  /**
+   * Opens the way to a node, where it is few rows more.
+   * @param {number} node
+   */
+  openTo(node) {
+    const before = new Set(this.open);
+    this.reveal(node);
+    if (this.visible().length > 8 * OPEN_AT_FIRST) this.open = before;
+  }
+
   /** @param {number} node */
   path(node) {
     const names = [];
@@ -79,7 +89,7 @@ class Nodes {
 
 /**
  * The part of both kinds that is the same.
- * @typedef {{labels: string[], parents: number[], columns: GridColumn[], role?: string,
+ * @typedef {{labels: string[], parents: number[], columns: GridColumn[], role?: string, first?: number,
  *   paint: (cell: HTMLElement, node: number, column: number, nodes: Nodes) => void,
  *   dress?: (node: number, row: HTMLElement) => void, chosen?: (node: number) => void}} TreeLook
  */
@@ -113,6 +123,7 @@ class TreeBlock {
     const kept = this.context.memory.get(this.context.place);
     if (!kept) {
       this.nodes.openFirst();
+      if (this.look.first !== undefined && this.look.first >= 0) this.nodes.openTo(this.look.first);
       return;
     }
     this.look.parents.forEach((_, node) => { if (kept.has(this.nodes.path(node))) this.nodes.open.add(node); });
@@ -245,8 +256,10 @@ function labelWidth(block, column) {
  */
 export function showTree(block, context, showBlocks) {
   const aside = el("div", { class: "tree-details", "aria-live": "polite" });
-  const { nodes } = block;
+  const { nodes } = block, verdict = block.columns.findIndex((/** @type {TreeColumn} */ column) => column.name === "verdict");
+  const parents = new Set(nodes.map((/** @type {any} */ node) => node[0]));
   const made = new TreeBlock(block, context, {
+    first: verdict < 0 ? -1 : nodes.findIndex((/** @type {any} */ node, /** @type {number} */ i) => stateOf(node[3][verdict] ?? "") === "wrong" && !parents.has(i)),
     labels: nodes.map((/** @type {any} */ node) => node[1]), parents: nodes.map((/** @type {any} */ node) => node[0]),
     columns: [{ title: word("name"), width: labelWidth(block, 1), grow: true, mono: true }, ...valueColumns(block, 3)],
     paint: (cell, node, column, all) => {

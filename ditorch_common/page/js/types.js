@@ -37,8 +37,9 @@
  * @typedef {{get: (name: string) => string, set: (values: Record<string, string>) => void,
  *   names: () => string[]}} Params
  *
- * What a block becomes: an element; refresh takes new data where the block can keep its state.
- * @typedef {{element: HTMLElement, refresh?: () => Promise<void>, markdown?: () => string}} Shown
+ * What a block becomes: an element; refresh takes new data where the block can keep its state. An element that does not yet
+ * have its height has it when `ready` is done.
+ * @typedef {{element: HTMLElement, ready?: Promise<void>, refresh?: () => Promise<void>, markdown?: () => string}} Shown
  *
  * @typedef {{show: (block: Block, context: Context) => Shown, markdown: (block: Block) => string}} Kind
  */

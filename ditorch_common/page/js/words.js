@@ -68,6 +68,7 @@ const WORDS = {
   lost: ["The server does not answer; this is the last that it said.", "服务器没有响应；以下是最后收到的内容。"],
   no_view: ["There is no view “{0}” in this page.", "此页面中没有视图“{0}”。"],
   first_rows: ["the first {0} of {1} rows", "{1} 行中的前 {0} 行"],
+  not_printed: ["Printed: the first {0} of {1} rows; {2} were left out. Filters choose which, and the page on screen has all.", "已打印 {1} 行中的前 {0} 行，省略 {2} 行。可用筛选选择要打印的行；屏幕页面包含全部行。"],
   shortened: ["the first {0} of {1}", "{1} 项中的前 {0} 项"],
   range_hint: ["{0} (2..8, >3)", "{0}（2..8, >3）"],
   yes: ["yes", "是"],

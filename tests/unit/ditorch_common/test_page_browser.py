@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,8 @@ def test_an_address_brings_the_same_view(file: Path, browser: Browser) -> None:
 def test_trees_open_lazily_and_are_searched(file: Path, browser: Browser) -> None:
     view = browser.open(file, "#graph")
     view.wait_for_selector(".grid-row")
+    assert view.locator(".grid-row:has-text('softmax')").count() == 1  # the wrong one
+    view.click(".grid-row:has-text('layers.3')")
     assert view.locator(".grid-row:has-text('softmax')").count() == 0
     view.click(".grid-row:has-text('layers.3')")
     assert view.locator(".grid-row:has-text('softmax') .verdict.wrong").count() == 1
@@ -216,6 +219,59 @@ def test_trees_open_lazily_and_are_searched(file: Path, browser: Browser) -> Non
     view.click("button:text('next')")
     view.wait_for_selector(".grid-row.hit[aria-selected=true]")
     assert HOSTILE in view.inner_text(".tree-details")
+
+
+def test_a_tree_is_open_where_something_is_wrong(tmp_path: Path, browser: Browser) -> None:
+    nodes: list[Any] = []
+    for layer in range(40):
+        nodes.append((-1, f"layers.{layer}", "module", ["wrong" if layer == 30 else "right"], -1))
+        nodes.append((len(nodes) - 1, "mlp", "module", [nodes[-1][3][0]], -1))
+        nodes += [(len(nodes) - 1, f"op {layer}", "forward", [nodes[-1][3][0]], -1)]
+    view_of = View("graph", "Graph", [blocks.tree([{"name": "verdict"}], nodes, [])])
+    view = browser.open(
+        write_page(Page("tree", [view_of], []), tmp_path / "tree.html"), viewport={"width": 900, "height": 2000}
+    )
+    view.eval_on_selector(".grid", "grid => { grid.style.height = '1900px' }")
+    view.wait_for_selector(".grid-row:has-text('op 30') .verdict.wrong")
+    assert view.locator(".grid-row:has-text('op 29')").count() == 0
+
+
+@pytest.mark.parametrize("width", [1000, 390])
+def test_heads_are_above_their_columns(tmp_path: Path, browser: Browser, width: int) -> None:
+    columns: list[Any] = [{"name": "verdict"}, {"name": "time", "unit": "s"}, {"name": "dtype"}]
+    label = "norm LayerNorm((96,), eps=1e-05, elementwise_affine=True, bias=True) " * 3
+    nodes = [(-1, label, "module", ["right", 1.0, "float32"], -1), (0, "add", "forward", ["right", 1.0, "int64"], -1)]
+    page = Page("heads", [View("graph", "Graph", [blocks.tree(columns, nodes, [])])], [])
+    view = browser.open(write_page(page, tmp_path / "heads.html"), viewport={"width": width, "height": 800})
+    script = "all => all.map(one => [...one.children].map(cell => Math.round(cell.getBoundingClientRect().left)))"
+    head, *rows = view.eval_on_selector_all(".grid-head, .grid-row", script)
+    assert rows == [head, head]
+
+
+def test_a_command_is_not_broken_inside_an_option(tmp_path: Path, browser: Browser) -> None:
+    command = "op_tools run OpFallback --ops torch.nn.functional.linear train.py --steps 100 --a-very-long-option"
+    page = Page("command", [View("v", "V", [blocks.command(command)])], [])
+    view = browser.open(write_page(page, tmp_path / "command.html"))
+    assert view.inner_text("pre") == command
+    for width in range(320, 700, 20):
+        view.set_viewport_size({"width": width, "height": 700})
+        lines = view.eval_on_selector_all("pre .option", "all => all.map(one => one.getClientRects().length)")
+        assert lines == [1, 1, 1], width
+
+
+def test_counts_above_bars_do_not_overlap(tmp_path: Path, browser: Browser) -> None:
+    counts = [9_999, 98_765, 999_600, 9_996_000, 123_456_789, 5, 999, 2_000] * 3
+    page = Page("bars", [View("v", "V", [blocks.histogram(list(range(25)), counts)])], [])
+    view = browser.open(write_page(page, tmp_path / "bars.html"))
+    texts = view.eval_on_selector_all(".chart text.middle.small", "all => all.slice(0, 24).map(one => one.textContent)")
+    assert texts[:8] == ["10k", "99k", "1M", "10M", "123M", "5", "999", "2k"]
+    script = """all => all.slice(0, 24).map(one => {
+        const { left, right, top, bottom } = one.getBoundingClientRect();
+        return { left, right, top, bottom };
+    })"""
+    for one, other in itertools.pairwise(view.eval_on_selector_all(".chart text.middle.small", script)):
+        beside = one["right"] <= other["left"] + 1
+        assert beside or one["bottom"] <= other["top"] + 3 or other["bottom"] <= one["top"] + 3
 
 
 def test_markdown_of_a_view(file: Path, browser: Browser) -> None:
@@ -272,6 +328,27 @@ def test_a_phone_scrolls_only_inside_tables(file: Path, browser: Browser) -> Non
         assert view.evaluate("document.documentElement.scrollWidth <= innerWidth"), name
 
 
+SHIFTS = """
+    window.shifted = 0;
+    new PerformanceObserver(list => { for (const one of list.getEntries()) window.shifted += one.value; })
+        .observe({ type: "layout-shift", buffered: true });
+"""
+
+
+@pytest.mark.parametrize("width", [1000, 390])
+def test_nothing_jumps_while_a_view_is_filled(file: Path, browser: Browser, width: int) -> None:
+    context = browser.context(viewport={"width": width, "height": 800})
+    context.add_init_script(SHIFTS)
+    for name in VIEWS:
+        view = context.new_page()
+        view.goto(f"{file.as_uri()}#{name}")
+        view.wait_for_selector(f"main {SHOWN[name].split(', ')[0]}", state="attached")
+        view.wait_for_selector(".waiting", state="detached")
+        view.wait_for_timeout(50)
+        assert view.evaluate("window.shifted") == 0, name
+        view.close()
+
+
 def test_print_leaves_the_tools_out(file: Path, browser: Browser) -> None:
     view = browser.open(file, "#verdict", color_scheme="dark")
     view.emulate_media(media="print")
@@ -279,6 +356,55 @@ def test_print_leaves_the_tools_out(file: Path, browser: Browser) -> None:
     assert not view.locator("nav").is_visible()
     assert not view.locator("button.copy").first.is_visible()
     assert view.locator(".banner").is_visible()
+
+
+COUNT_AS_PRINTED = """() => window.addEventListener("beforeprint", () => {
+    window.printed = {
+        rows: document.querySelectorAll("main .grid-row").length,
+        last: [...document.querySelectorAll("main .grid-row")].at(-1).getAttribute("aria-rowindex"),
+        note: [...document.querySelectorAll(".unprinted:not([hidden])")].map(one => one.textContent).join(),
+    };
+})"""
+
+
+def test_print_gives_the_rows_that_are_not_on_the_screen(file: Path, browser: Browser) -> None:
+    view = browser.open(file, "#records")
+    view.wait_for_selector(".grid-row")
+    view.evaluate(COUNT_AS_PRINTED)
+    view.eval_on_selector(".grid", "grid => { grid.scrollTop = 26 * 1500 }")
+    view.wait_for_selector(".grid-row[aria-rowindex='1502']")
+    long = view.pdf(format="A4")
+    assert view.evaluate("window.printed") == {
+        "rows": 2000,
+        "last": "2000",
+        "note": "Printed: the first 2\u202f000 of 3\u202f000 rows; 1\u202f000 were left out. "
+        "Filters choose which, and the page on screen has all.",
+    }
+    assert len(re.findall(rb"/Type /Page\b", long)) > 10
+    assert view.locator(".grid-row").count() < 60  # the screen is as before
+    assert view.eval_on_selector(".grid", "grid => grid.scrollTop") == 26 * 1500
+    assert view.locator(".unprinted").is_hidden()
+    view.select_option("select[aria-label=step]", "7")
+    few = count(view)
+    assert 50 < few < 2000
+    assert len(view.pdf(format="A4")) < len(long)
+    assert view.evaluate("window.printed") == {"rows": few, "last": str(few), "note": ""}
+
+
+@pytest.mark.parametrize("name", ["records", "graph", "diff"])
+def test_printed_rows_are_as_wide_as_the_paper(file: Path, browser: Browser, name: str) -> None:
+    view = browser.open(file, f"#{name}", viewport={"width": 720, "height": 1000})
+    view.wait_for_selector(".grid-row")
+    view.emulate_media(media="print")
+    view.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert view.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    ends = view.eval_on_selector_all(
+        ".grid-row", "rows => rows.slice(0, 50).map(row => row.getBoundingClientRect().bottom)"
+    )
+    assert ends == sorted(set(ends))  # one below the other
+    space = view.locator(".grid").first.bounding_box()
+    last = view.locator(".grid-row").last.bounding_box()
+    assert last["y"] + last["height"] <= space["y"] + space["height"] + 1
 
 
 def test_no_function_is_long() -> None:

@@ -17,7 +17,7 @@ from op_tools.report import ReportError, Run, page_of
 from op_tools.report.columns import REAL, WHOLE, Words, groups, numbers, occurrences, short_floats
 from op_tools.report.places import Places
 from op_tools.report.small import html_of_tool
-from op_tools.report.words import line_of, size_of, source_of, times_bound
+from op_tools.report.words import line_of, reason, size_of, source_of, times_bound
 from op_tools.trace.format import TraceWriter
 
 from .report_runs import LINE, OP, Written, dead_pid
@@ -40,6 +40,13 @@ def texts(value: Any) -> str:
 def table(page: Page, name: str) -> dict[str, list[Any]]:
     found = next(table for table in page.tables if table.name == name)
     return {c.name: c.texts() if c.is_words else c.values.tolist() for c in found.columns}
+
+
+def test_the_reason_of_a_wrong_call_is_said_in_both_languages() -> None:
+    told = reason("8 of 9 elements, worst at [3, 60]: 2.5 instead of 0.8, 2.54e+05 times the rounding bound")
+    assert told["zh"] == "9 个元素中有 8 个错误，最差处 [3, 60]：得到 2.5，应为 0.8，是舍入界的 2.54e+05 倍"
+    assert "舍入界" not in reason("1 of 1 elements, worst at []: nan instead of 0.8")["zh"]
+    assert reason(EVIL) == EVIL
 
 
 # -- the verdict -------------------------------------------------------------------------------------------
@@ -65,7 +72,8 @@ def test_the_first_wrong_operator_comes_first(tmp_path: Path) -> None:
     assert table(page, "wrong")["operator"] == [OP, "torch.add"]
     facts = {row[0]["en"]: row[1] for row in page.views[0].blocks[2]["rows"]}
     assert facts["later calls that used it"] == "7"
-    assert facts["largest error"].startswith("1,000 ")
+    assert facts["largest error"]["en"].startswith("1,000 ")
+    assert facts["largest error"]["zh"] == "舍入界的 1,000 倍"
 
 
 def test_the_map_shows_the_wrong_row(tmp_path: Path) -> None:
