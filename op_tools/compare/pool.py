@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -28,8 +28,9 @@ import torch
 from .. import lifecycle, settings
 from ..call.description import Tensor
 from ..call.devices import can_pin
-from ..copies.operands import Fetcher, Layout, Operands, Ref, padded
+from ..copies.operands import Fetcher, Operands, padded
 from .ring import Ring
+from .trees import number_of
 from .worker import Answer, Message, Options, Spans
 
 _RING: Final = 64 << 20  # bytes of calls that wait for one worker
@@ -42,14 +43,6 @@ _KIND_COST: Final = 60_000  # of the first call of a kind
 _MAX_KINDS: Final = 50_000
 _MAX_SECONDS_TO_END: Final = 5.0
 _MAX_TREES: Final = 50_000
-# what means the same in another process
-_SIMPLE: Final = frozenset(
-    {
-        *(int, float, bool, complex, str, type(None), type(...)),
-        *(torch.dtype, torch.memory_format, torch.layout, torch.Size, Ref),  # a device may not exist there
-    }
-)
-_tree_numbers = itertools.count(1)
 _pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
@@ -323,7 +316,7 @@ class Pool:
         try:
             with self._sending:  # one at a time: threads that copy at once compete for the GIL
                 spans = _copied(parts, start, worker.buffer, fetcher)
-                trees = [(_number(part), part.tree) for part in parts]
+                trees = [(number_of(part), part.tree) for part in parts]
                 if parts:
                     message = message._replace(after=trees[-1][0], after_spans=spans[-1])
                 if len(parts) == 2:
@@ -361,7 +354,7 @@ class Pool:
             spans, (before, after) = iter(each.copy(first, start)), each.parts
             own = tuple(itertools.islice(spans, len(before.storages)))
             message = each.message._replace(
-                before=_number(before), before_spans=own, after=_number(after), after_spans=tuple(spans)
+                before=number_of(before), before_spans=own, after=number_of(after), after_spans=tuple(spans)
             )
             trees += [(message.before, before.tree), (message.after, after.tree)]
             flights.append(_Flight(start, each.given, message, weight, each.lease.kind))
@@ -476,46 +469,6 @@ def available() -> bool:
 def max_bytes() -> int:
     """The largest call that goes to a worker (`max_bytes()`)."""
     return _RING // 2
-
-
-def sendable(staged: Operands) -> bool:
-    """Whether a worker can be told all about a snapshot (`sendable(stage((x, 2)))`)."""
-    return staged.layout is not None and _properties(staged.layout)[0]
-
-
-def needs_gradients(layout: Layout) -> bool:
-    """Whether any of the tensors may get a gradient (`needs_gradients(staged.layout)`)."""
-    return _properties(layout)[1]
-
-
-def _properties(layout: Layout) -> tuple[bool, bool]:
-    """Whether a tree means the same in another process, and whether gradients may come; worked out once."""
-    found: tuple[bool, bool] | None = layout.notes.get(_properties)
-    if found is None:
-        leaves = list(_leaves(layout.tree))
-        gradients = any(isinstance(leaf, Ref) and leaf.requires_grad for leaf in leaves)
-        found = layout.notes[_properties] = (all(type(leaf) in _SIMPLE for leaf in leaves), gradients)
-    return found
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    kind = type(value)
-    if kind is dict:
-        value = [*value, *value.values()]
-    elif kind is slice:
-        value = (value.start, value.stop, value.step)
-    elif kind not in (list, tuple):
-        yield value
-        return
-    for member in value:
-        yield from _leaves(member)
-
-
-def _number(staged: Operands) -> int:
-    """The number of a tree, given once to each layout."""
-    assert staged.layout is not None
-    notes = staged.layout.notes
-    return int(notes.get(_number) or notes.setdefault(_number, next(_tree_numbers)))
 
 
 def _command(sock: int, memory: int) -> list[str]:

@@ -19,7 +19,8 @@ from ...judge.verdict import NOT_COMPARABLE, RIGHT, WEAK, Judgement, Row
 from .. import cores, pool
 from ..batches import Batches
 from ..ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup
-from ..pool import Lease, Pool, needs_gradients, sendable
+from ..pool import Lease, Pool
+from ..trees import needs_gradients, sendable
 from ..worker import Answer, Message, Options
 
 _MIN_CORES: Final = 8

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from op_tools.call.description import tensors_in
-from op_tools.compare.pool import Ring, needs_gradients, sendable
+from op_tools.compare.ring import Ring
+from op_tools.compare.trees import needs_gradients, sendable
 from op_tools.compare.worker import Answer, Message, Options, Worker
 from op_tools.copies.invocation import Region
 from op_tools.copies.operands import Layouts, Operands, stage
