@@ -413,6 +413,15 @@ def test_slices_that_are_taken_as_before_are_judged_like_others(
     assert [(b.op.rpartition(".")[2], b.phase) for b in tool.blames] == ([(op, phase)] if fault else [])
 
 
+def test_a_call_on_nothing_is_compared_in_full(device: str) -> None:
+    x, w = torch.randn(0, 8, device=device, requires_grad=True), torch.randn(4, 8, device=device, requires_grad=True)
+    with op_tools.OpAutoCompare() as tool:
+        F.linear(x, w).sum().backward()
+    assert not tool.blames
+    assert not tool._teller.coverage.missed
+    assert not tool.findings()
+
+
 def test_jobs_that_wait_to_be_told_hold_no_gradients(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Views are settled at once and told in their turn; in a run with a backlog, gradients of many steps piled up."""
     monkeypatch.setenv("OP_AUTOCOMPARE_COVERAGE", "auto")
