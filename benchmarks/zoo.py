@@ -6,7 +6,7 @@ called wrong and what was not compared.
     python -m benchmarks.zoo                          # everything, on the active device
     python -m benchmarks.zoo simclr dcgan --low bfloat16
     python -m benchmarks.zoo --list
-    python -m benchmarks.zoo --jobs 14 --seconds 150 --each 40    # many at once, the longest first; ends by itself
+    python -m benchmarks.zoo --jobs 8 --minutes 8 --results zoo.jsonl    # many at once; ends by itself (zoo_jobs.py)
     torchrun --nproc_per_node=2 -m benchmarks.zoo fully_sharded tensor_parallel sequence_parallel
 """
 
@@ -41,7 +41,7 @@ class Outcome(NamedTuple):
 
     verdicts: Counter[str]
     wrong: Counter[tuple[str, str, str]]  # operator, phase, module
-    first: str
+    reasons: tuple[str, ...]  # of what is wrong, the first few
     skipped: Counter[str]  # what was not compared, with the reason
     failed: Counter[str]  # failures of the tool itself
     coverage: str = ""  # the first line of the summary
@@ -54,6 +54,12 @@ def load() -> None:
 
     for kind in KINDS:
         importlib.import_module(f"benchmarks.programs.{kind}")
+
+
+def has_images(name: str) -> bool:
+    """Whether a program has a layout to choose (`has_images("vgg")`): images, and the networks for them."""
+    images = ("timm_", "hf_vit", "hf_deit", "hf_swin", "hf_convnext", "hf_resnet", "hf_segformer")
+    return name.startswith(images) or getattr(PROGRAMS[name], "__module__", "") == "benchmarks.programs.vision"
 
 
 def prepare(tf32: bool) -> None:
@@ -80,10 +86,10 @@ def watch(name: str, job: Job, steps: int) -> Outcome:
         error = f"{type(problem).__name__}: {problem}".splitlines()[0]
         if os.environ.get("ZOO_TRACE"):
             traceback.print_exc()
-        return Outcome(Counter(), Counter(), "", Counter(), Counter(), error=error)
+        return Outcome(Counter(), Counter(), (), Counter(), Counter(), error=error)
     verdicts = Counter(row["verdict"] for row in comparison.records())
     wrong = Counter((b.op, b.phase, b.module) for b in comparison.blames)
-    first = comparison.blames[0].reason if comparison.blames else ""
+    reasons = tuple(dict.fromkeys(blame.reason for blame in comparison.blames))[:8]
     skipped: Counter[str] = Counter()
     failed: Counter[str] = Counter()
     for finding in comparison.findings():
@@ -91,7 +97,7 @@ def watch(name: str, job: Job, steps: int) -> Outcome:
             skipped[f"{finding.op}: {finding.message}"] += 1
         elif finding.kind == "tool-failure":
             failed[f"{finding.op}: {finding.message}"] += 1
-    return Outcome(verdicts, wrong, first, skipped, failed, comparison.summary()[0])
+    return Outcome(verdicts, wrong, reasons, skipped, failed, comparison.summary()[0])
 
 
 def main() -> int:
@@ -106,9 +112,23 @@ def main() -> int:
     parser.add_argument("--tf32", action="store_true", help="let float32 convolutions and products be in TF32")
     parser.add_argument("--part", default="", metavar="I/N", help="only every Nth program, from the Ith (0/4)")
     parser.add_argument("--jobs", type=int, default=0, help="so many processes at once, with a short report")
-    parser.add_argument("--seconds", type=float, default=150.0, help="with --jobs: for everything")
-    parser.add_argument("--each", type=float, default=40.0, help="with --jobs: for a program in one precision")
+    parser.add_argument("--minutes", type=float, default=8.0, help="with --jobs: for everything")
+    parser.add_argument("--each", type=float, default=60.0, help="with --jobs: seconds for one run")
+    parser.add_argument("--results", default="", help="with --jobs: file of results; those it has are not run again")
+    parser.add_argument("--summary", default="", metavar="FILE", help="print what a file of results says")
     options = parser.parse_args()
+    if options.summary:
+        from benchmarks import zoo_jobs
+
+        lines, fine = zoo_jobs.summary(zoo_jobs.read(options.summary))
+        print("\n".join(lines))
+        return 0 if fine else 1
+    crew = None
+    if options.jobs and not options.list:
+        from benchmarks import zoo_jobs
+
+        how = zoo_jobs.Options(options.steps, options.tf32, options.each)
+        crew = zoo_jobs.Zoo(options.jobs, options.minutes, how)
     os.environ["OP_TOOLS_CONSOLE"] = "off"
     results = os.environ["OP_TOOLS_RESULTS_DIR"] = tempfile.mkdtemp(prefix="zoo-")
     prepare(options.tf32)
@@ -125,11 +145,8 @@ def main() -> int:
         start, count = (int(n) for n in options.part.split("/"))
         names = names[start::count]
     lows = options.low.split(",") if options.low else list(LOWS)
-    if options.jobs:
-        from benchmarks import zoo_jobs
-
-        how = zoo_jobs.Options(options.steps, options.channels_last, options.tf32)
-        return zoo_jobs.run(names, lows, options.jobs, options.seconds, options.each, how)
+    if crew is not None:
+        return crew.run(names, lows, options.results)
     total: Counter[str] = Counter()
     for name in names:
         for low in lows:
@@ -153,8 +170,8 @@ def report(name: str, low: str, found: Outcome, seconds: float) -> None:
         print(f"    {found.coverage.partition('; ')[2] or found.coverage}")
     for (op, phase, module), count in found.wrong.most_common(8):
         print(f"    WRONG {op} {phase} in {module or '-'}: {count}")
-    if found.first:
-        print(f"    first: {found.first}"[:260])
+    for reason in found.reasons[:1]:
+        print(f"    first: {reason}"[:260])
     for text, _ in found.skipped.most_common(8):
         print(f"    skipped {text}"[:200])
     for text, _ in found.failed.most_common(8):

@@ -27,7 +27,7 @@ SAMPLE = {
 def test_no_alarm(name: str, low: str, device: str) -> None:
     found = zoo.watch(name, Job(device, zoo.LOWS[low]), steps=1)
     assert not found.error
-    assert not found.wrong, found.first
+    assert not found.wrong, found.reasons
     assert not found.failed
     assert found.verdicts["right"] > 100
 
