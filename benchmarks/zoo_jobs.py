@@ -24,11 +24,15 @@ from typing import Any, NamedTuple
 
 # About how long programs take, in those that take 1: measured on soft, float32. A prefix ends in "*".
 _WEIGHTS = {
-    **dict.fromkeys(("timm_*", "hf_*"), 8.0),
-    **dict.fromkeys(("distributions", "compiled_*", "selective_scan", "char_*", "dtw_soft", "crf", "maml"), 6.0),
-    **dict.fromkeys(("linalg_more", "shapes", "special", "reductions", "speech_ctc", "wave_net", "translation"), 4.0),
-    **dict.fromkeys(("full_transformer", "packed_lstm", "lstm_proj_packed", "seq2seq_attention", "kalman"), 3.0),
-    **dict.fromkeys(("fully_sharded*", "sequence_parallel", "unet", "densenet", "vit", "nano_gpt", "min_gpt"), 3.0),
+    **dict.fromkeys(("char_*", "seq2seq_attention"), 24.0),
+    **dict.fromkeys(("hf_mamba", "timm_*"), 18.0),
+    **dict.fromkeys(("hf_gpt2", "hf_t5", "hf_deberta", "translation", "compiled_*"), 12.0),
+    **dict.fromkeys(("hf_*", "depthwise", "simclr"), 8.0),
+    **dict.fromkeys(("fully_sharded*", "checkpointed*", "dpo", "packed_lstm", "vit", "bert_mlm", "resnet"), 7.0),
+    **dict.fromkeys(("neural_ode", "kalman", "selective_scan", "moco_queue", "densenet", "byol", "barlow_twins"), 6.0),
+    **dict.fromkeys(("distributions", "dtw_soft", "crf", "maml", "min_gpt", "nano_gpt", "shared_layers"), 5.0),
+    **dict.fromkeys(("linalg_more", "shapes", "special", "reductions", "speech_ctc", "wave_net", "llama"), 4.0),
+    **dict.fromkeys(("full_transformer", "lstm_proj_packed", "sequence_parallel", "unet", "convnext"), 3.0),
 }
 
 
