@@ -4,8 +4,8 @@ python -m tests.chaos.soak --steps 20000                    # shared among the t
 python -m tests.chaos.soak --model gpt2 --seconds 25        # GPT-2 (124M parameters), so long under each tool
 python -m tests.chaos.soak --model tiny --seconds 5         # the same training, small
 
-The losses without a tool come first. All runs are in one process, so that what a tool leaves behind is seen by the next.
-Every result is added to `--results` as a line of JSON as soon as it is there. After `--limit` seconds the process ends
+The losses without a tool come first. All runs are in one process: what a tool leaves behind is seen by the next. Every
+result is added to `--results` as a line of JSON as soon as it is there. After `--limit` seconds the process ends
 wherever it is, and says so in that file. GPUs get PyTorch's deterministic kernels: attention and embeddings add in any
 order otherwise, and no two runs agree. Captures are removed while the run goes on: they would fill the disk.
 """
