@@ -22,6 +22,7 @@ from .snapshots import Snapshots
 from .teller import Reporter, Teller
 
 _MAX_WAITING: Final = 2_000  # jobs
+_MAX_AGE: Final = 0.1  # seconds that a job waits before the run does: verdicts that are not there are lost at a kill
 _MAX_CORES: Final = 4  # for one comparison, unless it is large
 _part_numbers: Final = itertools.count()
 
@@ -52,7 +53,9 @@ class Judging:
         self._cores = max(1, min(_MAX_CORES, (cores.available() - 1) // self._threads))
         # how much of a worker thread's time the run itself loses: all of it where there is no core to spare
         self._share = 1.0 if cores.available() <= threads + 1 else 0.5
-        self._queue = Writer(queue_bytes, self._threads, max_jobs=_MAX_WAITING)
+        # within a budget the chooser sees to it that the run waits for nothing
+        max_age = 0.0 if self.chooses else _MAX_AGE
+        self._queue = Writer(queue_bytes, self._threads, max_jobs=_MAX_WAITING, max_age=max_age)
         self._workers = threading.local()
         rules = Rules.from_environment()
         self.teller = Teller(tool, functools.partial(self._queue.submit, 0), rules.standard)

@@ -15,6 +15,7 @@ import torch
 from .. import lifecycle
 
 _STOP: Final = object()
+_LONGEST_PAUSE: Final = 1.0  # seconds that one reservation waits for old jobs: what they wait for may be the run itself
 _all: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 
@@ -24,6 +25,10 @@ class Writer:
     With some `patience` jobs are left alone while there is room, so that a short burst is not slowed down by
     threads that compete for the GIL: work begins when the queue is half full, when the oldest job has waited
     that many seconds, or when somebody waits for the end.
+
+    With a `max_age` whoever reserves also waits while the oldest job in the queue is older than that: the threads are
+    slower than the run, and what waits is lost if the process is killed. They have work all the time, so the whole takes
+    no longer.
 
     >>> writer = Writer(max_bytes=1 << 20)
     >>> writer.reserve(10) and writer.submit(10, lambda: None)
@@ -37,13 +42,16 @@ class Writer:
         drop_when_full: bool = False,
         patience: float = 0.0,
         max_jobs: int = 1 << 30,
+        max_age: float = 0.0,
     ) -> None:
         self.max_bytes, self.drop_when_full, self.patience = max_bytes, drop_when_full, patience
         self.max_jobs = max_jobs  # what a job itself takes counts, too, where its tensors are small
+        self.max_age = max_age
         self._busy = False
         self._awaited = 0
         self.dropped = 0
-        self.waited = 0  # how often the run had to wait for the disk
+        self.waited = 0  # how often the run had to wait for room
+        self.paused_seconds = 0.0  # that it waited because jobs were old
         self.peak_bytes = 0
         self.busy_seconds = 0.0  # during which at least one job was done
         self._working = 0
@@ -60,6 +68,8 @@ class Writer:
     def reserve(self, nbytes: int) -> bool:
         """Claim room for a job; False when it was refused because the queue is full."""
         with self._change:
+            if self.max_age and not self.drop_when_full:
+                self._await_old_jobs()
             while (
                 self._bytes and nbytes and self._bytes + nbytes > self.max_bytes
             ) or self._unfinished >= self.max_jobs:
@@ -69,13 +79,31 @@ class Writer:
                 if not self._unfinished:
                     break  # all that is claimed belongs to jobs that are not queued yet, the caller's own among them
                 self.waited += 1
-                self._awaited += 1
-                self._change.notify_all()
-                self._change.wait(1.0)
-                self._awaited -= 1
+                self._await_change(1.0)
             self._bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self._bytes)
         return True
+
+    def _await_old_jobs(self) -> None:
+        began = now = time.monotonic()
+        while (
+            self._jobs
+            and self._jobs[0] is not _STOP
+            and now - self._jobs[0][0] > self.max_age
+            and now < began + _LONGEST_PAUSE
+            and threading.current_thread() not in self._threads
+        ):
+            self._await_change(began + _LONGEST_PAUSE - now)
+            now = time.monotonic()
+        self.paused_seconds += now - began
+
+    def _await_change(self, seconds: float) -> None:
+        self._awaited += 1
+        try:
+            self._change.notify_all()
+            self._change.wait(seconds)
+        finally:  # Ctrl-C may come here
+            self._awaited -= 1
 
     def release(self, nbytes: int) -> None:
         """Give back room that was claimed and not used."""

@@ -29,8 +29,9 @@ from ..watch.intercept import Call
 from .base import Tool
 
 _MEBI: Final = 1 << 20
-_PATIENCE: Final = 0.15  # seconds before writing starts: a burst of captures is not slowed down, a kill costs little
+_PATIENCE: Final = 0.1  # seconds before writing starts: a burst of captures is not slowed down, a kill costs little
 _STORE_PATIENCE: Final = 0.04
+_MAX_AGE: Final = 0.15  # seconds that a capture waits before the run does: this much is lost at a kill
 _GIVE_UP_AFTER: Final = 3  # failed writes in a row
 _DROPPED: Final = "captures were dropped: the queue was full (OP_CAPTURE_WHEN_FULL)"
 _MAX_JOBS: Final = 50_000  # in the queue of a store, where a call may need no copies at all
@@ -75,7 +76,7 @@ class OpCapture(Tool):
         megabytes = settings.number("OP_CAPTURE_QUEUE_MB", _default_queue() / _MEBI)
         in_store = (self._format or settings.choice("OP_CAPTURE_FORMAT")) == "store"
         patience, max_jobs = (_STORE_PATIENCE, _MAX_JOBS) if in_store else (_PATIENCE, 1 << 30)
-        self.writer = Writer(int(megabytes * _MEBI), threads, drop, patience, max_jobs)
+        self.writer = Writer(int(megabytes * _MEBI), threads, drop, patience, max_jobs, _MAX_AGE)
         most = 0.8 * shutil.disk_usage(self.folder.parent).free / 1e9  # a run does not fill a disk
         self._max_bytes = settings.number("OP_CAPTURE_MAX_GB", most) * 1e9
         self._label, self._rank = settings.process_label(), settings.rank()
@@ -294,6 +295,8 @@ class OpCapture(Tool):
             facts[0] += f"; {self.bytes_captured / 1e6:.1f} MB of tensors, each content written once"
         if self.writer.waited:
             facts.append("the run waited for the disk: the queue was full (OP_CAPTURE_QUEUE_MB, OP_CAPTURE_WHEN_FULL)")
+        elif self.writer.paused_seconds >= 1:
+            facts.append(f"the run waited {self.writer.paused_seconds:.0f} s for the disk, so that a kill costs little")
         lost = self.writer.dropped + self._dropped
         if lost:
             facts.append(f"{lost} captures were dropped")

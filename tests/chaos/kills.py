@@ -2,10 +2,13 @@
 
 The process that calls these functions has imported PyTorch; each run is a fork of it, so a run costs no second start of
 Python. It must have no threads and must not have used the device. What is killed is a real process with its threads.
+
+python -m tests.chaos.kills --count 100 --tools OpCapture,OpAutoCompare --signals SIGKILL     # these alone
 """
 
 from __future__ import annotations
 
+import argparse
 import builtins
 import contextlib
 import dataclasses
@@ -18,6 +21,7 @@ import resource
 import signal
 import sqlite3
 import sys
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -46,6 +50,7 @@ _PATIENCE: Final = 60.0  # seconds until a process that was told to end is kille
 _STEP: Final = 0.03  # seconds between two steps
 _MIN_STEPS: Final = 40  # of a run in trouble
 Trouble = Callable[[Path], None]
+LOST: Final[dict[str, list[float]]] = {}  # seconds by the clock, by tool, of the runs that were checked
 
 
 def train(
@@ -262,6 +267,7 @@ def checked(run: Run) -> Counter[str]:
         found["lost more than a second"] += lost > MAX_LOST
         found["lost more than a second of free cores"] += alone > MAX_LOST
         found["milliseconds lost"] += round(lost * 1e3)
+        LOST.setdefault(run.tool, []).append(lost)
         found["milliseconds of free cores lost"] += round(alone * 1e3)
         if lost > MAX_LOST:
             print(f"{folder.name}: {lost:.2f} s lost ({alone:.2f} s of free cores)", file=sys.stderr, flush=True)
@@ -274,7 +280,7 @@ def checked(run: Run) -> Counter[str]:
 
 
 BAD: Final = (
-    *("unreadable", "partial", "lost more than a second of free cores", "not ended by the signal", "other exit code"),
+    *("unreadable", "partial", "lost more than a second", "not ended by the signal", "other exit code"),
     *("failed", "without a CSV file", "ended before the signal", "other losses"),
 )
 _RECORDING: Final = ("OpObserve", "OpTimeMeasure", "OpCapture", "OpTrace", "OpFallback", "OpDtypeCast", "OpAutoCompare")
@@ -433,3 +439,36 @@ def troubled(tools: Iterable[str], folder: Path) -> dict[str, Counter[str]]:
 def _losses(folder: Path) -> list[float]:
     file = Path(f"{folder}.losses0")
     return list(json.loads(file.read_text() or "[]")) if file.exists() else []
+
+
+def main() -> int:
+    """Kill some runs and print what was lost; 1 if anything broke or more than a second was lost."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.kills", description=__doc__)
+    parser.add_argument("--count", type=int, default=10, help="runs for each tool and signal")
+    parser.add_argument("--tools", default=",".join(TOOLS))
+    parser.add_argument("--signals", default=",".join(number.name for number in SIGNALS))
+    parser.add_argument("--at-once", type=int, default=2, help="runs side by side: more than there are cores wait")
+    parser.add_argument("--world", type=int, default=1, help="ranks of a run")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    given = parser.parse_args()
+    import ditorch  # noqa: F401  # the device, before the processes are forked
+    from op_tools.native import front
+
+    front.LIBRARY.wait()
+    warm_up()
+    numbers = [signal.Signals[name] for name in given.signals.split(",")]
+    with tempfile.TemporaryDirectory(prefix="kills-") as scratch:
+        runs = some(given.tools.split(","), numbers, given.count, Path(scratch), random.Random(given.seed), given.world)
+        found = all_of(runs, given.at_once)
+    print(f"seed {given.seed}, load {os.getloadavg()[0]:.0f}")
+    for name, counts in found.items():
+        print(name + ": " + ", ".join(f"{count:,} {key}" for key, count in counts.items() if count or key in BAD))
+    for tool, lost in LOST.items():
+        shown = sorted(round(1e3 * seconds) for seconds in lost)
+        middle, tenth = shown[len(shown) // 2], shown[len(shown) * 9 // 10]
+        print(f"{tool}: lost {middle} ms in the middle, {tenth} at nine of ten, {shown[-1]} at most")
+    return int(any(counts[key] for counts in found.values() for key in BAD))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,13 @@
 """A long training under each observing tool in turn: memory is flat, the losses are the same, nothing is lost.
 
 python -m tests.chaos.soak --steps 20000                    # shared among the tools, on this machine's device
-python -m tests.chaos.soak --model gpt2 --seconds 12        # GPT-2 (124M parameters), so long under each tool
+python -m tests.chaos.soak --model gpt2 --seconds 25        # GPT-2 (124M parameters), so long under each tool
+python -m tests.chaos.soak --model tiny --seconds 5         # the same training, small
 
-GPUs get PyTorch's deterministic kernels: attention and embeddings add in any order otherwise, and no two runs agree.
+The losses without a tool come first. All runs are in one process: what a tool leaves behind is seen by the next. Every
+result is added to `--results` as a line of JSON as soon as it is there. After `--limit` seconds the process ends
+wherever it is, and says so in that file. GPUs get PyTorch's deterministic kernels: attention and embeddings add in any
+order otherwise, and no two runs agree. Captures are removed while the run goes on: they would fill the disk.
 """
 
 from __future__ import annotations
@@ -16,7 +20,11 @@ import resource
 import shutil
 import sys
 import tempfile
+import threading
 import time
+from array import array
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -26,9 +34,19 @@ from torch.nn import functional as F
 
 import ditorch
 import op_tools
+from op_tools.trace import format as trace_format
+from op_tools.watch.intercept import ids
 
 TOOLS: Final = ("OpObserve", "OpTimeMeasure", "OpOverflowCheck", "OpTrace", "OpAutoCompare", "OpCapture")
-_GPT2: Final = {"OpCapture": {"ops": ["torch.nn.functional.layer_norm"]}}  # all calls would be gigabytes a second
+_CAPTURED: Final = {"OpCapture": {"ops": ["torch.nn.functional.layer_norm"]}}  # all calls would be gigabytes a second
+_LARGE: Final = ("gpt2", "tiny")  # with autocast and deterministic kernels
+_SIZES: Final = {  # words, context, batch, width, layers, heads
+    "gpt2": (50304, 512, 8, 768, 12, 12),
+    "tiny": (512, 32, 2, 32, 2, 2),
+    "small": (32, 8, 2, 16, 1, 2),
+}
+_WINDOW: Final = 50  # steps over which memory is looked at
+_KEPT: Final = 2.0  # seconds that a capture stays on the disk
 
 
 class Block(torch.nn.Module):
@@ -69,17 +87,13 @@ def training(model: str) -> Iterator[float]:
     """Losses, step by step, without end; the same each time."""
     torch.manual_seed(0)
     torch.cuda.manual_seed(0)
-    is_large = model == "gpt2"
-    if is_large:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
-    words, context, batch = (50304, 512, 8) if is_large else (32, 8, 2)
-    net = (GPT(words, context, 768, 12, 12) if is_large else GPT(words, context, 16, 1, 2)).cuda()
+    words, context, batch, *size = _SIZES[model]
+    net = GPT(words, context, *size).cuda()
     optimizer = torch.optim.AdamW(net.parameters(), lr=3e-4)
     generator = torch.Generator().manual_seed(1)
     while True:
         x = torch.randint(words, (batch, context + 1), generator=generator).cuda()
-        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=is_large):
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=model in _LARGE):
             loss = F.cross_entropy(net(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
         loss.backward()
         optimizer.step()
@@ -87,83 +101,198 @@ def training(model: str) -> Iterator[float]:
         yield loss.item()
 
 
+def make_deterministic(model: str) -> str:
+    """Ask for kernels that repeat their bits, and see that two runs do; in words, what was needed."""
+    if model not in _LARGE:
+        return "as it is"
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        torch.use_deterministic_algorithms(True)  # asked for with `warn_only`, attention's backward does not repeat
+        first = list(itertools.islice(training(model), 3))
+    except RuntimeError as error:
+        print(f"without deterministic kernels for all: {str(error).splitlines()[0]}", flush=True)
+    else:
+        if first == list(itertools.islice(training(model), 3)):
+            return "deterministic kernels"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for name in ("flash", "mem_efficient", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
+    return "deterministic kernels where there are, attention by products"
+
+
 def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def under(tool: str, model: str, steps: int, seconds: float, folder: Path) -> tuple[list[float], dict[str, Any]]:
-    """The losses under a tool, and what it did to memory: growth between a third of the run and its end."""
-    os.environ.update(OP_TOOLS_RESULTS_DIR=str(folder), OP_TOOLS_CONSOLE="off")
-    losses: list[float] = []
-    host: list[int] = []
-    device: list[int] = []
-    began = time.monotonic()
-    options = _GPT2.get(tool, {}) if model == "gpt2" else {}
-    with getattr(op_tools, tool)(**options) as running:
-        for loss in itertools.islice(training(model), steps or None):
-            losses.append(loss)
-            host.append(_resident())
-            device.append(torch.cuda.memory_allocated())
+class Course:
+    """What is noted of a run, step by step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.first_ids: list[int] = []  # of the calls of each step
+        self._host, self._device = array("q"), array("q")
+
+    def follow(self, model: str, steps: int, seconds: float) -> None:
+        """Train for so many steps or seconds, whatever is over first; 0 stands for no limit."""
+        began = time.monotonic()
+        losses = training(model)
+        while not steps or len(self.losses) < steps:
+            self.first_ids.append(next(ids))
+            self.losses.append(next(losses))
+            self._host.append(_resident())
+            self._device.append(torch.cuda.memory_allocated())
             if seconds and time.monotonic() - began > seconds:
                 break
+
+    def memory(self) -> dict[str, list[float]]:
+        """MB on host and device after a third of the run and at its end, and the most of all."""
+        third = len(self._host) // 3
+        width = max(1, min(_WINDOW, third))
+        found = {}
+        for name, noted in (("host MB", self._host), ("device MB", self._device)):
+            # the middle of several, since memory goes up and down with what waits
+            parts = [sorted(part)[len(part) // 2] for part in (noted[third : third + width], noted[-width:])]
+            found[name] = [round(value / 2**20, 1) for value in (*parts, max(noted))]
+        return found
+
+
+class Sweeper:
+    """Removes captures that were written some seconds ago, and counts them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._over = folder, threading.Event()
+        self.files = self.bytes = 0
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        while not self._over.wait(0.5):
+            self._sweep(time.time() - _KEPT)
+
+    def _sweep(self, before: float) -> None:
+        for path in self._folder.rglob("*.pth"):
+            found = path.stat()
+            if found.st_mtime < before:
+                path.unlink()
+                self.files += 1
+                self.bytes += found.st_size
+
+    def end(self) -> None:
+        """Remove the rest."""
+        self._over.set()
+        self._thread.join()
+        self._sweep(float("inf"))
+
+
+def _by_step(tool: str, running: Any, folder: Path, first_ids: list[int]) -> Counter[int]:
+    """How many records there are of each step."""
+    store, found = running._store, Counter[int]()
+    if tool == "OpTrace":
+        for path in folder.rglob(f"*{trace_format.SUFFIX}"):
+            found.update(map(int, trace_format.read(path)["operators"]["step"]))
+    elif tool == "OpOverflowCheck":
+        for (steps,) in store.tuples(f"SELECT steps FROM {running.table_name}"):
+            found.update(array("q", steps))
+    elif tool == "OpCapture":
+        for call_id, number in store.tuples(f"SELECT call_id, count(*) FROM {running.table_name} GROUP BY call_id"):
+            found[bisect_right(first_ids, call_id)] += number
+    else:
+        found.update(dict(store.tuples(f"SELECT step, count(*) FROM {running.table_name} GROUP BY step")))
+    return found
+
+
+def under(tool: str, model: str, steps: int, seconds: float, folder: Path) -> tuple[list[float], dict[str, Any]]:
+    """The losses under a tool, and what it did to memory."""
+    os.environ.update(OP_TOOLS_RESULTS_DIR=str(folder), OP_TOOLS_CONSOLE="off")
+    began = time.monotonic()
+    course = Course()
+    sweeper = Sweeper(folder) if tool == "OpCapture" else None
+    with getattr(op_tools, tool)(**(_CAPTURED.get(tool, {}) if model in _LARGE else {})) as running:
+        course.follow(model, steps, seconds)
         stopping = time.monotonic()
     ended = time.monotonic()
-    third = len(host) // 3
-    # the middle of several, since memory goes up and down with what waits
-    first, last = (sorted(part)[len(part) // 2] for part in (host[third : third + 50], host[-50:]))
-    first_on_device, last_on_device = max(device[third : third + 50]), max(device[-50:])
-    store = running._store
+    counts = [count for _, count in sorted(_by_step(tool, running, folder, course.first_ids).items())]
+    inner = counts[1 : len(course.losses) - 1]  # of the first and the last step, parts are not the training's
     found = {
         "tool": tool,
-        "steps": len(losses),
+        "steps": len(course.losses),
         "seconds": round(stopping - began, 1),
         "stop": round(ended - stopping, 1),
-        "host MB": [first >> 20, last >> 20],
-        "device MB": [round(first_on_device / 2**20, 1), round(last_on_device / 2**20, 1)],
-        "dropped": store.dropped,
-        "failure": store.failure,
-        "findings": len([f for f in running.findings() if f.kind not in ("skipped",)]),
+        **course.memory(),
+        "records": sum(counts),
+        "steps with other counts": sum(count != Counter(inner).most_common(1)[0][0] for count in inner),
+        "steps without records": len(course.losses) - len(counts[: len(course.losses)]),
+        "dropped": running._store.dropped,
+        "failure": running._store.failure,
+        "findings": Counter(finding.kind for finding in running.findings()),
     }
-    if tool in ("OpObserve", "OpTimeMeasure"):
-        counts = [
-            row[1]
-            for row in store.tuples(f"SELECT step, count(*) FROM {running.table_name} GROUP BY step ORDER BY step")
-        ]
-        found["rows"] = sum(counts)
-        found["steps with other counts"] = sum(count != counts[1] for count in counts[1:-1])
-    return losses, found
+    if sweeper is not None:
+        sweeper.end()
+        found["files"], found["files missing"] = sweeper.files, sum(counts) - sweeper.files
+        found["GB"] = round(sweeper.bytes / 1e9, 2)
+    return course.losses, found
+
+
+def _end_after(seconds: float, results: Path | None) -> None:
+    def end() -> None:
+        _tell(results, {"ended": f"by the limit of {seconds:.0f} s, before everything was done"})
+        os._exit(3)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+
+
+def _tell(results: Path | None, found: dict[str, Any]) -> None:
+    line = json.dumps(found)
+    print(line, flush=True)
+    if results is not None:
+        with results.open("a") as file:
+            file.write(line + "\n")
 
 
 def main() -> int:
     """Print a line for each tool; 1 if a loss differs or anything was lost."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__)
-    parser.add_argument("--model", choices=["small", "gpt2"], default="small")
+    parser.add_argument("--model", choices=_SIZES, default="small")
     parser.add_argument("--steps", type=int, default=0, help="in all")
     parser.add_argument("--seconds", type=float, default=0.0, help="under each tool")
     parser.add_argument("--tools", default=",".join(TOOLS))
+    parser.add_argument("--results", type=Path, help="a file to which each result is added")
+    parser.add_argument("--limit", type=float, default=0.0, help="seconds after which the process ends in any case")
     given = parser.parse_args()
+    if not given.steps and not given.seconds:
+        parser.error("say how long: --steps or --seconds")
     tools = given.tools.split(",")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    print(f"{ditorch.backend.name}, torch {torch.__version__}, {sys.platform}", flush=True)
-    bad = 0
-    alone: list[float] = []
+    if given.limit:
+        _end_after(given.limit, given.results)
+    began = time.monotonic()
+    steps = -(-given.steps // len(tools))
+    about = {"device": ditorch.backend.name, "torch": torch.__version__, "model": given.model}
+    _tell(given.results, {**about, "kernels": make_deterministic(given.model)})
+    bare = Course()
+    bare.follow(given.model, steps, given.seconds)
+    alone, bad = bare.losses, 0
+    _tell(given.results, {"tool": "none", "steps": len(alone), "loss": alone[-1], **bare.memory()})
     for tool in tools:
         folder = Path(tempfile.mkdtemp(prefix="soak-"))
         try:
-            losses, found = under(tool, given.model, given.steps // len(tools), given.seconds, folder)
+            losses, found = under(tool, given.model, steps, given.seconds, folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        if len(alone) < len(losses):
-            alone.extend(itertools.islice(training(given.model), len(alone), len(losses)))
-        found["losses"] = "bit-identical" if losses == alone[: len(losses)] else "DIFFERENT"
+        common = min(len(losses), len(alone))
+        found["losses"] = "bit-identical" if losses[:common] == alone[:common] else "DIFFERENT"
         if found["losses"] == "DIFFERENT":
-            again = list(itertools.islice(training(given.model), len(losses)))
-            found["losses"] = "DIFFERENT" if again == alone[: len(losses)] else "differ without a tool as well"
-        bad += found["losses"] == "DIFFERENT" or bool(
-            found["dropped"] or found["failure"] or found.get("steps with other counts")
-        )
-        print(json.dumps(found), flush=True)
+            again = list(itertools.islice(training(given.model), common))
+            found["losses"] = "DIFFERENT" if again == alone[:common] else "differ without a tool as well"
+        bad += found["losses"] == "DIFFERENT" or any(found.get(key) for key in _BAD)
+        _tell(given.results, found)
+    _tell(given.results, {"ended": "by itself", "seconds": round(time.monotonic() - began, 1), "bad": bad})
     return int(bad > 0)
+
+
+_BAD: Final = ("dropped", "failure", "steps with other counts", "steps without records", "files missing")
 
 
 if __name__ == "__main__":

@@ -160,6 +160,45 @@ def test_many_small_jobs_are_bounded_by_their_number() -> None:
     writer.close()
 
 
+def _with_an_old_job(go: threading.Event, **options: bool) -> Writer:
+    writer = Writer(max_bytes=1 << 30, max_age=0.02, **options)
+    for _ in range(2):  # the thread is busy with the first, so the second waits
+        writer.submit(0, lambda: bool(go.wait(30)))
+    time.sleep(0.05)
+    return writer
+
+
+def test_a_run_waits_while_jobs_are_old() -> None:
+    go = threading.Event()
+    writer = _with_an_old_job(go)
+    threading.Timer(0.2, go.set).start()
+    assert writer.reserve(1)
+    assert go.is_set()
+    assert writer.paused_seconds > 0
+    assert not writer.waited  # there was room
+    writer.submit(1, lambda: None)
+    writer.drain()
+    began = writer.paused_seconds
+    assert writer.reserve(1)
+    assert writer.paused_seconds - began < 0.02  # nothing is old
+    writer.release(1)
+    writer.close()
+
+
+def test_a_run_does_not_wait_for_old_jobs_that_wait_for_it() -> None:
+    go = threading.Event()
+    writer = _with_an_old_job(go)
+    assert writer.reserve(1)  # after a second
+    writer.release(1)
+    dropping = _with_an_old_job(go, drop_when_full=True)
+    assert dropping.reserve(1)
+    dropping.release(1)
+    assert not dropping.paused_seconds
+    go.set()
+    writer.close()
+    dropping.close()
+
+
 def test_dropping_instead_of_waiting() -> None:
     writer = Writer(max_bytes=10, drop_when_full=True)
     gate = threading.Event()
