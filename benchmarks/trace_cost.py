@@ -3,6 +3,7 @@
     python -m benchmarks.trace_cost --steps 10            # on the accelerator
     python -m benchmarks.trace_cost --tiny --steps 2      # a smoke test
     python -m benchmarks.trace_cost --cpu --tiny          # CPU time and Python calls of a step, beside OpObserve
+    python -m benchmarks.trace_cost --plain --phases      # where the time of a step goes
 
 All-in is from the start of the tool to the end of its stop, the first step included, divided by as many bare steps.
 Each form runs twice: the second time the kernel is compiled and every kind of call has been seen. Libraries are built
@@ -111,6 +112,57 @@ def measured(step: Any, steps: int, prints: bool, profile: int = 0) -> str:
     )
 
 
+def phases(tiny: bool, steps: int) -> None:
+    """Times of forward, backward and optimizer, with and without a wait for the device after each; bare and traced.
+
+    Without the wait they are the time of the host, which the recorder adds to.
+    """
+    import op_tools
+
+    layers, width, heads, vocabulary, length, batch = (2, 64, 2, 512, 32, 2) if tiny else (12, 768, 12, 50257, 512, 8)
+    tokens = torch.randint(vocabulary, (batch, length + 1)).cuda()
+    model = GPT2(layers, width, heads, vocabulary, length).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def forward() -> Any:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            return model(tokens[:, :-1], tokens[:, 1:])
+
+    def one_step(wait: bool) -> list[float]:
+        times = [time.perf_counter()]
+        loss = forward()
+        if wait:
+            _wait()
+        times.append(time.perf_counter())
+        optimizer.zero_grad()
+        times.append(time.perf_counter())
+        loss.backward()
+        if wait:
+            _wait()
+        times.append(time.perf_counter())
+        optimizer.step()
+        if wait:
+            _wait()
+        times.append(time.perf_counter())
+        _wait()
+        times.append(time.perf_counter())
+        return [1e3 * (after - before) for before, after in zip(times, times[1:])]
+
+    for form in ("bare", "prints off", "prints on"):
+        with tempfile.TemporaryDirectory() as folder:
+            tool = None if form == "bare" else op_tools.OpTrace(to=folder, prints=form == "prints on")
+            if tool is not None:
+                tool.start()
+            for wait in (False, True):
+                one_step(wait)
+                found = sorted([one_step(wait) for _ in range(steps)], key=sum)[steps // 2]
+                names = ("forward", "zero_grad", "backward", "optimizer", "the device's rest")
+                words = ", ".join(f"{name} {value:.1f}" for name, value in zip(names, found))
+                print(f"{form}, {'waiting' if wait else 'not waiting'}: {sum(found):.1f} ms: {words}", flush=True)
+            if tool is not None:
+                tool.stop()
+
+
 def _cpu_times(step: Any, steps: int) -> None:
     """CPU time and Python calls of a step: bare, under OpObserve, under OpTrace without and with prints, in turns."""
     import op_tools
@@ -157,6 +209,7 @@ def main() -> None:
     parser.add_argument("--plain", action="store_true", help="this project's GPT-2 instead of the one of transformers")
     parser.add_argument("--profile", action="store_true", help="where the time of three later steps goes")
     parser.add_argument("--cpu", action="store_true", help="CPU time and Python calls of a step instead")
+    parser.add_argument("--phases", action="store_true", help="times of forward, backward and optimizer, as well")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         import ditorch  # noqa: F401
@@ -175,6 +228,8 @@ def main() -> None:
         return _cpu_times(step, options.steps)
     for prints in (False, True, False, True):
         print(measured(step, options.steps, prints), flush=True)
+    if options.phases:
+        phases(options.tiny, options.steps)
     if options.profile:
         for prints in (False, True):
             print(measured(step, options.steps, prints, profile=15), flush=True)
