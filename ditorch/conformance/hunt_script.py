@@ -23,6 +23,7 @@ import sys
 import torch
 
 nan, inf = float("nan"), float("inf")
+torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # as in the hunt
 DEVICE = sys.argv[1] if len(sys.argv) > 1 else "{device}"
 try:
     if DEVICE.partition(":")[0] not in ("cpu", "cuda", "xpu", "mps"):

@@ -99,6 +99,7 @@ def test_a_script_stands_alone(tmp_path: Path, way: str, name: str) -> None:
     args = (x.t().requires_grad_(way == "backward"), *([2] if name == "add" else ["nuc"]))
     text = hunt_script.text(info, Variant(args, {}), way, "cpu", Outcome(WRONG, 'off by """1"""'))
     compile(text, "script", "exec")
+    assert "allow_tf32 = False" in text  # as in the workers, or every convolution on CUDA is "still there"
     if way == "backward":
         script = tmp_path / "script.py"
         script.write_text(text)
