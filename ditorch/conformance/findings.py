@@ -33,6 +33,12 @@ class Found(NamedTuple):
         """Its name in PyTorch's database."""
         return self.case.name
 
+    @property
+    def file(self) -> str:
+        """The name of its script."""
+        way = re.sub(r"\W+", "-", self.message.partition(",")[0])
+        return f"{self.operator}-{self.case.check}-{way}.py".replace("/", "_")
+
     def known(self, ledger: Ledger) -> str:
         """What the ledger says about this operator called in this way, in the hunt or in a plain run."""
         way, _, rest = self.message.partition(", ")
@@ -53,7 +59,8 @@ class Found(NamedTuple):
 def of(result: Result) -> Iterator[Found]:
     """The findings of one round (`list(of(result))`); a device that was lost, a crash and a hang are findings too."""
     if result.status in (ERROR, CRASH, TIMEOUT):
-        yield Found(result.case, f"{result.status}: {result.message}")
+        script = result.details[1] if result.status == ERROR and len(result.details) == 2 else ""
+        yield Found(result.case, f"{result.status}: {result.message}", "", script)
     if result.status != WRONG:
         return
     pairs = list(zip(result.details[::2], result.details[1::2])) or [("", "")]
@@ -70,8 +77,7 @@ def write(folder: Path, results: Iterable[Result], ledger: Ledger) -> int:
     (folder / FILE).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     for one in found:
         if one.script:
-            way = one.message.partition(",")[0].replace(" ", "-")
-            path = folder / "scripts" / f"{one.operator}-{one.case.check}-{way}.py".replace("/", "_")
+            path = folder / "scripts" / one.file
             path.parent.mkdir(exist_ok=True)
             path.write_text(one.script, encoding="utf-8")
     return len(found)

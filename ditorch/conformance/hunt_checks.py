@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from ditorch.conformance import databases, freedoms, hunt_script
-from ditorch.conformance.cases import NO_DTYPE, NOT_COMPARABLE, PASS, WRONG, Case, Limits, Result, Unit
+from ditorch.conformance.cases import ERROR, NO_DTYPE, NOT_COMPARABLE, PASS, WRONG, Case, Limits, Result, Unit
 from ditorch.conformance.novelty import Feature, Pairs, features
 from ditorch.conformance.op_checks import OperatorChecks, _Exact, _NoWarnings, _Strided
 from ditorch.conformance.trial import DeviceLost, Outcome, Skip, Trial
@@ -24,6 +24,9 @@ ROUNDS: Final = 40
 """More than a hunt has time for: it ends by the clock."""
 SHRINKING_SECONDS: Final = 8.0
 """To make a call small; less for each further one of a round, so that a round ends within the limit of a case."""
+_SHRINKING_SHARE: Final = 4.0
+"""The same at most, of an operator's time: in a short hunt on a device with many bugs, all operators get their turn."""
+LOST: Final = "the device was lost: "
 _WAYS: Final = ("plain", "out", "in place", "backward")
 _CANDIDATES: Final = 2
 """Calls that are drawn for each one that is tried."""
@@ -92,23 +95,38 @@ class HuntChecks:
                         break
                     continue
                 tried += 1
-                outcome = self._tried(dtype, way, variant)
+                try:
+                    outcome = self._tried(dtype, way, variant)
+                except DeviceLost as error:
+                    findings[way] = self._lost(way, variant, error)
+                    raise DeviceLost(str(error), self._result(case, findings, tried, counts[NOT_COMPARABLE])) from error
                 pairs.add(its, accepted=outcome.status == PASS)
                 if outcome.status == WRONG:
                     began = self._clock()
-                    findings[way] = self._found(dtype, way, variant, outcome, SHRINKING_SECONDS / (1 + len(findings)))
+                    seconds = min(SHRINKING_SECONDS, _SHRINKING_SHARE * self.limits.hunt_seconds) / (1 + len(findings))
+                    try:
+                        findings[way] = self._found(dtype, way, variant, outcome, seconds)
+                    except DeviceLost as error:  # by a smaller call
+                        findings[way] = self._as_drawn(dtype, way, variant, outcome)
+                        unclear = counts[NOT_COMPARABLE]
+                        raise DeviceLost(str(error), self._result(case, findings, tried, unclear)) from error
                     ends += self._clock() - began
                 counts[outcome.status if outcome.status in counts else NOT_COMPARABLE] += 1
                 refused = refused or (outcome.message if outcome.status not in counts else "")
         unclear = counts[NOT_COMPARABLE]
         if findings:
-            several = list(findings.values())
-            note = "; ".join(f"drawn: {one.drawn}" for one in several)
-            details = tuple(text for one in several for text in (one.details, one.script))
-            return Result(case, WRONG, " | ".join(one.message for one in several), tried, unclear, 0.0, note, details)
+            return self._result(case, findings, tried, unclear)
         status = PASS if counts[PASS] else NOT_COMPARABLE
         note = f"the device refuses what the CPU does: {refused}" if refused else ""
         return Result(case, status, "", tried, unclear, note=note)
+
+    def _result(self, case: Case, findings: dict[str, Finding], tried: int, unclear: int) -> Result:
+        """A round with findings; one with nothing but a lost device is an error."""
+        several = list(findings.values())
+        status = ERROR if all(one.message.startswith(LOST) for one in several) else WRONG
+        note = "; ".join(f"drawn: {one.drawn}" for one in several)
+        details = tuple(text for one in several for text in (one.details, one.script))
+        return Result(case, status, " | ".join(one.message for one in several), tried, unclear, 0.0, note, details)
 
     # --- one call
 
@@ -185,14 +203,22 @@ class HuntChecks:
 
     # --- what was found
 
+    def _lost(self, way: str, variant: Variant, error: DeviceLost) -> Finding:
+        """A call that takes the device down: it is not made small, since each try costs a process."""
+        script = hunt_script.text(self.info, variant, way, self.device, Outcome(ERROR, str(error)))
+        return Finding(f"{LOST}{error}", variant.told, "", script)
+
+    def _as_drawn(self, dtype: str, way: str, variant: Variant, outcome: Outcome) -> Finding:
+        script = hunt_script.text(self.info, variant, way, self.device, outcome)
+        message = f"{way}, {dtype}, {hunt_script.in_words(variant)}: {outcome.message}"
+        return Finding(message, variant.told, outcome.details, script)
+
     def _found(self, dtype: str, way: str, variant: Variant, outcome: Outcome, seconds: float) -> Finding:
         if self._tried(dtype, way, variant).status != WRONG:
             text = f"{way}, {dtype}, {hunt_script.in_words(variant)}: {outcome.message}"
             return Finding(f"wrong once, right when repeated: {text}", variant.told, outcome.details, "")
         smallest, outcome = self._shrunk(dtype, way, variant, outcome, seconds)
-        script = hunt_script.text(self.info, smallest, way, self.device, outcome)
-        message = f"{way}, {dtype}, {hunt_script.in_words(smallest)}: {outcome.message}"
-        return Finding(message, variant.told, outcome.details, script)
+        return self._as_drawn(dtype, way, smallest, outcome)._replace(drawn=variant.told)
 
     def _shrunk(
         self, dtype: str, way: str, variant: Variant, outcome: Outcome, seconds: float

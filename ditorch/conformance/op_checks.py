@@ -168,7 +168,7 @@ class OperatorChecks:
         outcome = self._free(trial, trial.judge(freedoms.determined(self.info.name, args, compared)))
         if outcome.status != WRONG:
             return outcome
-        return Outcome(WRONG, f"out= {kind.name}: {outcome.message}", outcome.details)
+        return Outcome(WRONG, f"out= {kind.name}: {outcome.message}", outcome.details, outcome.worst)
 
     def _layout(self, args: Any, results: Any) -> list[Any]:
         compared = tensors_in(freedoms.determined(self.info.name, args, results))

@@ -27,7 +27,14 @@ _STATUS = {verdict.RIGHT: PASS, verdict.WRONG: WRONG, verdict.NOT_COMPARABLE: NO
 
 
 class DeviceLost(RuntimeError):
-    """The device refuses all further work in this process (a sticky CUDA error), so the process must be replaced."""
+    """The device refuses all further work in this process (a sticky CUDA error), so the process must be replaced.
+
+    `result` is that of the case, where it knows more than the error: what was found before.
+    """
+
+    def __init__(self, message: str, result: Result | None = None) -> None:
+        super().__init__(message)
+        self.result = result
 
 
 class Skip(Exception):

@@ -123,7 +123,8 @@ class Answers:
             try:
                 result = checks.run(check)
             except DeviceLost as error:
-                self.send(result=Result(case, ERROR, f"the device was lost: {error}").as_dict())
+                result = error.result or Result(case, ERROR, f"the device was lost: {error}")
+                self.send(result=result.as_dict())
                 self.send(lost=str(error))
                 return False
             except Exception as error:

@@ -10,7 +10,7 @@ import ditorch
 from ditorch.conformance import findings
 from ditorch.conformance.cases import PASS, WRONG, Limits, Unit
 from ditorch.conformance.hunt_checks import HuntChecks
-from ditorch.conformance.trial import DeviceLost, Trial
+from ditorch.conformance.trial import DeviceLost, Outcome, Trial
 from tests.databases import load
 
 LIMITS = Limits(samples=40, timeout=240, hunt_seconds=20)  # calls decide, not the clock of a busy machine
@@ -69,5 +69,25 @@ def test_a_lost_device_is_told_with_the_call_that_lost_it(monkeypatch: pytest.Mo
         raise DeviceLost("RuntimeError: CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(Trial, "run", lost)
-    with pytest.raises(DeviceLost, match=r"plain, float32, \(.*illegal memory access"):
+    with pytest.raises(DeviceLost, match=r"plain, float32, \(.*illegal memory access") as caught:
         hunted("tanh", 1)
+    (found,) = findings.of(caught.value.result)
+    assert "illegal memory access" in found.message
+    compile(found.script, found.file, "exec")  # what took the device down can be tried again
+
+
+def test_what_was_found_before_the_device_was_lost_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(self: HuntChecks, dtype: str, way: str, variant: Any) -> Outcome:
+        if way == "backward":
+            raise DeviceLost(f"{way}, {dtype}: RuntimeError: CUDA error: misaligned address")
+        return Outcome(WRONG, "off")
+
+    monkeypatch.setattr(HuntChecks, "_tried", wrong)
+    with pytest.raises(DeviceLost) as caught:
+        hunted("tanh", 1)
+    result = caught.value.result
+    assert result.status == WRONG
+    several = list(findings.of(result))
+    assert len(several) > 1
+    assert "misaligned" in several[-1].message
+    assert len({one.file for one in several}) == len(several)

@@ -99,6 +99,7 @@ def test_a_script_stands_alone(tmp_path: Path, way: str, name: str) -> None:
     args = (x.t().requires_grad_(way == "backward"), *([2] if name == "add" else ["nuc"]))
     text = hunt_script.text(info, Variant(args, {}), way, "cpu", Outcome(WRONG, 'off by """1"""'))
     compile(text, "script", "exec")
+    assert "allow_tf32 = False" in text  # as in the workers, or every convolution on CUDA is "still there"
     if way == "backward":
         script = tmp_path / "script.py"
         script.write_text(text)
@@ -114,6 +115,28 @@ def test_a_script_asks_about_the_worst_element_and_its_own_bound(allowed: float,
     script.write_text(hunt_script.text(databases.operators()["mul"], Variant((x, 3.0), {}), "in place", "cpu", place))
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
     assert done.returncode == status, done.stdout + done.stderr
+
+
+def test_a_script_with_out_is_held_against_float64_and_says_what_one_needs_to_judge(tmp_path: Path) -> None:
+    """A name of the body hid the function that widens, so no result of `out=` was ever held against float64."""
+    place = Outcome(WRONG, "out= with strides: off", worst=Place("output", 0, (1, 2), 0.0))
+    script = tmp_path / "script.py"
+    script.write_text(
+        hunt_script.text(databases.operators()["mul"], Variant((torch.full((2, 3), 0.1), 3.0), {}), "out", "cpu", place)
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stdout + done.stderr
+    for said in ("0 of 6 elements are not the CPU's", "in float64", "the same result", "largest error"):
+        assert said in done.stdout
+    assert "not known" not in done.stdout
+
+
+def test_a_script_fills_several_results(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    x = torch.tensor([3.0, 1.0, 2.0])
+    script.write_text(hunt_script.text(databases.operators()["sort"], Variant((x,), {}), "out", "cpu", Outcome(WRONG)))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (0, "the difference is gone\n"), done.stderr
 
 
 def test_an_entry_is_named_by_what_it_calls() -> None:
