@@ -23,6 +23,13 @@ _SECONDS: Final = 0.1  # between two batches
 _FULL_SECONDS: Final = 0.002  # until processes that all have enough to do are asked again
 _AT_ONCE: Final = 32  # parts in one message
 MAX_BYTES: Final = 3 << 29  # of parts that wait
+_SMALL: Final = 1 << 15  # bytes that are copied before the GIL could be handed over and taken back
+_copy_without_gil: Final = ctypes.CDLL(None).memmove
+_copy_without_gil.argtypes, _copy_without_gil.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
+
+
+def _move(target: int, source: int, nbytes: int) -> None:
+    (_copy_without_gil if nbytes > _SMALL else ctypes.memmove)(target, source, nbytes)
 
 
 class Batches:
@@ -171,7 +178,7 @@ class Batches:
                     each.event.synchronize()
             spans = []
             for storage in storages:
-                ctypes.memmove(first + start, storage.data_ptr(), storage.nbytes)
+                _move(first + start, storage.data_ptr(), storage.nbytes)
                 spans.append((start, storage.nbytes))
                 start += padded(storage.nbytes)
             return spans

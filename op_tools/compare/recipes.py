@@ -200,7 +200,10 @@ class PartMaker:
         mark = take(*sides)
         arguments = operands_of(kind.layouts, (*key, "before"), sides[0], mark)
         snapshot = operands_of(kind.layouts, (*key, "after"), sides[1], mark)
-        number = self.number((arguments_kind(call), call.numbers, key)) if all(call.numbers) else 0
+        number = 0
+        if all(call.numbers):  # calls that are cut alike have the same layouts, which the kind holds
+            alike = (id(arguments.layout), id(snapshot.layout))
+            number = self.number((arguments_kind(call), call.numbers, key, alike))
         if known is not None and remembers:
             kind.recipes[known.key] = _recipe(planned, (arguments, snapshot)[-len(new) :], number)
         return _job(job, call, arguments, snapshot, number, own)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -50,12 +51,14 @@ class Table:
     `origins` says for each piece which tensor it is cut from and how far from its beginning; None for zeros.
     """
 
-    __slots__ = ("_launches", "_offsets", "_origins", "_pieces")
+    __slots__ = ("_launches", "_offsets", "_origins", "_pieces", "lock")
 
     def __init__(self, pieces: Sequence[Piece], offsets: Sequence[int], origins: Sequence[Origin | None]) -> None:
         self._pieces, self._offsets, self._origins = tuple(pieces), tuple(offsets), tuple(origins)
-        # of each launch: its words, then where in them an address belongs and what is added to it
-        self._launches: list[tuple[Any, int, int, list[tuple[int, int, int]], list[tuple[int, int]]]] = []
+        self.lock = threading.Lock()  # held from filling the words in until the driver has copied them
+        # of each launch: its words, the parameter that points to them, how many pieces, elements of the largest,
+        # then where in the words an address belongs and what is added to it
+        self._launches: list[tuple[Any, Any, int, int, list[tuple[int, int, int]], list[tuple[int, int]]]] = []
         for first in range(0, len(pieces), _MAX_PIECES):
             some = pieces[first : first + _MAX_PIECES]
             words, most = _words(some, offsets[first : first + _MAX_PIECES])
@@ -65,17 +68,20 @@ class Table:
                 if origin is not None and piece.source:
                     sources.append((at, *origin))
                 targets.append((at + 1, offsets[first + number]))
-            self._launches.append((words, len(some), most, sources, targets))
+            self._launches.append((words, _parameter(words), len(some), most, sources, targets))
 
     def launches(self, addresses: Sequence[int], first: int) -> Iterator[tuple[Any, int, int]]:
-        """Of each launch for tensors at these addresses: its words, how many pieces, elements of the largest."""
-        for template, count, most, sources, targets in self._launches:
-            words = _Words.from_buffer_copy(template)
+        """Of each launch for tensors at these addresses: its parameter, how many pieces, elements of the largest.
+
+        The words are those of the table, so that nothing is made anew: every ctypes object is announced to the audit
+        hooks of the program. The caller holds the lock.
+        """
+        for words, parameter, count, most, sources, targets in self._launches:
             for at, number, apart in sources:
                 words[at] = addresses[number] + apart
             for at, offset in targets:
                 words[at] = first + offset
-            yield words, count, most
+            yield parameter, count, most
 
     def filled(self, addresses: Sequence[int], first: int) -> tuple[list[Piece], list[int]]:
         """The pieces for tensors at these addresses, and where they go."""
@@ -99,6 +105,13 @@ def _words(pieces: Sequence[Piece], places: Sequence[int]) -> tuple[Any, int]:
     return _Words(*words), most
 
 
+def _parameter(words: Any) -> Any:
+    """The parameters of a launch: one, which lies at these words; they must live as long as it."""
+    found = (ctypes.c_void_p * 1)(ctypes.addressof(words))
+    found.words = words
+    return found
+
+
 class Gather:
     """The kernel on one GPU."""
 
@@ -116,7 +129,8 @@ class Gather:
         stream = cuda_stream(self.index)
         for first in range(0, len(pieces), _MAX_PIECES):
             some = pieces[first : first + _MAX_PIECES]
-            if not self._run(*_words(some, places[first:]), len(some), stream):
+            words, most = _words(some, places[first:])
+            if not self._run(_parameter(words), most, len(some), stream):
                 return False
         return True
 
@@ -125,12 +139,15 @@ class Gather:
         if cuda_device() != self.index:
             return False
         stream = cuda_stream(self.index)
-        return all(self._run(words, most, count, stream) for words, count, most in table.launches(addresses, first))
+        with table.lock:
+            for parameter, count, most in table.launches(addresses, first):
+                if not self._run(parameter, most, count, stream):
+                    return False
+        return True
 
-    def _run(self, words: Any, most: int, count: int, stream: int) -> bool:
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(words))
+    def _run(self, parameter: Any, most: int, count: int, stream: int) -> bool:
         blocks = min(-(-most // _THREADS), _MAX_BLOCKS)
-        return not self._launch(self._function, blocks, count, 1, _THREADS, 1, 1, 0, stream, parameters, None)
+        return not self._launch(self._function, blocks, count, 1, _THREADS, 1, 1, 0, stream, parameter, None)
 
 
 @functools.cache

@@ -161,12 +161,12 @@ class Sampled(_Counts, Judge):
             total = total_of(call.op, call.function, live.args, live.kwargs)
             return total if total is not None and self._is_large(total.elements(live.args, live.kwargs)) else None
         tensors = live.tensors
-        if not axes.lists and not all(t.numel() for t in tensors):  # nothing to sample
-            return None
         writes = bool(traits.mutates or facts.may_mutate(call.op, live.kwargs) or traits.facts.writes or axes.writes)
         if writes and not axes.lists and len(set(map(start_of_storage, tensors))) != len(tensors):
             return None
         kind = Kind(axes, map_tensors((live.args, live.kwargs), without_memory), writes, draws)
+        if not all(kind.sizes.values()):  # nothing to sample; an empty tensor beside others, as in `cat`, is no reason
+            return None
         chosen = kind.chosen(kind.forward(), kind.tensors)
         if not self._is_large(kind.elements, kind.work) or not chosen.counts:
             return None

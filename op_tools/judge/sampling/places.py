@@ -38,7 +38,7 @@ def choose(size: int, inner: int, count: int, rng: random.Random) -> list[int]:
     wanted += [place for edge in edges for place in (edge, edge - 1) if 0 <= place < size]
     found = dict.fromkeys(wanted[: max(2, 3 * count // 4)])
     while len(found) < count:
-        found[rng.randrange(size)] = None
+        found.update(dict.fromkeys(rng.choices(range(size), k=count - len(found))))
     return sorted(found)
 
 

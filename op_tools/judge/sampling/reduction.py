@@ -18,6 +18,9 @@ from .axes import Axes, Names
 Index = dict[str, Tensor]  # by axis: the places, on the device
 
 VARIANTS: Final = 8  # choices of places for a kind of call, used in turn
+_MIN_PLACES: Final = 4  # along an axis
+_ALWAYS_ALL: Final = 6  # calls of a kind that are judged at all of the places that are meant for one
+_FEWER: Final = 4  # later calls but one of VARIANTS are judged at so many times fewer: other places in each of them
 
 
 class Cut(NamedTuple):
@@ -71,8 +74,13 @@ class Chosen:
                 sizes, sorted(cut.axes), needed, [*rest, *map(rows, came), rows(judged)], axes.flat, axes.is_slow
             )
         self.some = frozenset([name for name, count in self.counts.items() if count < sizes[name]])
+        fewer = round(_FEWER ** (1 / max(1, len(self.some)))) if not axes.lists else 1
+        self._fewer = {
+            name: max(min(count, _MIN_PLACES), count // fewer) if name in self.some else count
+            for name, count in self.counts.items()
+        }
         self.elements = sum([r * self._product(names) for names, r in zip(axes.tensors, rest)])
-        self._made: dict[Any, list[Index]] = {}
+        self._made: dict[Any, dict[int, Index]] = {}
         self._uses = 0
         self.ranked = 0  # calls in which places that stand out were looked for, or could have been
 
@@ -80,20 +88,24 @@ class Chosen:
         return math.prod([self.counts.get(n, self._sizes[n]) for n in names if n is not None])
 
     def index(self, device: torch.device) -> Index:
-        """The places for the next call."""
+        """The places for the next call: all that are meant for one at first, then other ones in turn, mostly fewer."""
         made = self._made.get(device)
         if made is None:
-            made = self._made[device] = []
+            made = self._made[device] = {}
         self._uses += 1
         number = self._uses % VARIANTS
-        while len(made) <= number:
-            made.append(self._choose(device, len(made)))
-        return made[number]
+        if self._uses <= _ALWAYS_ALL:
+            number = 0 if self._uses % 2 else VARIANTS
+        found = made.get(number)
+        if found is None:
+            found = made[number] = self._choose(device, number)
+        return found
 
     def _choose(self, device: torch.device, variant: int) -> Index:
+        counts = self._fewer if variant % VARIANTS else self.counts
         return {
-            name: places_on(device, self._sizes[name], self._shape.get(name, 1), count, 8 * variant + number)
-            for number, (name, count) in enumerate(self.counts.items())
+            name: places_on(device, self._sizes[name], self._shape.get(name, 1), count, 16 * variant + number)
+            for number, (name, count) in enumerate(counts.items())
         }
 
 

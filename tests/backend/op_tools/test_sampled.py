@@ -422,6 +422,20 @@ def test_a_call_on_nothing_is_compared_in_full(device: str) -> None:
     assert not tool.findings()
 
 
+@pytest.mark.parametrize("empty", [(0,), (2, 0, 512)])
+def test_an_empty_tensor_among_large_ones_does_not_keep_a_call_from_being_sampled(
+    device: str, empty: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache of keys and values begins with `cat` of nothing and the first ones."""
+    monkeypatch.setenv("OP_AUTOCOMPARE_COVERAGE", "auto")
+    nothing, x = torch.zeros(empty, device=device), torch.randn(2, 1024, 512, device=device, requires_grad=True)
+    with op_tools.OpAutoCompare() as tool:
+        torch.cat([nothing, x], dim=1).backward(torch.ones_like(x))
+    judge = tool.judge(Sampled)
+    assert (judge.calls, list(tool.blames), tool.findings()) == (2, [], [])
+    assert judge.compared < judge.elements
+
+
 def test_jobs_that_wait_to_be_told_hold_no_gradients(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Views are settled at once and told in their turn; in a run with a backlog, gradients of many steps piled up."""
     monkeypatch.setenv("OP_AUTOCOMPARE_COVERAGE", "auto")
