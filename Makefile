@@ -19,7 +19,7 @@ help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
 
 $(PY):
-	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 10) else "ditorch needs Python 3.10 or newer, this is " + sys.version.split()[0])'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 10) <= sys.version_info < (3, 14) else "ditorch needs Python 3.10 to 3.13, this is " + sys.version.split()[0])'
 	@echo "==> creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Final
 
-if sys.version_info < (3, 10):  # noqa: UP036  # pip refuses it, but a checkout on PYTHONPATH is not asked
-    raise ImportError(f"ditorch and op_tools need Python 3.10 or newer, this is Python {sys.version.split()[0]}")
+if not (3, 10) <= sys.version_info < (3, 14):  # pip refuses them, but a checkout on PYTHONPATH is not asked
+    raise ImportError(f"ditorch and op_tools need Python 3.10 to 3.13, this is Python {sys.version.split()[0]}")
 
 import torch
 

@@ -18,7 +18,7 @@ from . import settings
 from .call.description import Finding
 from .view import settings_table
 from .view.console import FindingGroups, note, one_line, table
-from .view.store import read_only
+from .view.store import read_only, tables_of
 
 if TYPE_CHECKING:
     from .replay.outcome import Options
@@ -278,7 +278,7 @@ def show_records(given: Path, everything: bool = False) -> int:
     if (given / "calls.jsonl").is_file():
         return run_export(argparse.Namespace(source=[given], ops=None, ids=None, steps=None, list=True))
     if given.is_dir():
-        files = sorted(given.rglob("*.sqlite"), key=lambda file: file.stat().st_mtime)
+        files = sorted((f for f in given.rglob("*.sqlite") if f.is_file()), key=lambda file: file.stat().st_mtime)
         if not files:
             print(f"{given}: no records (*.sqlite) under it", file=sys.stderr)
             return 2
@@ -291,7 +291,7 @@ def show_records(given: Path, everything: bool = False) -> int:
 def _show_file(file: Path) -> int:
     try:
         with contextlib.closing(read_only(file)) as connection:
-            names = [row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type='table'")]
+            names = tables_of(connection)
             # rows are only ever added: the number of the last one is known without reading them all
             last = 'SELECT coalesce((SELECT max(rowid) FROM "{0}") - (SELECT min(rowid) FROM "{0}") + 1, 0)'
             rows = [[n, str(connection.execute(last.format(n.replace('"', '""'))).fetchone()[0])] for n in names]

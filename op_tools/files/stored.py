@@ -25,7 +25,9 @@ from .archive import ArchiveError, Damaged, check_sum
 from .limits import check_memory
 from .segments import DERIVED, INDEX, MAGIC, VERSION, check_line, segment_name
 
-_MAX_LINE: Final = 1 << 28  # bytes of the description of one call
+_MAX_LINE: Final = 1 << 26  # bytes of the description of one call
+_MAX_NAME: Final = 255  # bytes of each name in the path of a call, as file systems have it
+_MAX_PATH: Final = 2_000
 
 
 class StoredCall(NamedTuple):
@@ -68,7 +70,7 @@ class CaptureStore:
                 damaged, end = damaged + 1, end + (not whole)
             except ArchiveError:
                 raise
-            except (ValueError, TypeError, KeyError, RecursionError):
+            except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
                 damaged, end = damaged + 1, end + (not whole)
         if not self.torch:
             raise ArchiveError(f"{path}: is empty or cut off: there is no call in it")
@@ -92,7 +94,10 @@ class CaptureStore:
             self._derived[int(facts["derived"])] = facts
             return
         op, folder = str(facts["op"]), str(facts["folder"])
-        if not facts["parts"] or {"", ".", ".."} & set(folder.split("/")) or "\0" in folder:
+        names = folder.split("/")
+        if not facts["parts"] or {"", ".", ".."} & set(names) or not (folder + op).isprintable():
+            raise ValueError(folder)
+        if len(folder) > _MAX_PATH or any(len(name.encode()) > _MAX_NAME for name in names):
             raise ValueError(folder)
         number, step = int(facts["id"]), int(facts["step"])
         known = self.calls.get(folder)
@@ -196,12 +201,14 @@ class CaptureStore:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    """The lines of an index, and where they begin."""
+    """The lines of an index, and where they begin; nothing after one that is longer than any line."""
     start = 0
     with open(path, "rb") as file:
         while line := file.readline(_MAX_LINE):
             yield line, start
             start += len(line)
+            if len(line) == _MAX_LINE and not line.endswith(b"\n"):
+                return
 
 
 # --- paths ---------------------------------------------------------------------------------------------------

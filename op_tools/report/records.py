@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..native.statistics import NAMES as STATISTICS
-from ..view.store import read_only
+from ..view.store import read_only, tables_of
 from .columns import REAL, WHOLE, WORD, Array, Growing, Words
 
 COMPARED: Final = {
@@ -111,8 +111,7 @@ class Records:
         try:
             with contextlib.closing(_open(self.path)) as connection:
                 connection.text_factory = lambda text: text.decode(errors="replace")
-                found = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
-                tables = {name for (name,) in found}
+                tables = set(tables_of(connection))
                 self._read_sites(connection, tables)
                 for table, kinds in _GROWING.items():
                     for rows in self._rows(connection, tables, table, list(kinds)):

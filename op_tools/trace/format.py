@@ -25,6 +25,7 @@ NAMED: Final = b"op_tools trace "
 PROJECTIONS: Final = 8
 _ROWS: Final = 16_384  # of a table that wait to be written
 _MAX_LINE: Final = 1 << 20
+_MAX_WORLD: Final = 1 << 24  # ranks
 _MAX_RATIO: Final = 200  # of a file unpacked to the file: zlib packs rows of numbers to a fiftieth at best
 
 TABLES: Final[dict[str, dict[str, str]]] = {
@@ -218,7 +219,7 @@ class Trace:
     @property
     def rank(self) -> int:
         """The rank that recorded it."""
-        return int(self.facts.get("rank", 0))
+        return int(self.facts.get("rank", 0))  # `read` has looked at it
 
     @property
     def world(self) -> int:
@@ -235,7 +236,7 @@ def files_of(run: Path) -> list[Path]:
     found = sorted(run.glob(f"*{SUFFIX}")) or sorted(run.glob(f"*/*{SUFFIX}"))
     if not found:
         raise TraceError(f"{run}: no trace (*{SUFFIX}) in it")
-    newest = max(found, key=lambda file: file.stat().st_mtime).parent
+    newest = max(found, key=lambda file: os.lstat(file).st_mtime).parent
     return sorted(newest.glob(f"*{SUFFIX}"), key=_rank_of)
 
 
@@ -255,6 +256,8 @@ def read(path: Path, tables: Iterable[str] | None = None, partial: bool = False)
     facts: dict[str, Any] = {}
     complete = False
     try:
+        if not path.is_file() and path.exists():  # opening a pipe would block
+            raise TraceError(f"{path}: is not a regular file")
         with path.open("rb") as file:
             _check_head(path, file.readline(_MAX_LINE))
             file_size = os.fstat(file.fileno()).st_size
@@ -287,7 +290,15 @@ def read(path: Path, tables: Iterable[str] | None = None, partial: bool = False)
                         parts[name].append(_columns(name, rows, body))
                 except EOFError:
                     break
-                except (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error) as error:
+                except (
+                    ArithmeticError,
+                    ValueError,
+                    LookupError,
+                    TypeError,
+                    AttributeError,
+                    RecursionError,
+                    zlib.error,
+                ) as error:
                     raise TraceError(f"{path}: damaged after byte {file.tell():,} ({type(error).__name__})") from None
     except OSError as error:
         raise TraceError(f"{path}: cannot be read ({error.strerror or error})") from None
@@ -306,6 +317,9 @@ def read(path: Path, tables: Iterable[str] | None = None, partial: bool = False)
                 and not 0 <= columns[column].min() <= columns[column].max() < len(texts)
             ):
                 raise TraceError(f"{path}: damaged (a text that is not there)")
+    for name, least in (("rank", 0), ("world", 1)):
+        if type(facts.get(name, least)) is not int or not least <= facts.get(name, least) < _MAX_WORLD:
+            raise TraceError(f"{path}: damaged ({name} {str(facts[name])[:40]!r} makes no sense)")
     return Trace(found, texts, facts, path)
 
 

@@ -197,8 +197,25 @@ def _storable(value: Any) -> Any:
 
 def read_only(path: Path) -> sqlite3.Connection:
     """A records file, whatever is in its name, opened so that nothing is written (`read_only(Path("a#b.sqlite"))`)."""
+    if path.exists() and not path.is_file():  # opening a pipe would block
+        raise sqlite3.OperationalError("is not a regular file")
     is_complete = not path.with_name(f"{path.name}-wal").exists()  # otherwise SQLite would make files beside it
     return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' * is_complete}", uri=True)
+
+
+def tables_of(connection: sqlite3.Connection) -> list[str]:
+    """The tables of a file that somebody else may have made; an error where reading them would compute something.
+
+    Views, virtual tables and computed columns cost any time and memory, and no run writes them.
+    """
+    names = []
+    for kind, name, declared in connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall():
+        is_plain = kind == "index" or (kind == "table" and "virtual" not in str(declared).lower().split("(")[0].split())
+        quoted = str(name).replace('"', '""')
+        if not is_plain or any(row[6] > 1 for row in connection.execute(f'PRAGMA table_xinfo("{quoted}")')):
+            raise sqlite3.DatabaseError(f"{str(name)!r} is computed: no run writes that")
+        names += [str(name)] * (kind == "table")
+    return names
 
 
 _current: Store | None = None

@@ -21,7 +21,10 @@ def test_older_ones_are_refused_with_the_remedy(version: str) -> None:
         versions.check(version)
 
 
-def test_an_older_python_is_refused_before_anything_fails_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "version_info", (3, 9, 18))
-    with pytest.raises(ImportError, match=r"need Python 3\.10 or newer, this is Python \d"):
+@pytest.mark.parametrize("version", [(3, 9, 18), (3, 14, 0)])
+def test_a_python_that_was_not_run_is_refused_before_anything_fails_in_it(
+    version: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "version_info", version)
+    with pytest.raises(ImportError, match=r"need Python 3\.10 to 3\.13, this is Python \d"):
         runpy.run_path(str(versions.__file__))

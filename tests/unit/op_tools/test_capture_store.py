@@ -188,6 +188,40 @@ def test_a_folder_outside_the_store_is_no_call(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace('"id":1', '"id":Infinity'),
+        lambda text: text.replace('"bytes":', '"bytes":1e999,"was":'),
+        lambda text: text.replace('"folder":"', '"derived":-Infinity,"folder":"'),
+        lambda text: text.replace('"folder":"', '"folder":"' + "a/" * 5_000),
+        lambda text: text.replace('"folder":"', '"folder":"' + "é" * 200),
+        lambda text: text.replace('"folder":"', '"folder":"\\ud800'),
+        lambda text: text.replace('"folder":"', '"folder":"\\u001b[2J\\n'),
+        lambda text: text.replace('"op":"', '"op":"\\ud800'),
+    ],
+)
+def test_a_call_that_no_run_writes_is_left_out(tmp_path: Path, change: Callable[[str], str]) -> None:
+    store = write(tmp_path, (torch.ones(4),))
+    index = store / segments.INDEX
+    text = without_sums(index.read_text())
+    head, _, calls = text.partition("\n")
+    index.write_text(f"{head}\n{change(calls)}{calls}")
+    assert change(calls) != calls
+    found = stored.CaptureStore(store)
+    assert len(found.calls) == 1
+    assert found.torn == "1 damaged line was left out"
+    assert all(captures.read(call / "input.pth") for call in captures.find(store))
+
+
+def test_a_sparse_index_is_not_read_to_its_end(tmp_path: Path) -> None:
+    store = write(tmp_path, (torch.ones(4),))
+    os.truncate(store / segments.INDEX, 1 << 42)  # reading it would take hours
+    found = stored.CaptureStore(store)
+    assert len(found.calls) == 1
+    assert found.torn
+
+
+@pytest.mark.parametrize(
     ("head", "reason"),
     [
         ("{}", "is not the index of a capture store"),

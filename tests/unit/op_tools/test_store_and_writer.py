@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -17,6 +18,7 @@ import pytest
 
 from op_tools import OpObserve, OpTimeMeasure, cli
 from op_tools.copies.queue import Writer
+from op_tools.report.records import Records
 from op_tools.view import store, timings
 from op_tools.view.store import Store, write_csv
 
@@ -321,3 +323,35 @@ def test_a_file_that_was_removed_is_noticed(tmp_path: Path, monkeypatch: pytest.
     second = store.current()
     assert second is not first
     assert second.is_there
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        "CREATE VIEW findings AS WITH RECURSIVE c(x) AS (VALUES (1) UNION ALL SELECT x FROM c) SELECT * FROM c WHERE 0",
+        "CREATE TABLE findings (tool, op TEXT GENERATED ALWAYS AS (printf('%.*c', 900000000, 'x')))",
+        "CREATE TABLE findings (tool, op TEXT AS (hex(zeroblob(400000000))) STORED)",
+        "CREATE VIRTUAL TABLE findings USING fts5(op)",
+    ],
+)
+def test_a_records_file_that_computes_is_refused(
+    tmp_path: Path, declared: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.closing(sqlite3.connect(tmp_path / "x.sqlite")) as connection:
+        connection.execute(declared)
+        connection.commit()
+    assert cli.show_records(tmp_path) == 2
+    assert "is computed: no run writes that" in capsys.readouterr().err
+    records = Records(tmp_path / "x.sqlite", {})
+    records.refresh()
+    assert "is computed" in records.problem
+
+
+def test_what_is_no_file_is_no_records_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "pipe.sqlite")
+    (tmp_path / "folder.sqlite").mkdir()
+    (tmp_path / "loop.sqlite").symlink_to("loop.sqlite")
+    assert cli.show_records(tmp_path) == 2
+    assert "no records" in capsys.readouterr().err
+    assert cli.show_records(tmp_path / "pipe.sqlite") == 2  # it would wait for somebody to write
+    assert "is not a regular file" in capsys.readouterr().err

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -231,3 +233,42 @@ def test_what_was_flushed_outlives_the_process(tmp_path: Path) -> None:
     writer.add("modules", (0, -1, writer.text("model"), 0, 0))
     writer.flush()
     assert read(writer.path, partial=True).words("modules", "name") == ["model"]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"rank": "x"},
+        {"rank": -1},
+        {"rank": float("inf")},
+        {"rank": None},
+        {"world": [2]},
+        {"world": 0},
+        {"world": 1e300},
+    ],
+)
+def test_ranks_that_make_no_sense_are_refused(tmp_path: Path, facts: dict[str, Any]) -> None:
+    with TraceWriter(tmp_path / "rank0.optrace", facts):
+        pass
+    with pytest.raises(TraceError, match=r"rank0.optrace: damaged \((rank|world) .* makes no sense"):
+        read(tmp_path / "rank0.optrace")
+
+
+def test_a_trace_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.optrace"
+    os.mkfifo(path)
+    with pytest.raises(TraceError, match="is not a regular file"):  # it would wait for somebody to write
+        read(path)
+    path.unlink()
+    path.symlink_to(path.name)
+    with pytest.raises(TraceError, match="cannot be read"):
+        read(files_of(tmp_path)[0])
+
+
+def test_a_block_of_infinite_size_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.optrace"
+    with TraceWriter(path, {}):
+        pass
+    path.write_bytes(path.read_bytes().splitlines(True)[0] + b'{"table": "operators", "rows": 1, "bytes": 1e999}\n')
+    with pytest.raises(TraceError, match="damaged after byte"):
+        read(path)
