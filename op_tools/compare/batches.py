@@ -7,6 +7,7 @@ the GIL from it: the training only appends to a list, and one thread sends what 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import threading
 import time
@@ -20,7 +21,7 @@ from .pool import Lease, Pool, Sending
 from .worker import Message
 
 _SECONDS: Final = 0.1  # between two batches
-_FULL_SECONDS: Final = 0.002  # until processes that all have enough to do are asked again
+_FULL_SECONDS: Final = 0.02  # until processes that all have enough to do are asked again
 _AT_ONCE: Final = 32  # parts in one message
 MAX_BYTES: Final = 3 << 29  # of parts that wait
 _SMALL: Final = 1 << 15  # bytes that are copied before the GIL could be handed over and taken back
@@ -134,20 +135,19 @@ class Batches:
     def _send(self, parts: Sequence[Job]) -> None:
         """Send parts to all processes in turn: none waits while another one has enough to do."""
         assert self._pool is not None
-        queues: dict[int, deque[tuple[Job, Lease]]] = {}
+        queues: dict[int, deque[tuple[Job, Sending]]] = {}
         for part in parts:
             lease = self._lease(self._pool, part)
             if lease is None:
                 self._done([part])
                 self._back(part)
             else:
-                queues.setdefault(id(lease.worker), deque()).append((part, lease))
+                queues.setdefault(id(lease.worker), deque()).append((part, self._sending(part, lease)))
         while queues:
             sent = 0
             for number, queue in list(queues.items()):
-                batch = [queue[n] for n in range(min(_AT_ONCE, len(queue)))]
-                sending = [self._sending(part, lease) for part, lease in batch]
-                done, failed = self._pool.send_batch(batch[0][1].worker, sending)
+                batch = [sending for _, sending in itertools.islice(queue, _AT_ONCE)]
+                done, failed = self._pool.send_batch(batch[0].lease.worker, batch)
                 sent += done
                 self._done([queue.popleft()[0] for _ in range(done)])
                 for part in failed:
