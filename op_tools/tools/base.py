@@ -47,14 +47,37 @@ TOOLS: dict[str, type[Tool]] = {}  # all that are defined, by name
 
 
 class Shown(Hooks):
-    """How notebooks and consoles show the records of a tool."""
+    """The records of a tool, and how notebooks and consoles show them."""
 
     _store: store.Store | None = None
     _run_key: int  # the number of this run in its table
+    prefix: ClassVar[str] = "OP_TOOL"
+    columns: ClassVar[dict[str, str]] = {}  # of its table in the store
+
+    @property
+    def table_name(self) -> str:
+        """The tool's table in the store."""
+        return self.prefix.lower()
 
     def records(self) -> list[dict[str, Any]]:
-        """What was recorded, one dict per row."""
-        raise NotImplementedError
+        """What was recorded since the last start, one dict per row (`tool.records()[0]["op"]`)."""
+        if self._store is None:
+            return []
+        joined = "site" in self.columns
+        what = "r.*, s.op, s.location, s.described" if joined else "r.*"
+        join = "LEFT JOIN sites s ON s.site = r.site" if joined else ""
+        rows = self._store.rows(
+            f"SELECT {what} FROM {self.table_name} r {join} WHERE r.run = ? ORDER BY r.rowid", (self._run_key,)
+        )
+        for row in rows:
+            row.pop("run", None)
+            row.pop("site", None)
+            self.decode_row(row)
+        return rows
+
+    def decode_row(self, row: dict[str, Any]) -> None:
+        """Turn one stored row into what users get."""
+        row.pop("described", None)
 
     def to_pandas(self) -> Any:
         """The records as a DataFrame; needs pandas (`tool.to_pandas().groupby("op")`)."""
@@ -94,8 +117,6 @@ class Tool(Shown):
     'torch.add'
     """
 
-    prefix: ClassVar[str] = "OP_TOOL"
-    columns: ClassVar[dict[str, str]] = {}  # of its table in the store
     feature: ClassVar[str] = ""  # its name in `apply_feature`, if it has one
     run_options: ClassVar[dict[str, dict[str, Any]]] = {}  # of `op_tools run`: keyword of the tool, words for argparse
     nothing_found: ClassVar[str] = ""  # what the summary of a tool that looks for something says where it found nothing
@@ -390,11 +411,6 @@ class Tool(Shown):
 
     # -- records --------------------------------------------------------------------------------------
 
-    @property
-    def table_name(self) -> str:
-        """The tool's table in the store."""
-        return self.prefix.lower()
-
     def site(self, call: Call) -> int:
         """Number of the call's place and signature in the store; its description is stored once."""
         inputs, outputs = call.inputs, call.outputs
@@ -424,26 +440,6 @@ class Tool(Shown):
         waiting.extend(added)
         if len(waiting) % store.ASK_EVERY < len(added) and self._store is not None:
             self._store.flush_when_due(waiting)
-
-    def records(self) -> list[dict[str, Any]]:
-        """What was recorded since the last start, one dict per row (`tool.records()[0]["op"]`)."""
-        if self._store is None:
-            return []
-        joined = "site" in self.columns
-        what = "r.*, s.op, s.location, s.described" if joined else "r.*"
-        join = "LEFT JOIN sites s ON s.site = r.site" if joined else ""
-        rows = self._store.rows(
-            f"SELECT {what} FROM {self.table_name} r {join} WHERE r.run = ? ORDER BY r.rowid", (self._run_key,)
-        )
-        for row in rows:
-            row.pop("run", None)
-            row.pop("site", None)
-            self.decode_row(row)
-        return rows
-
-    def decode_row(self, row: dict[str, Any]) -> None:
-        """Turn one stored row into what users get."""
-        row.pop("described", None)
 
 
 def _as_json(**described: Described) -> dict[str, Any]:

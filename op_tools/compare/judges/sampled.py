@@ -83,7 +83,36 @@ class _Counts:
         ]
 
 
-class Sampled(_Counts, Judge):
+class _Ranking(_Counts):
+    """In which calls all elements take part on the device, and which places stand out there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rng = random.Random(0)
+
+    def _ranks(self, chosen: Chosen) -> bool:
+        """Whether all elements of the next call take part on the device."""
+        chosen.ranked += 1
+        return chosen.ranked <= _ALWAYS_RANKED or not self._rng.randrange(_RANKED_OF)
+
+    def _suspects(
+        self, kind: Kind, chosen: Chosen, job: Job, call: suspects.Call, index: Index, fixed: Iterable[str | None] = ()
+    ) -> Index:
+        """These places, with those that stand out on the device."""
+        some = chosen.some.difference(fixed)
+        if not some or kind.axes.by_trial:
+            return index
+        call = call._replace(each=chosen.more or 1)
+        try:
+            with quiet(), golden.neutral(bool(call.found)), _no_autocast(job.call.region.device):
+                more = suspects.find(kind.axes, chosen.cut.axes, call, self._rng)
+        except (RuntimeError, NotImplementedError):  # no kernel for a wider dtype, no memory
+            return index
+        self.ranked += bool(more)
+        return with_more(index, more, some) if chosen.more else with_other(index, self._rng.choice(more or [{}]), some)
+
+
+class Sampled(_Ranking, Judge):
     """Takes large calls over: they are judged by slices of them."""
 
     order = 15
@@ -96,12 +125,11 @@ class Sampled(_Counts, Judge):
 
     def __init__(self, setup: Setup) -> None:
         Judge.__init__(self, setup)
-        _Counts.__init__(self)
+        _Ranking.__init__(self)
         self._always = settings.choice("OP_AUTOCOMPARE_COVERAGE") == "sample"
         self._kinds: dict[Hashable, Kind | Total | None] = {}
         self._parts = PartMaker()
         self._layouts: Layouts = {}  # of calls that stand for others
-        self._rng = random.Random(0)
         self._budget: MemoryBudget | None = None
 
     # -- what is sampled ----------------------------------------------------------------------------------
@@ -178,29 +206,6 @@ class Sampled(_Counts, Judge):
         if self.setup.shown:  # tables show both sides: only what could not be compared otherwise
             return 8 * elements > self.setup.max_bytes
         return elements >= _MIN_ELEMENTS or work >= _MIN_WORK
-
-    # -- slices ---------------------------------------------------------------------------------------------
-
-    def _ranks(self, chosen: Chosen) -> bool:
-        """Whether all elements of the next call take part on the device."""
-        chosen.ranked += 1
-        return chosen.ranked <= _ALWAYS_RANKED or not self._rng.randrange(_RANKED_OF)
-
-    def _suspects(
-        self, kind: Kind, chosen: Chosen, job: Job, call: suspects.Call, index: Index, fixed: Iterable[str | None] = ()
-    ) -> Index:
-        """These places, with those that stand out on the device."""
-        some = chosen.some.difference(fixed)
-        if not some or kind.axes.by_trial:
-            return index
-        call = call._replace(each=chosen.more or 1)
-        try:
-            with quiet(), golden.neutral(bool(call.found)), _no_autocast(job.call.region.device):
-                more = suspects.find(kind.axes, chosen.cut.axes, call, self._rng)
-        except (RuntimeError, NotImplementedError):  # no kernel for a wider dtype, no memory
-            return index
-        self.ranked += bool(more)
-        return with_more(index, more, some) if chosen.more else with_other(index, self._rng.choice(more or [{}]), some)
 
     # -- judging --------------------------------------------------------------------------------------------
 
