@@ -90,6 +90,7 @@ class FunctionFacts(NamedTuple):
     free_vectors: tuple[tuple[int, int], ...] = ()  # (number of the result, dimension along a vector of any sign)
     may_be_empty: tuple[int, ...] = ()  # numbers of the results that some of its algorithms do not compute
     defaults: Callable[[Any, Any, torch.finfo], Any] | None = None  # writes out defaults that depend on the dtype
+    dense_on_cpu: bool = False  # the CPU's kernel reads an expanded argument wrongly: it gets a dense copy
 
 
 class _Entry(NamedTuple):
