@@ -164,6 +164,8 @@ def text(info: Any, variant: Variant, way: str, device: str, outcome: Outcome) -
         body = (
             f"    results = {name}({', '.join(given)})\n"
             "    several = isinstance(results, (list, tuple))\n"
+            "    if device == 'cpu':  # what is right: the CPU may not fill out= either\n"
+            "        return list(results) if several else [results], []\n"
             f"    into = [{made} for r in (results if several else [results])]\n"
             f"    {name}({', '.join(given)}, out=tuple(into) if several else into[0])\n"
             "    return into, []"

@@ -148,9 +148,10 @@ class Variants:
         self._info, self._dtype, self._grad = info, dtype, grad
         self._random = random.Random(f"{seed}/{info.name}/{info.variant_test_name}/{dtype}/{grad}")
         self._samples = samples or Samples(info)
-        self._scales = [_SCALES[0], *random.Random(f"{seed}/{info.name}").sample(_SCALES[1:], _MORE_SCALES)]
-        self._most = MAX_ELEMENTS
         self._trusting = info.name.startswith(_TRUSTS_INDICES)
+        more = random.Random(f"{seed}/{info.name}").sample(_SCALES[1:], 0 if self._trusting else _MORE_SCALES)
+        self._scales = [_SCALES[0], *more]  # indices are written for PyTorch's own size
+        self._most = MAX_ELEMENTS
         by_singular_values = info.variant_test_name == "nuc"  # a norm without a gradient where one of them is zero
         # not any values and sizes will do
         self._structured = self._trusting or by_singular_values or info.name.startswith(_STRUCTURED)
