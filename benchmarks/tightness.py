@@ -89,7 +89,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def tables(found: Ratios, every: bool = False) -> str:
-    """One line for all operators of a dtype, and one for each operator that is named above, or for each that there is."""
+    """One line for all operators of a dtype, and one for each operator that is named above, or for every one."""
     by_dtype: dict[str, list[list[float]]] = defaultdict(list)
     for (_, dtype), ratios in found.items():
         by_dtype[dtype].append(list(ratios))

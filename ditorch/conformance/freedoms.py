@@ -37,6 +37,16 @@ def not_for(name: str, args: Sequence[Any], kwargs: dict[str, Any], device_type:
     return ""
 
 
+def crashes_on_cpu(name: str, args: Sequence[Any]) -> bool:
+    """Whether the CPU's kernel reads memory that is not there: batch norm in evaluation without running statistics.
+
+    >>> crashes_on_cpu("native_batch_norm", (torch.ones(1, 1), None, None, None, None, False, 0.5, 1e-5))
+    True
+    """
+    statistics = args[3:5]
+    return name in _SAVES_STATISTICS and len(args) > 5 and args[5] is False and any(s is None for s in statistics)
+
+
 def determined(name: str, args: Sequence[Any], results: Any) -> Any:
     """The results that the call defines: in evaluation, batch norm saves no statistics, and returns what it likes.
 
@@ -132,6 +142,17 @@ def other_order(matrix: Tensor, ours: Tensor) -> bool:
     close = bool((apart.amin(-1) <= torch.finfo(ours.dtype).eps ** 0.5 * size).all())
     order = torch.arange(ours.shape[-1]).expand_as(nearest)
     return close and bool((nearest.sort(-1).values == order).all()) and not bool((nearest == order).all())
+
+
+def same_branch(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Complex logarithms, moved by whole turns to where the others are: those of sums have no branch of right.
+
+    >>> same_branch(torch.tensor([1 + 4j]), torch.tensor([1 + 4j - 2j * math.pi])).imag < 0
+    tensor([True])
+    """
+    turns = ((theirs.imag.double() - ours.imag.double()) / math.tau).round()
+    moved = torch.complex(ours.real.double(), ours.imag.double() + math.tau * turns)
+    return torch.where(turns == 0, ours, moved.to(ours.dtype))
 
 
 def _repeats(places: Any, first: int = 0) -> bool:

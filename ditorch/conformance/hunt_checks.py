@@ -170,6 +170,8 @@ class HuntChecks:
         checks = OperatorChecks(Unit("ops", self.unit.name, dtype, ("forward",)), self.device, self.limits)
         sample = _Sample(variant)
         try:
+            if freedoms.crashes_on_cpu(self.info.name, variant.args):
+                raise Skip("the CPU's kernel takes the process down")
             trial = checks._trial(sample)
             if (why := self._refused(trial, way == "backward")) or (why := _undefined(trial)):
                 return Outcome(NOT_COMPARABLE, why)

@@ -266,6 +266,16 @@ def test_eigenvalues_have_no_order_but_must_be_those_of_the_matrix() -> None:
     assert checks._free(trial, Outcome(WRONG)).status == WRONG
 
 
+def test_complex_logarithms_of_sums_have_no_branch() -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.complex64)
+    checks = checks_of("logcumsumexp", torch.logcumsumexp, "complex64")
+    trial = Trial("torch.logcumsumexp", torch.logcumsumexp, (x, 1), {}, "cpu")
+    right = torch.logcumsumexp(x, 1)
+    for outputs, status in ((right + 2j * torch.pi, PASS), (right + 3j, WRONG), (right * 1.01 + 2j * torch.pi, WRONG)):
+        trial.outputs = outputs
+        assert checks._free(trial, Outcome(WRONG)).status == status
+
+
 @pytest.mark.parametrize("text", ["invalid argument", "invalid configuration argument"])
 def test_a_kernel_that_was_not_started_does_not_cost_the_device(text: str) -> None:
     assert not is_sticky(RuntimeError(f"CUDA error: {text}\nCUDA kernel errors might be asynchronously reported"))
