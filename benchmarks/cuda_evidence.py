@@ -548,6 +548,80 @@ def clamp_in_place_of_uint8(device: torch.device) -> Iterator[Found]:
     yield Found(f"6 with a lower limit of -7 becomes {int(x[1])}", seen=int(x[1]) != 6)
 
 
+# --- found by a hunt ----------------------------------------------------------------------------------------
+
+
+@claim
+def embedding_with_max_norm(device: torch.device) -> Iterator[Found]:
+    places = torch.randint(33, (250, 250), generator=torch.Generator().manual_seed(0)).to(device)
+    table = 9 * numbers(device, 33, 33)
+    expected = F.embedding(places.flatten().unique(), table.clone(), max_norm=1.0)[places]
+    found = F.embedding(places, table.clone(), max_norm=1.0)
+    yield Found("indices of two dimensions give other rows", seen=not torch.allclose(found, expected, rtol=1e-3))
+    which, bags = torch.tensor([4], device=device), torch.tensor([0], device=device)
+    rows = [
+        F.embedding_bag(which, weight, bags, max_norm=1.0)
+        for weight in (9 * numbers(device, 9, 9).t(), 9 * numbers(device, 9, 9).t().contiguous())
+    ]
+    yield Found("a bag of a transposed table is another one", seen=not torch.allclose(*rows, rtol=1e-3))
+
+
+@claim
+def nearest_gradient(device: torch.device) -> Iterator[Found]:
+    for mode, size, options in (
+        ("nearest-exact", 12, {"size": 2}),
+        ("nearest-exact", 300, {"size": 2}),
+        ("nearest", 27, {"scale_factor": 0.6}),
+    ):
+        x = torch.arange(float(size), device=device).view(1, 1, size).requires_grad_()
+        y = F.interpolate(x, mode=mode, **options)  # type: ignore[arg-type]
+        y.sum().backward()
+        assert x.grad is not None
+        read, sent = y.long().unique().tolist(), x.grad.flatten().nonzero().flatten().tolist()
+        apart = [a for a in sent if a not in read]
+        yield Found(f"{mode} of {size}: {apart or 'nothing'} has a gradient and was not read", seen=bool(apart))
+
+
+@claim
+def split_into_out(device: torch.device) -> Iterator[Found]:
+    x = numbers(device, 5, 5, 5).transpose(0, 1)
+    expected = torch.split_with_sizes_copy(x, (1, 3, 1), -1)
+    out = [torch.empty_like(part) for part in expected]
+    torch.split_with_sizes_copy(x, (1, 3, 1), -1, out=out)
+    same = all(torch.equal(a, b) for a, b in zip(out, expected))
+    yield Found("out= of a transposed argument holds other numbers", seen=not same)
+
+
+@claim
+def transposed_convolution_of_many_windows(device: torch.device) -> Iterator[Found]:
+    x, weight = (numbers(device, 9, 9, 1022, seed=s).abs().bfloat16() for s in (1, 2))
+    found = F.conv_transpose1d(x, weight, stride=2, dilation=2).double()
+    exact = F.conv_transpose1d(x.double(), weight.double(), stride=2, dilation=2)
+    off = float(((found - exact).abs() / exact.abs().clamp(min=1)).max())
+    yield Found(f"sums in bfloat16 are off by {100 * off:.0f} percent", seen=off > 0.1)
+
+
+@claim
+def shapes_and_unwritten_memory(device: torch.device) -> Iterator[Found]:
+    smallest = torch.aminmax(torch.ones(1, 1, 1, device=device), keepdim=True).min
+    yield Found(f"aminmax(keepdim=True) has shape {tuple(smallest.shape)}", seen=smallest.dim() != 3)
+    empty = torch.zeros(0, 5, device=device)
+    loss = F.multilabel_margin_loss(empty, empty.long())
+    yield Found(f"multilabel_margin_loss of nothing has shape {tuple(loss.shape)}", seen=loss.dim() != 0)
+    value = float(torch.topk(torch.tensor(3.0, device=device), 0).values)
+    yield Found(f"topk(k=0) of the number 3 is {value:g}", seen=value != 3)
+    none = float(F.nll_loss(torch.ones(1, device=device), torch.tensor(0, device=device), ignore_index=0))
+    yield Found(f"nll_loss of an ignored target is {none}", seen=not math.isnan(none))
+
+
+@claim
+def round_to_decimals(device: torch.device) -> Iterator[Found]:
+    for dtype in HALF:
+        x = numbers(device, 4096, dtype=dtype)
+        exact = torch.round(x.double(), decimals=2)
+        yield Found(f"{dtype}: rounded to 0.01", ulps(torch.round(x, decimals=2), exact), ulps(exact.to(dtype), exact))
+
+
 # --- missing ------------------------------------------------------------------------------------------------
 
 

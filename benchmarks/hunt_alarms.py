@@ -29,12 +29,14 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def hunt(path: Path, device: str, seconds: float, share: float) -> None:
+def hunt(path: Path, device: str, seconds: float, share: float, first: str = "") -> None:
     """Hunt through all operators, round after round, until the time is up."""
     ends = time.monotonic() + seconds
     asked.load()
     done = {(row["name"], row["round"]) for row in read(path)}  # also one that took the process down
     units = hunt_checks.units(device.partition(":")[0])
+    if first:
+        units = units[next(number for number, unit in enumerate(units) if unit.name == first) :]
     with path.open("a", encoding="utf-8") as file:
 
         def write(**row: Any) -> None:
@@ -69,11 +71,12 @@ def main() -> None:
     parser.add_argument("rows", type=Path, help="file of results, one operator and round a line")
     parser.add_argument("--seconds", type=float, default=280.0)
     parser.add_argument("--share", type=float, default=0.3, help="seconds for one operator in one round")
+    parser.add_argument("--first", default="", help="operator to begin with; those before it are left out")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     assert ditorch.backend is not None
     if options.seconds > 0:
-        hunt(options.rows, f"{ditorch.backend.device_type}:0", options.seconds, options.share)
+        hunt(options.rows, f"{ditorch.backend.device_type}:0", options.seconds, options.share, options.first)
     rows = list(read(options.rows))
     ended = [row for row in rows if row["status"] != "begun"]
     names, calls = {row["name"] for row in ended}, sum(row["calls"] for row in ended)

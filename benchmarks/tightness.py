@@ -5,6 +5,7 @@ the worst element of that result would still be called right; below 1 would be a
 
     python -m benchmarks.tightness rows.jsonl --seconds 280       # goes on where the file ends
     python -m benchmarks.tightness rows.jsonl --seconds 0         # the tables of what is there, for docs/verdicts.md
+    python -m benchmarks.tightness rows.jsonl --seconds 0 --every  # with all operators, for docs/tightness.md
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def percentile(values: Sequence[float], share: float) -> float:
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
-def tables(found: Ratios) -> str:
-    """One line for all operators of a dtype, and one for each operator that is named above."""
+def tables(found: Ratios, every: bool = False) -> str:
+    """One line for all operators of a dtype, and one for each operator that is named above, or for every one."""
     by_dtype: dict[str, list[list[float]]] = defaultdict(list)
     for (_, dtype), ratios in found.items():
         by_dtype[dtype].append(list(ratios))
@@ -98,6 +99,8 @@ def tables(found: Ratios) -> str:
         lines.append(f"| {dtype} | {len(groups)} | {len(everything)} | {_cells(everything)} |")
     dtypes = list(by_dtype)
     named = [op for op in (*PRODUCTS, *COMMON) if any((op, dtype) in found for dtype in dtypes)]
+    if every:
+        named = sorted({op for op, _ in found})
     lines += ["", "| operator | " + " | ".join(f"{d}: median, 99th" for d in dtypes) + " |"]
     lines += ["| --- |" + " ---: |" * len(dtypes)]
     for op in named:
@@ -117,12 +120,13 @@ def main() -> None:
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--samples", type=int, default=3, help="of op_db, for each operator and dtype")
     parser.add_argument("--seconds", type=float, default=280.0)
+    parser.add_argument("--every", action="store_true", help="a line for each operator, not only for well-known ones")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if options.seconds > 0:
         measure(options.rows, options.dtypes.split(","), options.samples, options.seconds)
-    print(tables(by_pair(read(options.rows))))
+    print(tables(by_pair(read(options.rows)), options.every))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import torch
 
 Tensor = torch.Tensor
 
+EIGENVALUES = frozenset({"linalg.eig", "linalg.eigvals"})
 LU = frozenset({"lu", "linalg.lu", "linalg.lu_factor", "linalg.lu_factor_ex"})
 _SPATIAL = {"nn.functional.max_unpool1d": 1, "nn.functional.max_unpool2d": 2, "nn.functional.max_unpool3d": 3}
 _SAVES_STATISTICS = frozenset({"native_batch_norm", "_native_batch_norm_legit"})
@@ -34,6 +35,16 @@ def not_for(name: str, args: Sequence[Any], kwargs: dict[str, Any], device_type:
     ):
         return "on CUDA ldl_solve takes no Hermitian matrices"
     return ""
+
+
+def crashes_on_cpu(name: str, args: Sequence[Any]) -> bool:
+    """Whether the CPU's kernel reads memory that is not there: batch norm in evaluation without running statistics.
+
+    >>> crashes_on_cpu("native_batch_norm", (torch.ones(1, 1), None, None, None, None, False, 0.5, 1e-5))
+    True
+    """
+    statistics = args[3:5]
+    return name in _SAVES_STATISTICS and len(args) > 5 and args[5] is False and any(s is None for s in statistics)
 
 
 def determined(name: str, args: Sequence[Any], results: Any) -> Any:
@@ -69,6 +80,8 @@ def copied_twice(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
         return _repeats(args[2])
     if name == "put" and len(args) > 1:
         return _repeats(args[1])
+    if name == "as_strided_scatter" and len(args) > 3:
+        return _overlap(args[2], args[3])
     if name == "scatter" and len(args) > 3 and isinstance(args[3], Tensor):
         return _repeats_along(args[2], args[1])
     if name == "index_put" and len(args) > 1 and isinstance(args[1], (list, tuple)):
@@ -76,6 +89,70 @@ def copied_twice(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
         same = len(given) == len(args[1]) > 0 and len({i.shape for i in given}) == 1
         return same and torch.stack(given).flatten(1).unique(dim=1).shape[1] < given[0].numel()
     return False
+
+
+def free_choice(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Why a result is one of several that are equally right; empty where there is one alone.
+
+    >>> free_choice("mode", (torch.tensor([3.0, 1.0, 1.0, 3.0]),), {})
+    'several values are the most frequent ones'
+    """
+    if name == "topk" and (kwargs.get("sorted") is False or (len(args) > 4 and args[4] is False)):
+        return "the largest elements may come in any order"
+    if name == "mode" and args and isinstance(args[0], Tensor) and args[0].dim():
+        dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
+        if _most_frequent(args[0].detach(), dim):
+            return "several values are the most frequent ones"
+    return ""
+
+
+def _most_frequent(values: Tensor, dim: int) -> bool:
+    """Whether, along a dimension, more than one value is the most frequent one."""
+    rows = values.double().movedim(dim, -1).sort(-1).values.contiguous()
+    if not rows.numel():
+        return False
+    counts = torch.searchsorted(rows, rows, right=True) - torch.searchsorted(rows, rows)
+    most = counts.amax(-1, keepdim=True)
+    return bool(((counts == most).sum(-1, keepdim=True) > most).any())
+
+
+def _overlap(sizes: Any, strides: Any) -> bool:
+    """Whether two elements of a tensor with these sizes and strides share a place."""
+    if math.prod(sizes) > 1 << 17:
+        return True
+    places = torch.zeros(1, dtype=torch.int64)
+    for size, stride in zip(sizes, strides):
+        places = (places[:, None] + torch.arange(size) * stride).flatten()
+    return _repeats(places)
+
+
+def other_order(matrix: Tensor, ours: Tensor) -> bool:
+    """Whether `ours` are the eigenvalues of a matrix, in another order than that of the CPU in double precision.
+
+    >>> other_order(torch.diag(torch.tensor([1.0, 2.0])), torch.tensor([2.0, 1.0], dtype=torch.complex64))
+    True
+    """
+    wide = matrix.detach().to(torch.complex128)
+    theirs = torch.linalg.eigvals(wide)
+    if theirs.shape != ours.shape or not ours.isfinite().all():
+        return False
+    apart = (ours.to(torch.complex128).unsqueeze(-1) - theirs.unsqueeze(-2)).abs()
+    nearest = apart.argmin(-1)
+    size = wide.abs().amax((-2, -1), keepdim=True)[..., 0]
+    close = bool((apart.amin(-1) <= torch.finfo(ours.dtype).eps ** 0.5 * size).all())
+    order = torch.arange(ours.shape[-1]).expand_as(nearest)
+    return close and bool((nearest.sort(-1).values == order).all()) and not bool((nearest == order).all())
+
+
+def same_branch(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Complex logarithms, moved by whole turns to where the others are: those of sums have no branch of right.
+
+    >>> same_branch(torch.tensor([1 + 4j]), torch.tensor([1 + 4j - 2j * math.pi])).imag < 0
+    tensor([True])
+    """
+    turns = ((theirs.imag.double() - ours.imag.double()) / math.tau).round()
+    moved = torch.complex(ours.real.double(), ours.imag.double() + math.tau * turns)
+    return torch.where(turns == 0, ours, moved.to(ours.dtype))
 
 
 def _repeats(places: Any, first: int = 0) -> bool:

@@ -16,6 +16,7 @@ from ditorch.conformance.novelty import Feature, Pairs, features
 from ditorch.conformance.op_checks import OperatorChecks, _Exact, _NoWarnings, _Strided
 from ditorch.conformance.trial import DeviceLost, Outcome, Skip, Trial
 from ditorch.conformance.variants import Samples, Variant, Variants, resized
+from op_tools.call.description import tensors_in
 
 SECONDS: Final = Limits().hunt_seconds
 """For the variants of one operator in one round at most."""
@@ -28,6 +29,8 @@ _SHRINKING_SHARE: Final = 4.0
 """The same at most, of an operator's time: in a short hunt on a device with many bugs, all operators get their turn."""
 LOST: Final = "the device was lost: "
 _WAYS: Final = ("plain", "out", "in place", "backward")
+MAX_RESULTS: Final = 1 << 21
+"""Elements of all results and gradients: broadcast, small arguments give large ones, and a verdict takes a minute."""
 _CANDIDATES: Final = 2
 """Calls that are drawn for each one that is tried."""
 _RICH: Final = ("nn.functional.", "conv", "matmul", "mm", "addmm", "bmm", "baddbmm", "index", "scatter", "sum", "sort")
@@ -167,9 +170,15 @@ class HuntChecks:
         checks = OperatorChecks(Unit("ops", self.unit.name, dtype, ("forward",)), self.device, self.limits)
         sample = _Sample(variant)
         try:
+            if freedoms.crashes_on_cpu(self.info.name, variant.args):
+                raise Skip("the CPU's kernel takes the process down")
             trial = checks._trial(sample)
             if (why := self._refused(trial, way == "backward")) or (why := _undefined(trial)):
                 return Outcome(NOT_COMPARABLE, why)
+            if sum(t.numel() for t in tensors_in(trial.expected)) > MAX_RESULTS:
+                return Outcome(NOT_COMPARABLE, "the results are too large for a verdict in the time there is")
+            if self._judges_all:
+                trial.expected = None
             if way == "out":
                 expected = checks._trial(sample, lambda *a, **k: self.info.op(*a, **k)).on_cpu()
                 return checks._into(sample, trial, expected, _Strided() if len(variant.told) % 2 else _Exact())
@@ -182,7 +191,7 @@ class HuntChecks:
             raise DeviceLost(f"{way}, {dtype}, {hunt_script.in_words(variant)}: {error}") from error
 
     def _refused(self, trial: Trial, backward: bool = False) -> str:
-        return trial.refused_by_cpu(backward) if self._judges_all else trial.ask_cpu(backward)
+        return trial.ask_cpu(backward)
 
     def _in_place(self, checks: OperatorChecks, sample: _Sample) -> Outcome:
         function = self.info.get_inplace()
@@ -195,6 +204,8 @@ class HuntChecks:
         trial = checks._trial(sample, call)
         if why := self._refused(trial):
             return Outcome(NOT_COMPARABLE, why)
+        if self._judges_all:
+            trial.expected = None
         if sample.input.dtype.is_floating_point or sample.input.dtype.is_complex:
             trial.reference = checks._kept_dtype(sample)
             if trial.refused_by_cpu() or trial.on_cpu().shape != sample.input.shape:
@@ -254,7 +265,7 @@ def _undefined(trial: Trial) -> str:
     name, (args, kwargs) = trial.name.removeprefix("torch."), trial.before
     if freedoms.written_twice(name, args) or freedoms.copied_twice(name, args, kwargs):
         return "several values go to one place"
-    return ""
+    return freedoms.free_choice(name, args, kwargs)
 
 
 def _smaller(variant: Variant) -> Iterator[Variant]:

@@ -25,6 +25,9 @@ WORKER = (sys.executable, "-m", "ditorch.conformance.worker")
 PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
 
 
+_LOG_BYTES = 16_000  # the interpreter ends its report of a crash with a list of all modules, which may be long
+
+
 class StartError(RuntimeError):
     """No worker could be started; the message shows what its process wrote."""
 
@@ -235,7 +238,8 @@ class Slot:
     def _written(self) -> str:
         """The last lines that the worker process wrote."""
         try:
-            text = self._log.read_bytes()[-4000:].decode(errors="replace")
+            text = self._log.read_bytes()[-_LOG_BYTES:].decode(errors="replace")
         except OSError:
             return ""
-        return "\n".join(text.strip().splitlines()[-25:])
+        lines = [line for line in text.strip().splitlines() if not line.startswith("Extension modules:")]
+        return "\n".join(lines[-25:])

@@ -82,10 +82,14 @@ def is_sticky(error: BaseException) -> bool:
     True
     >>> is_sticky(RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul"))
     False
+    >>> is_sticky(RuntimeError("CUDA error: invalid argument"))  # of an empty grid: the kernel was not started
+    False
     """
     text = str(error)
     if "_STATUS_NOT_SUPPORTED" in text or "_STATUS_INVALID_VALUE" in text:
         return False  # a library refused its arguments: nothing ran
+    if "CUDA error: invalid argument" in text or "CUDA error: invalid configuration argument" in text:
+        return False  # a kernel was not started
     return ("CUDA error" in text and "out of memory" not in text) or "device-side assert" in text
 
 

@@ -148,10 +148,13 @@ class Variants:
         self._info, self._dtype, self._grad = info, dtype, grad
         self._random = random.Random(f"{seed}/{info.name}/{info.variant_test_name}/{dtype}/{grad}")
         self._samples = samples or Samples(info)
-        self._scales = [_SCALES[0], *random.Random(f"{seed}/{info.name}").sample(_SCALES[1:], _MORE_SCALES)]
-        self._most = MAX_ELEMENTS
         self._trusting = info.name.startswith(_TRUSTS_INDICES)
-        self._structured = self._trusting or info.name.startswith(_STRUCTURED)  # not any values and sizes will do
+        more = random.Random(f"{seed}/{info.name}").sample(_SCALES[1:], 0 if self._trusting else _MORE_SCALES)
+        self._scales = [_SCALES[0], *more]  # indices are written for PyTorch's own size
+        self._most = MAX_ELEMENTS
+        by_singular_values = info.variant_test_name == "nuc"  # a norm without a gradient where one of them is zero
+        # not any values and sizes will do
+        self._structured = self._trusting or by_singular_values or info.name.startswith(_STRUCTURED)
 
     @classmethod
     def first(cls, info: Any, dtype: str) -> list[Variant]:
@@ -280,7 +283,7 @@ class Variants:
 def _has_values(tensor: torch.Tensor) -> bool:
     """Whether other values can be made of a tensor's own: eight-bit numbers and sparse tensors know few kernels."""
     floating = tensor.dtype.is_floating_point and tensor.element_size() > 1
-    return floating and tensor.layout is torch.strided and tensor.numel() > 0
+    return floating and tensor.layout is torch.strided and tensor.numel() > 0 and tensor.device.type == "cpu"
 
 
 def _is_small(value: Any) -> bool:

@@ -73,7 +73,14 @@ def on_cpu(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda tensor, *args, **kwargs: tensor.clone()
     if is_optimizer(name):
         return functools.partial(_with_narrow_numbers, function)
+    if function_facts(name).dense_on_cpu:
+        return functools.partial(_on_dense, function)
     return function
+
+
+def _on_dense(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The CPU's kernel sorts a copy of its argument in place that keeps strides of 0: its elements share memory."""
+    return function(*[a.contiguous() if isinstance(a, Tensor) else a for a in args], **kwargs)
 
 
 def is_optimizer(name: str) -> bool:

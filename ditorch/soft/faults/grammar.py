@@ -153,9 +153,10 @@ def _one_of(*choices: str) -> Callable[[str], str]:
 
 def _number(text: str) -> float | int:
     try:
-        return int(text)
+        value = int(text)
     except ValueError:
         return float(text)
+    return value if -(2**63) <= value < 2**63 else float(text)  # a kernel takes no larger whole number
 
 
 def _region(*contents: str) -> Callable[[str], Region]:
@@ -243,6 +244,7 @@ KINDS: dict[str, Kind] = {
     )
 }
 
+_LONGEST_NAME = 200
 LAYOUTS = ("contiguous", "noncontiguous", "expanded", "channels_last", "offset", "transposed")
 
 CONDITIONS: dict[str, Callable[[str], Any]] = {
@@ -281,6 +283,10 @@ def parse_one(entry: str) -> Fault:
             "for example 'addmm: noise=1e-2, dtype=bfloat16'."
         )
     operator, rest = match[1], match[2]
+    if len(operator) > _LONGEST_NAME:
+        raise FaultSyntaxError(
+            f"{_short(entry)}: the operator's name goes on at position {_LONGEST_NAME + 1}; none is so long."
+        )
     kind: str | None = None
     value: Any = None
     conditions: dict[str, Any] = {}

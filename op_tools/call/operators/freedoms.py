@@ -19,7 +19,8 @@ KERNELS.register("""
     msort nanmedian sort topk unique unique2
     """, KernelFacts(Kind.SELECT))  # fmt: skip
 FUNCTIONS.register("argmax argmin", FunctionFacts(indices=IndexFacts(None)))
-FUNCTIONS.register("max min median nanmedian cummax cummin", FunctionFacts(indices=IndexFacts(...)))
+FUNCTIONS.register("max min cummax cummin", FunctionFacts(indices=IndexFacts(...)))
+FUNCTIONS.register("median nanmedian", FunctionFacts(indices=IndexFacts(...), dense_on_cpu=True))
 FUNCTIONS.register("amax amin aminmax", FunctionFacts(indices=IndexFacts(None)))
 FUNCTIONS.register("mode", FunctionFacts(indices=IndexFacts(-1)))
 FUNCTIONS.register("msort", FunctionFacts(indices=IndexFacts(0)))

@@ -18,7 +18,7 @@ KERNELS.register("""
     isfinite isin isinf isnan isneginf isposinf item le lift lift_fresh local_scalar_dense logical_and logical_not
     logical_or logical_xor lt make_dual masked_fill masked_scatter masked_select max_unpool2d max_unpool3d meshgrid
     movedim nan_to_num narrow ne neg neg_view nested_view_from_buffer new_full new_ones nnz nonzero nonzero_static
-    one_hot ones pad permute pin_memory pixel_shuffle pixel_unshuffle positive put real reflection_pad1d
+    one_hot ones pad permute pin_memory pixel_shuffle pixel_unshuffle positive real reflection_pad1d
     reflection_pad2d reflection_pad3d relu relu6 repeat repeat_interleave replication_pad1d replication_pad2d
     replication_pad3d reshape_alias resize resize_as resolve_conj resolve_neg roll rot90 round scalar_tensor scatter
     searchsorted select_scatter set sign signbit slice_scatter sparse_dim split squeeze take tensor_split threshold

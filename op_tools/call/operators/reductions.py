@@ -148,6 +148,11 @@ KERNELS.register("""
 KERNELS.register("embedding_dense_backward", KernelFacts(Kind.SCATTER, length=lambda a: _most_frequent(a[1], a)))
 KERNELS.register("index_add index_reduce", KernelFacts(Kind.SCATTER, length=lambda a: _most_frequent(a[2], a)))
 KERNELS.register("scatter_add scatter_reduce", KernelFacts(Kind.SCATTER, length=_scattered))
+KERNELS.register("scatter.reduce scatter.reduce_out", KernelFacts(Kind.SCATTER, length=_scattered))
+KERNELS.register("scatter.value_reduce scatter.value_reduce_out", KernelFacts(Kind.SCATTER, length=_scattered))
+KERNELS.register(
+    "put", KernelFacts(Kind.SCATTER, length=lambda a: _most_frequent(a[1] % max(1, a[0].numel()), a) if a[3:] else 1)
+)
 KERNELS.register("index_put index_put_impl unsafe_index_put", KernelFacts(Kind.SCATTER, length=_put))
 KERNELS.register("bincount histogramdd_from_bin_cts", KernelFacts(Kind.SCATTER, length=lambda a: a[0].numel()))
 KERNELS.register("histogram", KernelFacts(Kind.SCATTER, accuracy=8, length=lambda a: a[0].numel()))

@@ -90,6 +90,7 @@ class FunctionFacts(NamedTuple):
     free_vectors: tuple[tuple[int, int], ...] = ()  # (number of the result, dimension along a vector of any sign)
     may_be_empty: tuple[int, ...] = ()  # numbers of the results that some of its algorithms do not compute
     defaults: Callable[[Any, Any, torch.finfo], Any] | None = None  # writes out defaults that depend on the dtype
+    dense_on_cpu: bool = False  # the CPU's kernel reads an expanded argument wrongly: it gets a dense copy
 
 
 class _Entry(NamedTuple):
@@ -148,6 +149,7 @@ class Registry(Generic[Facts]):
 
 
 _REGISTRIES: Final[list[Registry[Any]]] = []
+_PYTORCHS_OWN: Final = ("aten", "prims")  # libraries of operators
 
 
 def unknown_names() -> list[str]:
@@ -156,19 +158,34 @@ def unknown_names() -> list[str]:
 
 
 def base_name_of(schema_name: str) -> str:
-    """Plain name of an ATen operator (`base_name_of("aten::_foreach_add_") == "add"`)."""
-    name = schema_name.partition("::")[2].removeprefix("_foreach_").strip("_")
-    return name.removesuffix("_copy")
+    """Plain name of an ATen operator (`base_name_of("aten::_foreach_add_") == "add"`); other libraries' stay whole."""
+    space, _, name = schema_name.partition("::")
+    return name.removeprefix("_foreach_").strip("_").removesuffix("_copy") if space in _PYTORCHS_OWN else schema_name
 
 
 @functools.cache
 def last_name(name: str) -> str:
     """The last part of a dotted name, without that of an overload.
 
+    An operator of another library (`vllm.rms_norm`) keeps the library's name: what is known of PyTorch's function of
+    that name, such as its arguments, does not hold for it.
+
     >>> last_name("torch.Tensor.add"), last_name("aten.add_.Tensor")
     ('add', 'add_')
     """
-    return name.split(".")[1] if name.startswith("aten.") else name.rsplit(".", 1)[-1]
+    first, *rest = name.split(".")
+    if first == "aten" and rest:
+        return rest[0]
+    if first != "torch" and rest and rest[0].isidentifier() and _is_operator(first, rest[0]):
+        return f"{first}.{rest[0]}" if first not in _PYTORCHS_OWN else rest[0]
+    return rest[-1] if rest else first
+
+
+def _is_operator(space: str, name: str) -> bool:
+    try:
+        return hasattr(getattr(torch.ops, space), name)
+    except (AttributeError, RuntimeError):  # not a library: a module, or a text of any kind
+        return False
 
 
 def _aten_names() -> list[tuple[str, str, str]]:

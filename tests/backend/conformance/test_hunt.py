@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import ditorch
 from ditorch.conformance import findings
 from ditorch.conformance.cases import PASS, WRONG, Limits, Unit
 from ditorch.conformance.hunt_checks import HuntChecks
 from ditorch.conformance.trial import DeviceLost, Outcome, Trial
+from ditorch.conformance.variants import Variant
 from tests.databases import load
 
 LIMITS = Limits(samples=40, timeout=240, hunt_seconds=20)  # calls decide, not the clock of a busy machine
@@ -91,3 +95,12 @@ def test_what_was_found_before_the_device_was_lost_is_kept(monkeypatch: pytest.M
     assert len(several) > 1
     assert "misaligned" in several[-1].message
     assert len({one.file for one in several}) == len(several)
+
+
+def test_what_takes_the_cpu_down_is_not_tried() -> None:
+    x = torch.ones(1, 1, 16)
+    variant = Variant((x, None, None, None, None, False, 0.5, 1e-5), {}, (), None)
+    checks = HuntChecks(Unit("hunt", "native_batch_norm", "-", ()), "cpu", LIMITS)
+    sample = SimpleNamespace(output_process_fn_grad=lambda result: result, broadcasts_input=False)
+    outcome = checks._tried("float32", "plain", replace(variant, sample=sample))
+    assert "takes the process down" in outcome.message

@@ -615,6 +615,7 @@ def test_the_environment_is_validated_as_a_whole(monkeypatch):
         ("exp: nan, shape=" + "(" * 60 + "1" + ")" * 60, r"nested more than 30 deep at position 31"),
         ("exp: nan, shape=" + "1 + " * 2500 + "1", r"has 10001 characters; 400 are allowed: .* position 401"),
         ("exp: nan, nth=0", r"must be a whole number, 1 or more"),
+        ("e" * 10_000 + ": nan", r"the operator's name goes on at position 201; none is so long"),
         ("exp: nan=0", r"must be a whole number, 1 or more"),
         ("exp: slow=fast", r"a factor like 3x or a time like 20ms"),
         ("exp: slow=0.5x", r"must be 1x or more"),
@@ -673,6 +674,12 @@ def test_a_hostile_expression_is_an_error_with_a_position_and_nothing_runs(expre
     assert re.search(r"position \d+", outcome), outcome
     assert len(outcome) < 1000
     assert took < 1
+
+
+def test_a_factor_that_no_kernel_takes_is_no_error_of_the_program():
+    """It was an OverflowError inside of the user's program."""
+    with plant(f"exp: scale={'9' * 44}"):
+        assert torch.ones(3, device="soft").exp().isinf().all()
 
 
 def test_bad_overrides_are_explained():

@@ -223,3 +223,88 @@ def test_what_is_written_is_compared_as_what_is_returned() -> None:
     checks._each = lambda case, check, grad=False: check(0, sample)  # type: ignore[method-assign,assignment,misc]
     outcome = checks.out(None)  # type: ignore[arg-type]
     assert outcome.status == PASS, outcome.message
+
+
+# --- results that are one of several
+
+
+def test_values_that_go_to_one_place_have_no_single_result() -> None:
+    x, source = torch.zeros(3, 3), torch.ones(2, 2)
+    assert freedoms.copied_twice("as_strided_scatter", (x, source, (2, 2), (3, 3)), {})
+    assert not freedoms.copied_twice("as_strided_scatter", (x, source, (2, 2), (3, 1)), {})
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "kwargs", "free"),
+    [
+        ("mode", (torch.tensor([[1.0, 1.0, 2.0], [3.0, 3.0, 3.0]]),), {}, False),
+        ("mode", (torch.tensor([[1.0, 1.0, 2.0], [3.0, 4.0, 5.0]]),), {}, True),
+        ("mode", (torch.tensor([[1.0, 1.0], [1.0, 2.0]]), 0), {}, True),
+        ("mode", (torch.tensor([[1.0, 1.0], [1.0, 1.0]]),), {"dim": 0}, False),
+        ("mode", (torch.zeros(0, 3).bfloat16(),), {}, False),
+        ("topk", (torch.ones(3), 2), {}, False),
+        ("topk", (torch.ones(3), 2), {"sorted": False}, True),
+        ("topk", (torch.ones(3), 2, -1, True, False), {}, True),
+    ],
+)
+def test_a_choice_among_equals_is_free(name: str, args: Any, kwargs: Any, free: bool) -> None:
+    assert bool(freedoms.free_choice(name, args, kwargs)) is free
+
+
+def test_eigenvalues_have_no_order_but_must_be_those_of_the_matrix() -> None:
+    matrix = torch.diag(torch.tensor([1.0, 2.0, 3.0])).to(torch.complex64)
+    values = torch.linalg.eigvals(matrix)
+    assert freedoms.other_order(matrix, values[[1, 0, 2]])
+    assert not freedoms.other_order(matrix, values)
+    assert not freedoms.other_order(matrix, values[[1, 0, 2]] + torch.tensor([0.1, 0, 0]))
+    assert not freedoms.other_order(matrix, values[[1, 1, 2]])
+    checks = checks_of("linalg.eigvals", torch.linalg.eigvals, "complex64")
+    trial = Trial("torch.linalg.eigvals", torch.linalg.eigvals, (matrix,), {}, "cpu")
+    trial.outputs = values[[1, 0, 2]]
+    assert checks._free(trial, Outcome(WRONG)).status == NOT_COMPARABLE
+    trial.outputs = values * 2
+    assert checks._free(trial, Outcome(WRONG)).status == WRONG
+
+
+def test_complex_logarithms_of_sums_have_no_branch() -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0), dtype=torch.complex64)
+    checks = checks_of("logcumsumexp", torch.logcumsumexp, "complex64")
+    trial = Trial("torch.logcumsumexp", torch.logcumsumexp, (x, 1), {}, "cpu")
+    right = torch.logcumsumexp(x, 1)
+    for outputs, status in ((right + 2j * torch.pi, PASS), (right + 3j, WRONG), (right * 1.01 + 2j * torch.pi, WRONG)):
+        trial.outputs = outputs
+        assert checks._free(trial, Outcome(WRONG)).status == status
+
+
+@pytest.mark.parametrize("text", ["invalid argument", "invalid configuration argument"])
+def test_a_kernel_that_was_not_started_does_not_cost_the_device(text: str) -> None:
+    assert not is_sticky(RuntimeError(f"CUDA error: {text}\nCUDA kernel errors might be asynchronously reported"))
+
+
+# --- what the verdict learnt from a hunt on a GPU
+
+
+@pytest.mark.parametrize("name", ["put", "scatter"])
+def test_values_are_added_into_memory_in_any_order(name: str) -> None:
+    """Judged as moves they were held to a single rounding: two false alarms on an H200."""
+    values = torch.randn(1100, generator=torch.Generator().manual_seed(3))
+    index = torch.zeros(1100, dtype=torch.int64)
+    args: Any = (torch.zeros(1), index, values, True) if name == "put" else (torch.zeros(1), 0, index, values)
+    kwargs = {} if name == "put" else {"reduce": "add"}
+    other = torch.zeros(1)
+    for value in values.sort().values:
+        other += value
+    trial = Trial(f"torch.{name}", getattr(torch, name), args, kwargs, "cpu")
+    assert trial.judge(other).status == PASS
+    assert trial.judge(other + 0.1).status == WRONG
+
+
+@pytest.mark.parametrize("name", ["median", "nanmedian"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64])
+def test_the_median_of_an_expanded_tensor_is_that_of_its_elements(name: str, dtype: torch.dtype) -> None:
+    """The CPU's kernel sorts in place what shares memory: it made a right device look wrong."""
+    x = torch.tensor([[-9], [0], [-2]], dtype=dtype).expand(3, 5)
+    trial = Trial(f"torch.{name}", getattr(torch, name), (x, -1), {}, "cpu")
+    values, indices = getattr(torch, name)(x.contiguous(), -1)
+    assert trial.judge((values, indices)).status == PASS
+    assert trial.judge((values + 1, indices)).status == WRONG

@@ -131,6 +131,14 @@ def test_a_script_with_out_is_held_against_float64_and_says_what_one_needs_to_ju
     assert "not known" not in done.stdout
 
 
+def test_a_script_with_out_finds_what_the_cpu_does_not_fill_either(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    info, variant = databases.operators()["fft.ihfftn"], Variant((torch.full((1, 1, 1), 3.0),), {"dim": 1})
+    script.write_text(hunt_script.text(info, variant, "out", "cpu", Outcome(WRONG)))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1, done.stdout + done.stderr
+
+
 def test_a_script_fills_several_results(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     x = torch.tensor([3.0, 1.0, 2.0])
@@ -222,3 +230,13 @@ def test_indices_that_a_kernel_trusts_stay_as_they_are() -> None:
     whole = [t for v in itertools.islice(drawn, 100) for t in v.tensors if not t.is_floating_point()]
     assert whole
     assert all(t.is_contiguous() and t.storage_offset() == 0 for t in whole)
+
+
+def test_indices_that_a_kernel_trusts_fit_the_data() -> None:
+    """At other sizes PyTorch's samples keep their lengths: with `unsafe=True` the kernel wrote past its memory."""
+    info = databases.operators()["_segment_reduce.lengths"]
+    for seed in range(4):
+        made = itertools.islice(Variants(info, "float32", grad=False, seed=str(seed)).drawn(), 40)
+        for variant in made:
+            lengths, axis = variant.kwargs["lengths"], variant.kwargs.get("axis", 0)
+            assert int(lengths.sum(-1).max()) <= variant.args[0].shape[axis]

@@ -12,10 +12,13 @@ from op_tools.call.operators.registry import (
     KernelFacts,
     Kind,
     Registry,
+    base_name_of,
+    function_facts,
     function_names,
+    last_name,
     unknown_names,
 )
-from op_tools.judge import formulas
+from op_tools.judge import formulas, golden
 
 
 @pytest.fixture
@@ -71,3 +74,25 @@ def test_an_overload_a_name_and_a_family_in_this_order() -> None:
     assert kernel_facts(aten.linalg_cross.default).kind == Kind.REDUCE
     assert kernel_facts(aten.linalg_eigh.default) == KernelFacts(Kind.MATRIX, accuracy=2)
     assert kernel_facts(aten.sin.default) == KernelFacts()
+
+
+# --- operators of other libraries
+
+
+@torch.library.custom_op("other_library::rms_norm", mutates_args=())
+def other_rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Named as a function of PyTorch, with other arguments."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
+
+
+def test_an_operator_of_another_library_is_not_the_function_of_that_name() -> None:
+    operator = torch.ops.other_library.rms_norm
+    assert last_name(str(operator)) == last_name(str(operator.default)) == "other_library.rms_norm"
+    assert last_name("aten.add_.Tensor") == "add_"
+    assert last_name("distributed.all_reduce") == "all_reduce"
+    assert last_name("autograd.sum_of_gradients.add") == "add"
+    assert function_facts(str(operator)).defaults is None
+    assert base_name_of("other_library::mm") == "other_library::mm"
+    x, weight = torch.randn(3, 4), torch.randn(4)
+    found = golden.run(operator, (x, weight), {}, name=str(operator))
+    assert found.comparable, found.reason
