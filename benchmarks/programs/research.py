@@ -85,7 +85,7 @@ def box_assignment(job: Job) -> Step:
         boxes = torch.cat([out[..., :2] + grid, out[..., 2:4].clamp(max=4).exp() * 4], -1)
         total = out.new_zeros(())
         for image in range(2):
-            with torch.no_grad():
+            with torch.no_grad(), torch.autocast("cuda", enabled=False):
                 iou, _ = overlap(truth[image][:, None], boxes[image][None])
                 wanted = F.one_hot(kinds[image], 4).float()[:, None].expand(-1, 256, -1)
                 score = (out[image, :, 5:].sigmoid() * out[image, :, 4:5].sigmoid()).sqrt()
