@@ -32,7 +32,7 @@ from benchmarks.programs import PROGRAMS, Job
 LOWS: dict[str, torch.dtype | None] = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 KINDS = (
     *("vision", "language", "generative", "methods", "parallel", "libraries"),
-    *("layers", "attention", "functions", "autograd", "updates"),
+    *("layers", "attention", "functions", "autograd", "updates", "research"),
 )
 
 

@@ -28,7 +28,8 @@ _IMPROBABLE_EVER: Final = 30.0  # the same for sums that are looked at after eve
 _MAX_KINDS: Final = 4_000
 _RECENT: Final = 8  # masks of one kind that later ones are compared with
 _SAMPLE: Final = 4_096  # elements of each
-_MAX_KEPT: Final = 1 << 16  # samples of small calls, until they are looked at together
+_MAX_MET: Final = 1 << 18  # states of the generator that are remembered
+_NEGLIGIBLE: Final = 1e-4  # a share by which a distribution may be off, however many values there are
 _ALPHA: Final = 1.7580993408473766  # minus what `selu` tends to
 
 States = tuple[bytes, bytes]  # of the device's generator, before and after a call
@@ -121,6 +122,26 @@ class Tally:
         self._recent: dict[Hashable, _Recent] = {}
         self._small: dict[Hashable, list[Tensor]] = {}
         self._sums: whole_draws.Sums = {}
+        self._met: set[int] = set()  # states of the generator, each with what was drawn from it
+
+    def _adds_up(self, name: str, values: Tensor, weight: float, states: States | None, number: int) -> bool:
+        """Whether a draw may be added to earlier ones: not if a program set its generator back to draw it again."""
+        if states is None:  # a generator that is not known: the values tell, if they can
+            if values.numel() * weight < _IMPROBABLE:
+                return False
+            place = values[:_SAMPLE].numpy().tobytes()
+        elif states[0] == states[1]:  # no program makes a device do that
+            return True
+        else:
+            place = states[0]
+        met = hash((name, place, number))
+        with self._lock:
+            if met in self._met:
+                return False
+            if len(self._met) >= _MAX_MET:
+                self._met.clear()
+            self._met.add(met)
+        return True
 
     def mask(self, name: str, mask: Mask, states: States | None = None, number: int = 0) -> str:
         """A mask, the number `number` of its call: its proportion, and whether it came before."""
@@ -131,27 +152,30 @@ class Tally:
             return ""
         if _improbability(ones, count, mask.keeps) > _IMPROBABLE:
             return f"{1 - ones / count:.4f} of the values are dropped instead of {1 - mask.keeps:g}"
-        with self._lock:
-            before = self._counts.get(key, (0, 0))
-            all_ones, all_count = before[0] + ones, before[1] + count
-            wrong = _improbability(all_ones, all_count, mask.keeps) > _IMPROBABLE_EVER
-            if key in self._counts or len(self._counts) < _MAX_KINDS:
-                self._counts[key] = (0, 0) if wrong else (all_ones, all_count)
+        wrong, all_ones, all_count = False, 0, 0
+        weight = -math.log(mask.keeps**2 + (1 - mask.keeps) ** 2)  # improbability of an element that comes again
+        if self._adds_up(name, kept, weight, states, number):
+            with self._lock:
+                before = self._counts.get(key, (0, 0))
+                all_ones, all_count = before[0] + ones, before[1] + count
+                wrong = _improbability(all_ones, all_count, mask.keeps) > _IMPROBABLE_EVER
+                if key in self._counts or len(self._counts) < _MAX_KINDS:
+                    self._counts[key] = (0, 0) if wrong else (all_ones, all_count)
         if wrong:
             share = f"{1 - all_ones / all_count:.4f} of {all_count} values"
             return f"in all calls so far {share} are dropped instead of {1 - mask.keeps:g}"
-        same = mask.keeps**2 + (1 - mask.keeps) ** 2
-        return self._repeats((*key, kept.numel()), kept[:_SAMPLE], known[:_SAMPLE], -math.log(same), states, number)
+        return self._repeats((*key, kept.numel()), kept[:_SAMPLE], known[:_SAMPLE], weight, states, number)
 
     def samples(self, name: str, values: Tensor, law: tuple[Any, ...], states: States | None = None) -> str:
         """Samples of a known distribution: whether they can be from it, and whether they came before."""
         dtype = values.dtype
         flat = values.detach().double().reshape(-1)
+        adds_up = self._adds_up(name, flat, 4.0, states, 0)
         if flat.numel() >= _MIN_VALUES:
-            wrong = _not_from(flat, law, dtype)
+            wrong = _not_from(flat, law, dtype) or (self._drifts((name, dtype), flat, law) if adds_up else "")
         else:
             wrong = _out_of_range(flat, law, dtype)
-            kept = None if wrong else self._collect((name, law, dtype), flat)
+            kept = self._collect((name, law, dtype), flat) if adds_up and not wrong else None
             wrong = wrong if kept is None else _not_from(kept, law, dtype)
         if wrong or not flat.numel():
             return wrong
@@ -160,9 +184,13 @@ class Tally:
 
     def whole(self, name: str, source: Any, values: Tensor, states: States | None = None) -> str | None:
         """Random whole numbers, or zeros and ones; None where nothing is known of them."""
+        if not whole_draws.knows(name):
+            return None
+        weight = whole_draws.improbability_of_again(name, source, values.numel())
+        adds_up = self._adds_up(name, values.detach().double().reshape(-1), weight, states, 0)
         with self._lock:
-            wrong = whole_draws.judge(name, source, values, self._sums if len(self._sums) < _MAX_KINDS else {})
-        weight = 0.0 if wrong is None else whole_draws.improbability_of_again(name, source, values.numel())
+            sums = self._sums if adds_up and len(self._sums) < _MAX_KINDS else {}
+            wrong = whole_draws.judge(name, source, values, sums)
         if wrong != "" or weight <= 0:
             return wrong
         some = values.reshape(-1)[:_SAMPLE]
@@ -175,6 +203,15 @@ class Tally:
             everywhere = torch.ones_like(draw.values)
             return self.mask(name, Mask(draw.values, everywhere, draw.law[1], everywhere), states, number)
         return self.samples(f"{name} {number}", draw.values, draw.law, states) if draw.law else ""
+
+    def _drifts(self, key: tuple[Any, ...], values: Tensor, law: tuple[Any, ...]) -> str:
+        """Whether all samples of a run are off together; each call by itself was right."""
+        found = _places(values, law)
+        if found is None:
+            return ""
+        with self._lock:
+            sums = self._sums if len(self._sums) < _MAX_KINDS else {}
+            return whole_draws.add_up(key, _drift(found, key[-1], law[0]), sums)
 
     def _collect(self, key: Hashable, values: Tensor) -> Tensor | None:
         """All samples of small calls since they were last looked at, once they are enough."""
@@ -240,6 +277,8 @@ def judge_samples(
     """Whether the samples that a function drew can be right, and if not, why; None where no rule applies."""
     if function_facts(name).law != "samples" or not isinstance(outputs, Tensor):
         return None
+    if any(isinstance(value, torch.Generator) for value in (*source.args, *source.kwargs.values())):
+        states = None  # they are those of another generator
     whole = (tally or Tally()).whole(name, source, outputs, states)
     if whole is not None:
         return not whole, whole
@@ -292,6 +331,9 @@ def _not_from(values: Tensor, law: tuple[Any, ...], dtype: torch.dtype) -> str:
     cumulative = _CUMULATIVE.get(kind)
     if cumulative is None or (a if kind == "exponential" else deviation) <= 0:
         return ""
+    wrong = _odd_ends(values, law, cumulative, grid)
+    if wrong:
+        return wrong
     points = values.sort().values.clamp(-1e30, 1e30)  # a half type may overflow
     width = points.abs() * grid
     ranks = torch.arange(count + 1, dtype=torch.float64) / count
@@ -299,6 +341,43 @@ def _not_from(values: Tensor, law: tuple[Any, ...], dtype: torch.dtype) -> str:
     under = ranks[:-1] - cumulative(points + width, a, b)
     distance, limit = float(torch.maximum(over, under).max()), _KOLMOGOROV_FACTOR / math.sqrt(count) + grid
     return "" if distance <= limit else _not_distributed(f"as {kind} numbers", distance, limit)
+
+
+def _odd_ends(values: Tensor, law: tuple[Any, ...], cumulative: Callable[..., Tensor], grid: float) -> str:
+    """Why the smallest and the largest of these values cannot be so near to the middle, or so far from it."""
+    kind, a, b = (*law, 0.0)[:3]
+    count = values.numel()
+    ends = torch.stack([values.min(), values.max()])
+    below, above = cumulative(ends, a, b).tolist()
+    for place, share, side in ((0, below, "below"), (1, 1 - above, "above")):
+        empty = min(max(share - grid - _NEGLIGIBLE, 0.0), 1 - 1e-12)
+        if -count * math.log1p(-empty) > _IMPROBABLE:
+            return f"none of {count} values is {side} {float(ends[place]):.6g}, where {share:.3g} of them should be"
+    if kind == "normal":
+        farthest = float(((ends - a) / b).abs().max()) / (1 + grid)
+        if -float(torch.special.log_ndtr(torch.tensor(-farthest).double())) - math.log(2 * count) > _IMPROBABLE:
+            return f"a value {farthest:.3g} standard deviations from the mean, among {count}"
+    return ""
+
+
+def _places(values: Tensor, law: tuple[Any, ...]) -> Tensor | None:
+    """The share of the distribution below each value: these are uniform from 0 to 1, whatever the law."""
+    kind, a, b = (*law, 0.0)[:3]
+    cumulative = _CUMULATIVE.get(kind)
+    scale = {"uniform": b - a, "exponential": a}.get(kind, b)
+    return None if cumulative is None or scale <= 0 else cumulative(values.clamp(-1e30, 1e30), a, b)
+
+
+def _drift(places: Tensor, dtype: torch.dtype, kind: str) -> list[whole_draws.Excess]:
+    """How far the mean and the variance of places are off, beyond what the grid of a dtype does to them."""
+    count, slack = places.numel(), 2 * torch.finfo(dtype).eps + _NEGLIGIBLE
+    middle = places - 0.5
+    off, square = float(middle.sum()), float((middle.square() - 1 / 12).sum())
+    off, square = (math.copysign(max(0.0, abs(v) - count * slack), v) for v in (off, square))
+    return [
+        whole_draws.Excess((kind, 1), f"the mean place among {kind} numbers", off, count / 12, 0.5, count),
+        whole_draws.Excess((kind, 2), f"the spread among {kind} numbers", square, count / 180, 0.25, count),
+    ]
 
 
 def _not_distributed(how: str, distance: float, limit: float) -> str:

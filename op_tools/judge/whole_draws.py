@@ -44,6 +44,11 @@ class Excess(NamedTuple):
 Sums = dict[Hashable, Excess]
 
 
+def knows(name: str) -> bool:
+    """Whether there is a rule for a sampler (`knows("torch.randint")`)."""
+    return last_name(name) in _RULES
+
+
 def judge(name: str, source: Any, drawn: Tensor, sums: Sums) -> str | None:
     """What is wrong with a draw, "" if nothing is; None where nothing is known of it. `sums` are of the run so far.
 
@@ -54,10 +59,13 @@ def judge(name: str, source: Any, drawn: Tensor, sums: Sums) -> str | None:
     last = last_name(name)
     rule = _RULES.get(last)
     found = None if rule is None else rule(last, source.args, source.kwargs, drawn.detach())
-    if found is None or isinstance(found, str):
-        return found
+    return found if found is None or isinstance(found, str) else add_up((name,), found, sums)
+
+
+def add_up(of: tuple[Any, ...], found: Sequence[Excess], sums: Sums) -> str:
+    """Add what one draw of a kind has too much to the sums of a run; what is wrong with these, "" if nothing is."""
     for excess in found:
-        key = (name, excess.key)
+        key = (*of, excess.key)
         total = excess + sums[key] if key in sums else excess
         sums[key] = total
         if total.improbability > _IMPROBABLE_EVER:

@@ -246,6 +246,45 @@ def test_masks_that_repeat_on_purpose_are_no_alarm(device: str) -> None:
     assert ("dropout", "forward", "right") in verdicts(compared)
 
 
+@pytest.mark.parametrize(
+    "name", ["dropout", "randn", "own generator", "uniform_", "exponential_", "randint", "bernoulli", "multinomial"]
+)
+def test_programs_that_set_their_seed_again_are_no_alarm(device: str, name: str) -> None:
+    """The same numbers in every step, on purpose: added up they look as if they were not random."""
+    x, own = torch.ones(100, device=device), torch.Generator(device)
+    again = {
+        "dropout": lambda: F.dropout(x, 0.1),
+        "randn": lambda: torch.randn(16, device=device),
+        "own generator": lambda: torch.randn(300, device=device, generator=own.manual_seed(1)),
+        "uniform_": lambda: torch.empty(20, device=device).uniform_(),
+        "exponential_": lambda: torch.empty(20, device=device).exponential_(),
+        "randint": lambda: torch.randint(0, 10, (50,), device=device),
+        "bernoulli": lambda: torch.bernoulli(x * 0.3),
+        "multinomial": lambda: torch.multinomial(torch.ones(5, 4, device=device), 1),
+    }[name]
+    with op_tools.OpAutoCompare() as compared:
+        for step in range(200):
+            torch.manual_seed(1 + step // 100)
+            again()
+    assert not wrong(compared), reasons(compared)
+
+
+@pytest.mark.parametrize("init", [nn.init.kaiming_uniform_, nn.init.xavier_uniform_, nn.init.uniform_])
+def test_weights_from_a_range_that_is_too_small_are_found(
+    device: str, init: Callable[..., Any], replace_kernel: Kernels
+) -> None:
+    def tenth_less(x: torch.Tensor, low: float = 0.0, high: float = 1.0, generator: Any = None) -> torch.Tensor:
+        return x.copy_(low + (torch.rand(x.shape) * 0.9 + 0.05).to(x.device) * (high - low))
+
+    with op_tools.OpAutoCompare() as compared:
+        init(torch.empty(30, 30, device=device))
+    assert not wrong(compared)
+    replace_kernel("uniform_", tenth_less)
+    with op_tools.OpAutoCompare() as compared:
+        init(torch.empty(30, 30, device=device))
+    assert "none of 900 values is" in reasons(compared)
+
+
 def test_samples_of_another_distribution_are_found(device: str, replace_kernel: Kernels) -> None:
     with op_tools.OpAutoCompare() as healthy:
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
