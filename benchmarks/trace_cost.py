@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import itertools
 import os
 import pstats
 import statistics
@@ -146,7 +147,7 @@ def phases(tiny: bool, steps: int) -> None:
         times.append(time.perf_counter())
         _wait()
         times.append(time.perf_counter())
-        return [1e3 * (after - before) for before, after in zip(times, times[1:])]
+        return [1e3 * (after - before) for before, after in itertools.pairwise(times)]
 
     for form in ("bare", "prints off", "prints on"):
         with tempfile.TemporaryDirectory() as folder:

@@ -153,7 +153,7 @@ def wait() -> None:
 
 
 def extension(name: str, build: Callable[[str, str], Path | None]) -> Any:
-    """An extension module of Python, by what compiles it; None where it cannot be (`extension("op_tools_front", build)`).
+    """An extension module of Python, by what compiles it; None where it cannot be (`extension(name, build)`).
 
     `build` gets the flag that finds `Python.h` and a key of this Python. Extensions of ours have no lock but the GIL.
     """

@@ -116,7 +116,7 @@ class OpTrace(Tool):
         texts = {} if self._recorder is None else self._recorder.writer.texts
         op = next((text for text, number in texts.items() if number == name), SUM)
         call = Call(OpTraits(op, torch.autograd.backward), torch.autograd.backward, (), {})
-        self.failed(call, error, "its backward is not in the trace")
+        self.failed(call, error, "its backward is not in the trace" if name >= 0 else "it is not in the trace")
 
     # -- what happens around calls --------------------------------------------------------------------
 

@@ -101,8 +101,8 @@ extern "C" void print_one(const void *data, Word numel, Word kind, double *rows,
 }
 """
 _LAUNCH = r"""
-extern "C" int launch(void *, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned, void *,
-                      void **parameters, void **) {
+extern "C" int launch(void *, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned,
+                      void *, void **parameters, void **) {
   if (threads != kThreads) return 1;
   strided_now = static_cast<const StridedTable *>(parameters[0]);
   which = 2;
