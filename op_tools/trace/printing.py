@@ -29,14 +29,8 @@ class Printing:
         self._batch = Batch()
         self.fresh: list[tuple[tuple[int, int], Tensor]] = []  # on GPUs, of the present call, not printed yet
         self._on_gpus: dict[torch.device, DevicePrints | None] = {}
+        self.book: Any = None  # in machine code: it prints what lies on the first GPU that is met, from then on
         self._of_book: BookPrints | None = None
-
-    def by_book(self, book: Any) -> None:
-        """Let a book in machine code print what lies on the present GPU (`printing.by_book(recorder.native)`)."""
-        if self._on_cuda and self._world[1] == 1:
-            kernel = kernel_of(torch.cuda.current_device())
-            if kernel is not None and book_agrees(torch.cuda.current_device()):
-                self._of_book = BookPrints(kernel, book, self._write_numbered)
 
     def take(self, number: int, tensor: Tensor, sharding: Sharding | None) -> None:
         """Print one tensor: now, with the next launch, or not where it has no values (`printing.take(3, x, None)`)."""
@@ -76,6 +70,9 @@ class Printing:
         if device not in self._on_gpus:
             kernel = kernel_of(device.index)
             self._on_gpus[device] = None if kernel is None else DevicePrints(kernel)
+            alone = self.book is not None and self._of_book is None and self._world[1] == 1
+            if kernel is not None and alone and book_agrees(device.index):
+                self._of_book = BookPrints(kernel, self.book, self._write_numbered)
         return self._on_gpus[device]
 
     def launch(self) -> None:
