@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import itertools
 import os
 import pstats
 import statistics
@@ -54,7 +55,7 @@ def _timed(step: Any, steps: int) -> list[float]:
 def prints_agree() -> str:
     """Whether the GPU finds the prints of the CPU, over dtypes, sizes and layouts; one line."""
     from op_tools.call.devices import accelerator_type
-    from op_tools.trace.device_prints import BROKEN, DevicePrints, kernel_of
+    from op_tools.trace.device_prints import BROKEN, DevicePrints, book_agrees, kernel_of
     from op_tools.trace.prints import fingerprint
 
     if accelerator_type() != "cuda":
@@ -78,7 +79,9 @@ def prints_agree() -> str:
     keys, rows = prints.land(wait=True)
     wrong = [key for key, row in zip(keys, rows) if row.tolist() != fingerprint(tensors[key]).tolist()]
     told = [(str(tensors[key].dtype), tuple(tensors[key].shape), tensors[key].stride()) for key in wrong[:3]]
-    return f"prints: {len(keys) - len(wrong)} of {len(tensors)} equal to the CPU's, {len(left)} not taken; wrong {told}"
+    book = "right" if book_agrees(0) else f"NOT USED ({BROKEN.get(0, 'there is no book in machine code')})"
+    equal = f"{len(keys) - len(wrong)} of {len(tensors)} equal to the CPU's, {len(left)} not taken; wrong {told}"
+    return f"prints: {equal}; those that the book launches in every layout: {book}"
 
 
 def measured(step: Any, steps: int, prints: bool, profile: int = 0) -> str:
@@ -146,7 +149,7 @@ def phases(tiny: bool, steps: int) -> None:
         times.append(time.perf_counter())
         _wait()
         times.append(time.perf_counter())
-        return [1e3 * (after - before) for before, after in zip(times, times[1:])]
+        return [1e3 * (after - before) for before, after in itertools.pairwise(times)]
 
     for form in ("bare", "prints off", "prints on"):
         with tempfile.TemporaryDirectory() as folder:

@@ -52,8 +52,9 @@ def measure_faults(only: str = "") -> None:
                 if only and only not in text:
                     continue
                 with faults.plant(text) as planted:
-                    bad, tool = train(folder / "bad", "GPT", build("GPT"), low=low, planted=planted, steps=1)
-                outcome = _blamed(Diff(good, bad), tool.culprit) if planted.hits else "did not strike"
+                    bad, struck = train(folder / "bad", "GPT", build("GPT"), low=low, planted=planted, steps=1)
+                found = -1 if struck is None else struck.operator(bad)
+                outcome = _blamed(Diff(good, bad), found) if planted.hits else "did not strike"
                 told[outcome.partition(":")[0]] += 1
                 if outcome != "named":
                     print(f"  {'bf16' if low else 'fp32'} {text}: {outcome}", file=sys.stderr)

@@ -17,9 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.trace_models import VOCAB, batch
+from op_tools.native import compiling
 from op_tools.tools.trace import OpTrace
 from op_tools.trace.diff import load
+from op_tools.trace.format import BACKWARD
 from op_tools.trace.graph import Graph
+from op_tools.watch.intercept import INTERCEPTOR
+from op_tools.watch.sums import _Place
 
 
 @contextlib.contextmanager
@@ -28,28 +32,49 @@ def scratch() -> Iterator[Path]:
         yield Path(name)
 
 
-class Tracing(OpTrace):
-    """Also notes which operator a planted fault struck first."""
+class Struck:
+    """Notes which operator a planted fault struck first, without a part in the recording.
 
-    name = "OpTraceOfBenchmark"
-    planted: Any = None
-    culprit = -1
+    A forward call is the next row of the trace. A backward is the next one of the call that made the running node.
+    """
 
-    def _look(self) -> None:
-        if self.planted is not None and self.culprit < 0 and self.planted.hits and self._recorder is not None:
-            self.culprit = self._recorder.operators - 1
+    def __init__(self, tool: OpTrace, planted: Any) -> None:
+        self._tool, self._strikes = tool, planted.strikes
+        self._at, self._made = -1, None
+        planted.strikes = self._noted
 
-    def after(self, call: Any) -> None:
-        struck = self.planted is not None and self.culprit < 0 and self.planted.hits
-        super().after(call)
-        if struck:
-            self._look()
+    def _noted(self) -> int | None:
+        number: int | None = self._strikes()
+        if number is not None and self._at < 0:
+            recorder = self._tool._recorder
+            self._at = 0 if recorder is None else recorder.book.operators
+            node = torch._C._current_autograd_node()
+            if node is not None:
+                self._made = next((m for m in map(_call_of(node), _threads()) if m is not None), None)
+        return number
 
-    def after_backward(self, call: Any, grad_outputs: Any, grad_inputs: Any) -> None:
-        struck = self.planted is not None and self.culprit < 0 and self.planted.hits
-        super().after_backward(call, grad_outputs, grad_inputs)
-        if struck:
-            self._look()
+    def operator(self, graph: Graph) -> int:
+        """The number of the operator in the trace, -1 where it is not known."""
+        if self._made is None:
+            return self._at
+        table, texts = graph.operators, graph.trace.texts
+        for row in range(self._at, graph.count):
+            line = texts[int(table["location"][row])]
+            if table["phase"][row] == BACKWARD and (graph.names[row], line) == (self._made.op, self._made.location):
+                return row
+        return -1
+
+
+def _threads() -> list[int]:
+    sums = INTERCEPTOR.sums
+    return [*sums._by_number, *([] if sums._library is None else [_main_thread[0]])]
+
+
+_main_thread: list[int] = []
+
+
+def _call_of(node: Any) -> Any:
+    return lambda thread: INTERCEPTOR.sums._call_at(_Place(thread, node._sequence_nr()))
 
 
 def one_step(run: Any, x: Tensor, y: Tensor, optimizer: Any, device: str, low: bool) -> None:
@@ -84,15 +109,21 @@ def prepared(
     return steps_of_it
 
 
-def train(folder: Path, kind: str, model: nn.Module, planted: Any = None, **options: Any) -> tuple[Graph, Tracing]:
+def train(
+    folder: Path, kind: str, model: nn.Module, planted: Any = None, **options: Any
+) -> tuple[Graph, Struck | None]:
     """Train a model for some steps under OpTrace."""
     steps = prepared(kind, model, **options)
     shutil.rmtree(folder, ignore_errors=True)
-    tool = Tracing(to=folder)
-    tool.planted = planted
+    compiling.wait()
+    tool = OpTrace(to=folder)
+    struck = None if planted is None else Struck(tool, planted)
     with tool:
+        if INTERCEPTOR.sums._library is not None:
+            _main_thread[:] = [INTERCEPTOR.sums._library.op_tools_sums_thread()]
         steps()
-    return Graph(load(folder)), tool
+    assert not tool.findings(), tool.findings()
+    return Graph(load(folder)), struck
 
 
 def debug_logs(steps: Any) -> Any:

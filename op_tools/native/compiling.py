@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.machinery
+import importlib.util
 import os
 import platform
 import signal
 import subprocess
+import sys
+import sysconfig
 import tempfile
 import threading
 from collections.abc import Callable
@@ -146,6 +150,26 @@ def wait() -> None:
     """Build all libraries of the tools and wait until they are loaded, before a measurement for example (`wait()`)."""
     for library in _libraries:
         library.wait()
+
+
+def extension(name: str, build: Callable[[str, str], Path | None]) -> Any:
+    """An extension module of Python, by what compiles it; None where it cannot be (`extension(name, build)`).
+
+    `build` gets the flag that finds `Python.h` and a key of this Python. Extensions of ours have no lock but the GIL.
+    """
+    include = Path(sysconfig.get_paths()["include"])
+    if not (include / "Python.h").exists() or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        return None
+    path = build(f"-I{include}", f"{sys.implementation.cache_tag} {sys.version}")
+    if path is None:
+        return None
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    if spec is None:
+        raise OSError(f"{path} is not an extension module")
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
 
 
 def against_torch(

@@ -6,10 +6,6 @@ Compiled in the background on first use, like the other libraries; until then, a
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
-import sys
-import sysconfig
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,7 +16,6 @@ from ..compat import TensorBase, count_dispatch_modes, count_function_modes
 from . import compiling
 
 _SOURCE: Final = compiling.SOURCES / "front.cpp"
-_NAME: Final = "op_tools_front"
 _IN_KERNELS: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # in the order of `statistics.cu`
 _DTYPES: Final = {one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 _FLOATING: Final = {
@@ -30,21 +25,14 @@ _FLOATING: Final = {
 }
 
 
+def _build(include: str, key: str) -> Path | None:
+    return compiling.compiled(_SOURCE, ("-O2", "-std=c++17", "-fvisibility=hidden", include), key=key)
+
+
 def _load() -> Any:
-    include = Path(sysconfig.get_paths()["include"])
-    has_gil = not sysconfig.get_config_var("Py_GIL_DISABLED")  # its tables have no other lock
-    if not (include / "Python.h").exists() or not has_gil:
+    module = compiling.extension("op_tools_front", _build)
+    if module is None:
         return None
-    flags = ("-O2", "-std=c++17", "-fvisibility=hidden", f"-I{include}")
-    path = compiling.compiled(_SOURCE, flags, key=f"{sys.implementation.cache_tag} {sys.version}")
-    if path is None:
-        return None
-    loader = importlib.machinery.ExtensionFileLoader(_NAME, str(path))
-    spec = importlib.util.spec_from_file_location(_NAME, path, loader=loader)
-    if spec is None:
-        raise OSError(f"{path} is not an extension module")
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
     kinds = (TensorBase, torch.Tensor, torch.nn.Parameter, description.PLAIN_TYPES)
     module.set_up_ledger(TensorBase, _FLOATING, torch.strided)
     module.set_up(*kinds, site.is_user_code, site.text_of, count_function_modes, count_dispatch_modes)

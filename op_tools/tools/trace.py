@@ -21,6 +21,7 @@ from ..trace.format import SUFFIX, TraceWriter
 from ..trace.places import Place, given_to_module, place_of_call
 from ..trace.record import Recorder, writer_world
 from ..watch.intercept import INTERCEPTOR, Call
+from ..watch.sums import SUM
 from .base import Tool
 from .light import noted
 
@@ -95,6 +96,9 @@ class OpTrace(Tool):
         if self._book is None:
             self._book = recorder.watch_by_itself() or False
             INTERCEPTOR.sums.elsewhere = self._call_at if self._book else None
+            if self._book:
+                self._book.tell(self._failed_in_backward)
+                INTERCEPTOR.sums.direct = lambda *callbacks: self._book.hear_sums(INTERCEPTOR, self.calls, *callbacks)
         if not self._book:
             return None
         return (
@@ -106,6 +110,13 @@ class OpTrace(Tool):
         """The call that made a node of autograd, of those that were recorded without Python."""
         found = self._book.call_at(thread, number) if self._book else None
         return None if found is None else _Made(*found)
+
+    def _failed_in_backward(self, name: int, error: BaseException) -> None:
+        """What went wrong while machine code recorded the backward of a call, or a sum of gradients."""
+        texts = {} if self._recorder is None else self._recorder.writer.texts
+        op = next((text for text, number in texts.items() if number == name), SUM)
+        call = Call(OpTraits(op, torch.autograd.backward), torch.autograd.backward, (), {})
+        self.failed(call, error, "its backward is not in the trace" if name >= 0 else "it is not in the trace")
 
     # -- what happens around calls --------------------------------------------------------------------
 
@@ -198,7 +209,7 @@ class OpTrace(Tool):
     def finish(self) -> None:
         COMPILED.ignore()
         if self._book:
-            INTERCEPTOR.sums.elsewhere = None
+            INTERCEPTOR.sums.elsewhere = INTERCEPTOR.sums.direct = None
         if self._recorder is not None:
             self._recorder.close()
 

@@ -35,19 +35,12 @@ class Book(Protocol):
     def tensors(self) -> int:
         """How many have got numbers."""
 
-    def number(
-        self,
-        tensor: Tensor,
-        held: Tensor,
-        look: int,
-        producer: int,
-        output: int,
-        module: int,
-        wrote: bool,
-        printed: bool,
-        /,
-    ) -> int:
-        """The number of a tensor's present contents; `held` lies on this rank. A look of -1 is found by the book."""
+    @property
+    def number(self) -> Callable[[Tensor, Tensor, int, int, int, int, bool, bool], int]:
+        """The number of a tensor's present contents, by (tensor, held, look, producer, output, module, wrote, printed).
+
+        `held` lies on this rank. A look of -1 is found by the book.
+        """
 
     def knows(self, tensor: Tensor, /) -> bool:
         """Whether a tensor has a number in its present version."""

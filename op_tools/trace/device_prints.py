@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -11,7 +12,8 @@ import torch
 
 from ..call.description import Tensor
 from ..call.devices import quiet
-from ..compat import in_fake_mode, in_func_transform
+from ..compat import cuda_stream, in_fake_mode, in_func_transform
+from ..native import book as native
 from ..native import front
 from ..native.kernels import Kernels, launch_in_cuda, launcher
 from .format import PROJECTIONS
@@ -23,6 +25,7 @@ _WIDTH: Final = PROJECTIONS + 6
 _NORM: Final = PROJECTIONS + 1
 _THREADS: Final = 256
 _TABLE_BYTES: Final = 16 + 32 * 56  # the parameter of the kernel
+_STRIDED_BYTES: Final = 16 + 32 * 96
 _DTYPES: Final = frozenset({torch.bfloat16, torch.float16, torch.float32, torch.float64})
 _MAX_BLOCKS: Final = 1 << 30
 BROKEN: Final[dict[int, str]] = {}  # GPUs whose kernel does not work, and why
@@ -33,24 +36,99 @@ class _Kernel(NamedTuple):
     launch: Any  # of `native.front`
     numbers: tuple[int, int, int]  # the address of the driver's function, the kernel, its threads
     together: int
+    strided: int | None  # the kernel that the book in machine code launches
 
 
-class DevicePrints:
-    """Fingerprints of the tensors of one GPU on their way to the host.
-
-    >>> prints = DevicePrints(kernel_of(0)); prints.add([((3, 0), x)]); prints.land(wait=True)   # doctest: +SKIP
-    """
+class _Landing:
+    """A buffer on a GPU for the rows of chunks, and the prints that are made of them on their way to the host."""
 
     def __init__(self, kernel: _Kernel) -> None:
         self._kernel, self._kernels = kernel, kernel.kernels
         self._device = torch.device("cuda", self._kernels.index)
         self._rows = torch.empty((_ROWS, _ROW_BYTES // 8), dtype=torch.float64, device=self._device)
         self._address = self._rows.data_ptr()
+        self._landing: deque[tuple[Any, Tensor, Any]] = deque()
+
+    @property
+    def sent(self) -> int:
+        """Batches on their way."""
+        return len(self._landing)
+
+    def _send_rows(self, keys: Any, starts: Any, streams: set[int]) -> None:
+        """Put the rows of each tensor together, and start their copy to the host; `starts` ends with their number."""
+        kernels, count = self._kernels, len(keys)
+        if streams != {kernels.stream()}:  # what follows waits for one stream only
+            torch.cuda.synchronize(kernels.index)
+        with quiet(), torch.cuda.device(kernels.index):
+            starts = torch.as_tensor(starts, dtype=torch.int64).pin_memory()
+            starts_there = starts.to(self._device, non_blocking=True)
+            found = torch.empty((count, _WIDTH), dtype=torch.float64, device=self._device)
+            numbers = (self._address, starts_there.data_ptr(), found.data_ptr())
+            launch_in_cuda(self._kernel.together, kernels.stream(), count, _THREADS, *numbers)
+            host = torch.empty((count, _WIDTH), dtype=torch.float64, pin_memory=True)
+            host.copy_(found, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._landing.append((keys, host, event))
+
+    def _landed(self, wait: bool) -> tuple[list[Any], Any]:
+        """Keys and prints that have arrived, or all of them after waiting."""
+        keys: list[Any] = []
+        rows = [np.zeros((0, _WIDTH))]
+        while self._landing:
+            some, host, event = self._landing[0]
+            if wait:
+                event.synchronize()
+            elif not event.query():
+                break
+            self._landing.popleft()
+            keys += some
+            rows.append(host.numpy().copy())
+        found = np.concatenate(rows)
+        found[:, _NORM] = np.sqrt(found[:, _NORM])
+        return keys, found
+
+
+class BookPrints(_Landing):
+    """The prints that the book in machine code takes by itself: it launches the kernel, this fetches the rows.
+
+    >>> BookPrints(kernel_of(0), book, write)                              # doctest: +SKIP
+    """
+
+    def __init__(self, kernel: _Kernel, book: Any, write: Callable[[list[Any], Any], None]) -> None:
+        super().__init__(kernel)
+        self._book, self._write = book, write
+        book.print_on(
+            *(kernel.numbers[0], kernel.strided, str(self._device), self._address, _ROWS),
+            *(self._send, cuda_stream),
+        )
+
+    def _send(self) -> None:
+        """The buffer is full, or the trace ends."""
+        numbers, starts, streams = [np.frombuffer(part, np.int64) for part in self._book.take_printed()]
+        if len(numbers):
+            self._send_rows(numbers.tolist(), starts.copy(), set(streams.tolist()))
+        if self.sent > 1:
+            self._write(*self._landed(wait=False))
+
+    def land(self) -> None:
+        """Wait for all of them and write them."""
+        self._send()
+        self._write(*self._landed(wait=True))
+
+
+class DevicePrints(_Landing):
+    """Fingerprints of the tensors of one GPU on their way to the host.
+
+    >>> prints = DevicePrints(kernel_of(0)); prints.add([((3, 0), x)]); prints.land(wait=True)   # doctest: +SKIP
+    """
+
+    def __init__(self, kernel: _Kernel) -> None:
+        super().__init__(kernel)
         self._free = 0
         self._keys: list[Any] = []
         self._starts: list[int] = []
         self._streams: set[int] = set()
-        self._landing: deque[tuple[list[Any], Tensor, Any]] = deque()
 
     def add(self, wanted: list[tuple[Any, Tensor]]) -> list[tuple[Any, Tensor]]:
         """Print tensors with one launch, each under a key; returns those that it cannot print."""
@@ -86,49 +164,46 @@ class DevicePrints:
                 self._send()
         return left + list(zip(keys[done:], tensors[done:]))
 
-    @property
-    def sent(self) -> int:
-        """Batches on their way."""
-        return len(self._landing)
-
     def _send(self) -> None:
-        """Put the rows of each tensor together, and start their copy to the host."""
-        if not self._keys:
-            return
-        kernels, count = self._kernels, len(self._keys)
-        if self._streams != {kernels.stream()}:  # what follows waits for one stream only
-            torch.cuda.synchronize(kernels.index)
-        with quiet(), torch.cuda.device(kernels.index):
-            starts = torch.tensor([*self._starts, self._free], dtype=torch.int64, pin_memory=True)
-            starts_there = starts.to(self._device, non_blocking=True)
-            found = torch.empty((count, _WIDTH), dtype=torch.float64, device=self._device)
-            numbers = (self._address, starts_there.data_ptr(), found.data_ptr())
-            launch_in_cuda(self._kernel.together, kernels.stream(), count, _THREADS, *numbers)
-            host = torch.empty((count, _WIDTH), dtype=torch.float64, pin_memory=True)
-            host.copy_(found, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self._landing.append((self._keys, host, event))
-        self._keys, self._starts, self._free, self._streams = [], [], 0, set()
+        if self._keys:
+            self._send_rows(self._keys, [*self._starts, self._free], self._streams)
+            self._keys, self._starts, self._free, self._streams = [], [], 0, set()
 
     def land(self, wait: bool = False) -> tuple[list[Any], Any]:
         """Keys and prints that have arrived, or all of them after waiting."""
         if wait:
             self._send()
-        keys: list[Any] = []
-        rows = [np.zeros((0, _WIDTH))]
-        while self._landing:
-            some, host, event = self._landing[0]
-            if wait:
-                event.synchronize()
-            elif not event.query():
-                break
-            self._landing.popleft()
-            keys += some
-            rows.append(host.numpy().copy())
-        found = np.concatenate(rows)
-        found[:, _NORM] = np.sqrt(found[:, _NORM])
-        return keys, found
+        return self._landed(wait)
+
+
+@functools.cache
+def book_agrees(index: int) -> bool:
+    """Whether the book in machine code finds the prints of the CPU on a GPU, in layouts that are not in order, too."""
+    kernel, library = kernel_of(index), native.LIBRARY.get()
+    if kernel is None or kernel.strided is None or library is None:
+        return False
+    found: list[tuple[int, Any]] = []
+    book = library.Book(lambda _: 0, lambda: None, lambda *_: None)
+    prints = BookPrints(kernel, book, lambda numbers, rows: found.extend(zip(numbers, rows.tolist())))
+    draw = torch.Generator().manual_seed(4)
+    with quiet():
+        x = torch.randn((5, 30, 7, 90), generator=draw)
+        views = [x, x.transpose(1, 2), x.permute(3, 1, 0, 2), x[:, ::2, :, 3:], x[0, 0, 0].expand(300, 90)]
+        host = [view.to(dtype) for dtype in _DTYPES for view in views] + [
+            (x * 50).to(torch.int64).transpose(0, 3),
+            x > 0,
+        ]
+        there = [tensor.to(f"cuda:{index}") for tensor in host]
+        for tensor in there:
+            book.number(tensor, tensor, 0, -1, 0, -1, False, True)
+        left = book.take_fresh()
+        prints.land()
+        book.close()
+        expected = [fingerprint(tensor).tolist() for tensor in host]
+    if not left and [row for _, row in sorted(found)] == expected:
+        return True
+    BROKEN[index] = "the kernel for all layouts finds other fingerprints than the CPU"
+    return False
 
 
 class _Here:
@@ -158,9 +233,10 @@ def _kernel_of(index: int) -> _Kernel | None:
         torch.zeros(1, device=f"cuda:{index}")  # the driver needs a context
         function = None if library is None else kernels.in_cuda("table", [_TABLE_BYTES])
         together = None if function is None else kernels.in_cuda("together", [8, 8, 8])
+        strided = None if function is None else kernels.in_cuda("strided", [_STRIDED_BYTES])
         if library is None or function is None or together is None:
             return None
-        found = _Kernel(kernels, library.launch_statistics, (launcher(), function, _THREADS), together)
+        found = _Kernel(kernels, library.launch_statistics, (launcher(), function, _THREADS), together, strided)
         with quiet():
             if _agrees(found):
                 return found
@@ -173,7 +249,9 @@ def _kernel_of(index: int) -> _Kernel | None:
 def _agrees(kernel: _Kernel) -> bool:
     """Whether the kernel finds what PyTorch finds on the CPU, bit for bit."""
     draw = torch.Generator().manual_seed(3)
-    host = [torch.randn(count, generator=draw).to(dtype) for dtype in _DTYPES for count in (1, 300, 8_192, 2_200_000)]
+    counts = [(dtype, count) for dtype in _DTYPES for count in (1, 300, 8_192, 20_000)]
+    counts.append((torch.bfloat16, 2_200_000))  # more chunks than a block has threads
+    host = [torch.randn(count, generator=draw).to(dtype) for dtype, count in counts]
     for tensor in host:
         tensor[0] *= 1000
         if tensor.numel() == 300:

@@ -45,6 +45,8 @@ def import_log(log: Path, folder: Path) -> tuple[Path, dict[str, int]]:
     except OSError as error:
         raise TraceError(f"{log}: cannot be read ({error.strerror or error})") from None
     start = next((i for i, line in enumerate(lines) if _TREE.match(line)), None)
+    if start is None and any(line.startswith("(MODULE:") for line in lines):  # listed while the graph is being made
+        raise TraceError(f"{log}: ends after line {len(lines):,}, before the graph is printed")
     if start is None:
         raise TraceError(f"{log}: no graph in it (OneFlow prints it with graph.debug >= 1)")
     end = next((i for i in range(start, len(lines)) if lines[i] == ")"), None)

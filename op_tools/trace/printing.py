@@ -8,7 +8,7 @@ import torch
 
 from ..call.description import Tensor
 from ..call.devices import accelerator_type
-from .device_prints import DevicePrints, kernel_of
+from .device_prints import BookPrints, DevicePrints, book_agrees, kernel_of
 from .format import TraceWriter
 from .places import Sharding
 from .prints import Batch, fingerprint
@@ -29,6 +29,8 @@ class Printing:
         self._batch = Batch()
         self.fresh: list[tuple[tuple[int, int], Tensor]] = []  # on GPUs, of the present call, not printed yet
         self._on_gpus: dict[torch.device, DevicePrints | None] = {}
+        self.book: Any = None  # in machine code: it prints what lies on the first GPU that is met, from then on
+        self._of_book: BookPrints | None = None
 
     def take(self, number: int, tensor: Tensor, sharding: Sharding | None) -> None:
         """Print one tensor: now, with the next launch, or not where it has no values (`printing.take(3, x, None)`)."""
@@ -68,6 +70,9 @@ class Printing:
         if device not in self._on_gpus:
             kernel = kernel_of(device.index)
             self._on_gpus[device] = None if kernel is None else DevicePrints(kernel)
+            alone = self.book is not None and self._of_book is None and self._world[1] == 1
+            if kernel is not None and alone and book_agrees(device.index):
+                self._of_book = BookPrints(kernel, self.book, self._write_numbered)
         return self._on_gpus[device]
 
     def launch(self) -> None:
@@ -83,6 +88,10 @@ class Printing:
             if prints.sent > 1:
                 self._write_prints(*prints.land())
 
+    def _write_numbered(self, numbers: list[int], rows: Any) -> None:
+        if numbers:
+            self._writer.add_columns("prints", [numbers, *rows.T, [0] * len(numbers)])
+
     def _write_prints(self, keys: list[tuple[int, int]], rows: Any) -> None:
         if keys:
             numbers, parts = zip(*keys)
@@ -96,6 +105,8 @@ class Printing:
     def land_all(self) -> None:
         """Wait for all prints and write them (`printing.land_all()`)."""
         self.launch()
+        if self._of_book is not None:
+            self._of_book.land()
         for prints in self._on_gpus.values():
             if prints is not None:
                 self._write_prints(*prints.land(wait=True))

@@ -121,6 +121,7 @@ class GradientSums:
         self._terms: Counter[Any] = Counter()  # in sums of this pass, by who gets them
         self._names: dict[tuple[int, tuple[int, ...]], str] | None = None  # of parameters
         self.wanted = False  # by a tool
+        self.direct: Any = None  # makes callbacks in machine code of those here, for a tool that is alone
         self.elsewhere: Callable[[int, int], Call | None] | None = None  # knows calls that are recorded without Python
         self.unheard = 0  # backward passes
 
@@ -145,6 +146,8 @@ class GradientSums:
     def begin(self) -> None:
         """The first of the backward passes that are under way begins; called where a tool wants sums."""
         library = self._library or self._prepare()
+        if library is not None:
+            library.op_tools_sums_prepare(id(self._watcher), *self._callbacks_now())
         if library is None or not library.op_tools_sums_begin(self._watcher.include_cpu):
             self.unheard += 1
             return
@@ -152,6 +155,16 @@ class GradientSums:
         self._names = None
         self.listening = True
         patches.record(_CALLBACK, "tells in C++ what autograd adds up itself", self._end, "native")
+
+    def _callbacks_now(self) -> tuple[Any, ...]:
+        """Who is told in this pass: Python, or first the machine code of a tool that is alone and wants all sums."""
+        if self.direct is None or len(self._watcher.tools) != 1:
+            return self._callbacks
+        plans = [self._plan(traits) for traits in _TRAITS.values()]
+        if any(plan is None or plan.gated for plan in plans):
+            return self._callbacks
+        before, after = self.direct(*[ctypes.cast(one, ctypes.c_void_p).value for one in self._callbacks])
+        return _Before(before), _After(after)
 
     def end(self) -> None:
         """No backward pass is under way any more."""

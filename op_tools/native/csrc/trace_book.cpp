@@ -97,6 +97,7 @@ struct Block {
   int64_t number, bytes;
   int kind, module;
 };
+constexpr size_t kRecent = 64, kSweepEvery = 32;  // blocks that every operator asks after; operators between looks at all
 struct Memory {  // of strided tensors: where it begins, and how it lies there
   const void *address = nullptr;
   int layout = -1;
@@ -159,11 +160,15 @@ bool is_strided(const at::Tensor &tensor) {
   return tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
+#include "trace_book_prints.h"
+
 struct Book {
   // what Python gives: functions of the recorder
   PyObject *find_look, *launch, *flush;
   bool prints = false, closed = false;
+  PyObject *failed = nullptr;  // told of what goes wrong in a backward pass: the number of the operator's name, the error
   PyObject *fresh = nullptr;  // pairs of a number and a tensor that is not printed yet
+  Printer printer;            // prints most of them by itself, on a GPU
   int last_module = -1;
   std::chrono::steady_clock::time_point began = std::chrono::steady_clock::now();
   Table tables[kTables];
@@ -179,38 +184,61 @@ struct Book {
   std::unordered_map<StorageImpl *, int64_t> present;  // storages that are blocks
   std::unordered_map<uint64_t, std::vector<Made>> calls;  // by thread: sums of gradients say whose they are
   int64_t block_count = 0;
-  size_t clean_at = 8192;
+  size_t clean_at = 8192, since_sweep = 0;
+  std::vector<int64_t> key;  // of the tensor that is looked up now
+
+  // Run what must not stop the training: what goes wrong is told, and the pass goes on. `name` is the operator's, or -1.
+  template <typename Function>
+  void guarded(int name, Function function) {
+    try {
+      return function();
+    } catch (const PythonError &) {
+    } catch (const std::exception &error) {
+      PyErr_SetString(PyExc_RuntimeError, std::string(error.what()).substr(0, 300).c_str());
+    }
+    PyObject *type, *error, *trace;
+    PyErr_Fetch(&type, &error, &trace);
+    PyErr_NormalizeException(&type, &error, &trace);
+    if (failed != nullptr && error != nullptr) {
+      Owned number{PyLong_FromLong(name)};
+      Owned told{number == nullptr ? nullptr : PyObject_CallFunctionObjArgs(failed, number.object, error, nullptr)};
+    }
+    for (PyObject *one : {type, error, trace}) Py_XDECREF(one);
+    PyErr_Clear();
+  }
 
   // -- tensors ----------------------------------------------------------------------------------------------
 
-  std::vector<int64_t> numbers_of(const at::Tensor &tensor) {
-    std::vector<int64_t> numbers{int64_t(tensor.scalar_type())};
-    numbers.insert(numbers.end(), tensor.sizes().begin(), tensor.sizes().end());
-    numbers.insert(numbers.end(), tensor.strides().begin(), tensor.strides().end());
-    return numbers;
+  void find_key(const at::Tensor &tensor) {
+    key.clear();
+    key.push_back(int64_t(tensor.scalar_type()));
+    key.insert(key.end(), tensor.sizes().begin(), tensor.sizes().end());
+    key.insert(key.end(), tensor.strides().begin(), tensor.strides().end());
   }
 
   Memory memory_of(const at::Tensor &tensor) {
     const void *address = is_strided(tensor) ? address_of(tensor) : nullptr;
     if (address == nullptr) return {};
-    auto found = layouts.try_emplace(numbers_of(tensor), int(layouts.size()));
-    return {address, found.first->second};
+    find_key(tensor);
+    auto found = layouts.find(key);
+    if (found == layouts.end()) found = layouts.emplace(key, int(layouts.size())).first;
+    return {address, found->second};
   }
 
   int look_of(const at::Tensor &tensor, PyObject *object) {
-    std::vector<int64_t> key;
     const bool regular = is_strided(tensor);
     if (regular) {
-      key = numbers_of(tensor);
+      find_key(tensor);
       const auto device = tensor.device();
       for (int64_t part : {int64_t(device.type()), int64_t(device.index()), int64_t(tensor.requires_grad())}) key.push_back(part);
       auto found = looks.find(key);
       if (found != looks.end()) return found->second;
     }
+    const std::vector<int64_t> kept = key;  // Python may ask for other tensors
     Owned there{object != nullptr ? Py_NewRef(object) : checked(wrap(tensor))};
     Owned number{checked(PyObject_CallOneArg(find_look, there))};
     const int look = int(PyLong_AsLong(number));
-    if (regular) looks.emplace(std::move(key), look);
+    if (regular) looks.emplace(kept, look);
     return look;
   }
 
@@ -262,7 +290,7 @@ struct Book {
     known.insert_or_assign(key, Seen{weak(tensor), version, made});
     if (memory.address != nullptr) by_memory[memory] = key;
     if (known.size() > clean_at) clean();
-    if (prints && print) {
+    if (prints && print && !printer.take(tensor, made)) {
       Owned there{object != nullptr ? Py_NewRef(object) : checked(wrap(tensor.variable_data()))};
       Owned pair{checked(Py_BuildValue("(LO)", static_cast<long long>(made), there.object))};
       if (PyList_Append(fresh, pair) < 0) throw PythonError{};
@@ -286,6 +314,13 @@ struct Book {
   }
 
   // -- operators and memory ---------------------------------------------------------------------------------
+
+  // Print the new tensors of a call.
+  void print_fresh() {
+    if (!prints) return;
+    printer.launch();
+    if (PyList_GET_SIZE(fresh) > 0) Owned{checked(PyObject_CallNoArgs(launch))};
+  }
 
   void flush_when_due() {
     for (const Table &table : tables)
@@ -325,19 +360,24 @@ struct Book {
     memory_row(op, block_count++, size, kind, module);
   }
 
-  void write_frees() {
-    for (size_t i = 0; i < blocks.size();) {
+  // Memory that is gone. Most of it is what was taken last, by temporary tensors or, in a backward pass, by the last layers;
+  // the rest is looked through now and then: to ask after every block at every operator would cost more than all else.
+  void write_frees(bool all = false) {
+    all = all || ++since_sweep >= kSweepEvery;
+    if (all) since_sweep = 0;
+    size_t kept = all || blocks.size() <= kRecent ? 0 : blocks.size() - kRecent;
+    for (size_t i = kept; i < blocks.size(); ++i) {
       Block &block = blocks[i];
       if (!block.storage.expired()) {
-        ++i;
+        if (kept != i) blocks[kept] = std::move(block);
+        ++kept;
         continue;
       }
       memory_row(tables[kOperators].all, block.number, -block.bytes, block.kind, block.module);
       present.erase(block.key);
       writers.erase(block.key);
-      if (i + 1 < blocks.size()) block = std::move(blocks.back());
-      blocks.pop_back();
     }
+    blocks.erase(blocks.begin() + long(kept), blocks.end());
   }
 
   void note_nodes(uint64_t since, uint64_t now, PyObject *op, PyObject *location) {
@@ -380,10 +420,19 @@ struct Book {
       allocated(tables[kOperators].all - 1, module, grad, kGradient);
     }
     sent.clear();
+    write_frees(true);
   }
 };
 
 #include "trace_book_calls.h"
+
+struct BookObject {
+  PyObject_HEAD
+  Book *book;
+};
+Book *book_in(PyObject *object) { return reinterpret_cast<BookObject *>(object)->book; }
+
+#include "trace_book_sums.h"
 
 #include "trace_book_python.h"
 

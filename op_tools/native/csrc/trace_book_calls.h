@@ -189,7 +189,7 @@ struct CallState {
       book.edge(op, kOutput, int64_t(i), made);
       book.sent[book.memory_of(inputs[i])] = op;
     }
-    if (book.prints && PyList_GET_SIZE(book.fresh) > 0) Owned{checked(PyObject_CallNoArgs(book.launch))};
+    book.print_fresh();
     book.flush_when_due();
   }
 };
@@ -223,14 +223,11 @@ struct Hook : public torch::autograd::FunctionPostHook {
 
   variable_list operator()(const variable_list &to_inputs, const variable_list &from_outputs) override {
     const auto gil = PyGILState_Ensure();
-    try {
+    state->held.book->guarded(state->name, [&] {
       const at::NoGradGuard no_grad;
       const Quiet quiet;
       hear(to_inputs, from_outputs);
-    } catch (const PythonError &) {
-      PyErr_Clear();
-    } catch (const std::exception &) {  // the training goes on
-    }
+    });
     PyGILState_Release(gil);
     return to_inputs;
   }
@@ -271,12 +268,7 @@ struct Hook : public torch::autograd::FunctionPostHook {
       call.queued = true;
       torch::autograd::Engine::get_default_engine().queue_callback([state = state] {
         const auto gil = PyGILState_Ensure();
-        try {
-          state->finish();
-        } catch (const PythonError &) {
-          PyErr_Clear();
-        } catch (const std::exception &) {
-        }
+        state->held.book->guarded(state->name, [&] { state->finish(); });
         PyGILState_Release(gil);
       });
     }

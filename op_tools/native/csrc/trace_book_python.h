@@ -1,11 +1,6 @@
 // The methods of a book. Included by trace_book.cpp.
 
-struct BookObject {
-  PyObject_HEAD
-  Book *book;
-};
-
-Book &book_of(PyObject *self) { return *reinterpret_cast<BookObject *>(self)->book; }
+Book &book_of(PyObject *self) { return *book_in(self); }
 
 // Run a method; errors of C++ become errors of Python.
 template <typename Function>
@@ -192,6 +187,7 @@ PyObject *book_parameter(PyObject *self, PyObject *args) {
 
 PyObject *book_after_backward(PyObject *self, PyObject *function) {
   return safely([&]() -> PyObject * {
+    sums.terms.clear();
     book_of(self).after_backward(PyLong_AsLongLong(function));
     Py_RETURN_NONE;
   });
@@ -225,16 +221,57 @@ PyObject *book_forget(PyObject *self, PyObject *) {
 }
 
 PyObject *book_take_fresh(PyObject *self, PyObject *) {
-  Book &book = book_of(self);
-  PyObject *empty = PyList_New(0);
-  if (empty == nullptr) return nullptr;
-  PyObject *fresh = book.fresh;
-  book.fresh = empty;
-  return fresh;
+  return safely([&] {
+    Book &book = book_of(self);
+    book.printer.launch();
+    PyObject *empty = checked(PyList_New(0));
+    return std::exchange(book.fresh, empty);
+  });
+}
+
+// (launch, function, device, rows, capacity, send, stream of a device): print tensors of this device without Python.
+PyObject *book_print_on(PyObject *self, PyObject *args) {
+  unsigned long long launch, function, address;
+  const char *device;
+  long long capacity;
+  PyObject *send, *stream;
+  if (!PyArg_ParseTuple(args, "KKsKLOO", &launch, &function, &device, &address, &capacity, &send, &stream)) return nullptr;
+  return safely([&]() -> PyObject * {
+    const c10::Device there{std::string(device)};
+    Printer &printer = book_of(self).printer;
+    printer.forget();
+    printer.type = there.type();
+    printer.index = there.index();
+    printer.function = reinterpret_cast<void *>(function);
+    printer.address = int64_t(address);
+    printer.capacity = capacity;
+    printer.send = Py_NewRef(send);
+    printer.raw_stream = Py_NewRef(stream);
+    printer.launch_kernel = reinterpret_cast<LaunchKernel>(launch);
+    Py_RETURN_NONE;
+  });
+}
+
+// The tensors whose rows are on the device: their numbers, their first rows and the end, and the streams that were used.
+PyObject *book_take_printed(PyObject *self, PyObject *) {
+  Printer &printer = book_of(self).printer;
+  const size_t count = printer.starts.size();
+  printer.starts.push_back(printer.used);
+  auto bytes = [](const std::vector<int64_t> &some, size_t first) {
+    return PyBytes_FromStringAndSize(reinterpret_cast<const char *>(some.data()), Py_ssize_t(8 * first));
+  };
+  Owned numbers{bytes(printer.numbers, count)}, starts{bytes(printer.starts, count + 1)};
+  Owned streams{bytes(printer.used_streams, printer.used_streams.size())};
+  printer.numbers.erase(printer.numbers.begin(), printer.numbers.begin() + long(count));
+  printer.starts.clear();
+  printer.used_streams.clear();
+  printer.used = 0;
+  if (numbers == nullptr || starts == nullptr || streams == nullptr) return nullptr;
+  return PyTuple_Pack(3, numbers.object, starts.object, streams.object);
 }
 
 PyObject *book_write_frees(PyObject *self, PyObject *) {
-  book_of(self).write_frees();
+  book_of(self).write_frees(true);
   Py_RETURN_NONE;
 }
 
@@ -259,10 +296,13 @@ PyObject *book_take(PyObject *self, PyObject *which) {
 PyObject *book_close(PyObject *self, PyObject *) {
   Book &book = book_of(self);
   book.closed = true;
-  book.write_frees();
+  book.write_frees(true);
   book.known.clear();
   book.by_memory.clear();
   book.forget_calls();
+  book.printer.forget();
+  if (sums.object == self) forget_sums();
+  Py_CLEAR(book.failed);
   Py_CLEAR(book.find_look);  // the recorder holds this book
   Py_CLEAR(book.launch);
   Py_CLEAR(book.flush);
@@ -328,7 +368,7 @@ PyObject *book_end(PyObject *self, PyObject *const *given, Py_ssize_t count) {
       book.edge(op, kOutput, i, book.number(tensor, tensor, one, -1, op, i, place.module, false, true));
       book.allocated(op, place.module, tensor, phase == kOptimizer ? kState : kActivation);
     }
-    if (book.prints && PyList_GET_SIZE(book.fresh) > 0) Owned{checked(PyObject_CallNoArgs(book.launch))};
+    book.print_fresh();
     book.flush_when_due();
     if (at::GradMode::is_enabled() && !outputs.empty()) {
       auto state = std::make_shared<CallState>();
@@ -350,12 +390,29 @@ PyObject *book_end(PyObject *self, PyObject *const *given, Py_ssize_t count) {
 PyObject *book_call_at(PyObject *self, PyObject *args) {
   unsigned long long thread, number;
   if (!PyArg_ParseTuple(args, "KK", &thread, &number)) return nullptr;
-  auto found = book_of(self).calls.find(thread);
-  if (found == book_of(self).calls.end()) Py_RETURN_NONE;
-  const auto &calls = found->second;
-  auto at = std::upper_bound(calls.begin(), calls.end(), number, [](uint64_t n, const Made &call) { return n < call.since; });
-  if (at == calls.begin() || number >= (--at)->now) Py_RETURN_NONE;
+  const Made *at = call_at(book_of(self), thread, number);
+  if (at == nullptr) Py_RETURN_NONE;
   return PyTuple_Pack(2, at->op, at->location);
+}
+
+// (who knows the step, counts of calls, callbacks of Python): addresses of the callbacks that record sums of gradients.
+PyObject *book_hear_sums(PyObject *self, PyObject *args) {
+  PyObject *watcher, *calls;
+  unsigned long long before, after;
+  if (!PyArg_ParseTuple(args, "OO!KK", &watcher, &PyDict_Type, &calls, &before, &after)) return nullptr;
+  forget_sums();
+  sums.object = Py_NewRef(self);
+  sums.watcher = Py_NewRef(watcher);
+  sums.calls = Py_NewRef(calls);
+  sums.before = reinterpret_cast<BeforeSum>(before);
+  sums.after = reinterpret_cast<AfterSum>(after);
+  return Py_BuildValue("(KK)", reinterpret_cast<unsigned long long>(&before_sum), reinterpret_cast<unsigned long long>(&after_sum));
+}
+
+// Who is told of errors in backward passes.
+PyObject *book_tell(PyObject *self, PyObject *failed) {
+  Py_XSETREF(book_of(self).failed, Py_NewRef(failed));
+  Py_RETURN_NONE;
 }
 
 // (module_call's and other functions of the recorder, see `trace/book.py`)
@@ -407,6 +464,8 @@ PyObject *new_book(PyTypeObject *type, PyObject *args, PyObject *) {
 void free_book(PyObject *self) {
   Book *book = &book_of(self);
   book->forget_calls();
+  book->printer.forget();
+  Py_XDECREF(book->failed);
   Py_XDECREF(book->find_look);
   Py_XDECREF(book->launch);
   Py_XDECREF(book->flush);
@@ -430,9 +489,9 @@ PyMethodDef book_methods[] = {METHOD(number, METH_VARARGS),   METHOD(knows, METH
                               METHOD(edge, METH_VARARGS),     METHOD(written, METH_VARARGS),   METHOD(allocated, METH_VARARGS),
                               METHOD(name, METH_VARARGS),     METHOD(parameter, METH_VARARGS), METHOD(after_backward, METH_O),
                               METHOD(sent, METH_VARARGS),     METHOD(sender, METH_O),          METHOD(forget, METH_NOARGS),
-                              METHOD(take_fresh, METH_NOARGS), METHOD(write_frees, METH_NOARGS), METHOD(take, METH_O),
+                              METHOD(take_fresh, METH_NOARGS), METHOD(print_on, METH_VARARGS), METHOD(take_printed, METH_NOARGS), METHOD(write_frees, METH_NOARGS), METHOD(take, METH_O),
                               METHOD(numbers, METH_O),        METHOD(versions, METH_O),        METHOD(edges, METH_VARARGS),
-                              METHOD(outputs, METH_VARARGS),  METHOD(call_at, METH_VARARGS),
+                              METHOD(outputs, METH_VARARGS),  METHOD(call_at, METH_VARARGS),  METHOD(hear_sums, METH_VARARGS), METHOD(tell, METH_O),
                               METHOD(close, METH_NOARGS),     METHOD(begin, METH_O),           METHOD(end, METH_FASTCALL),
                               {nullptr, nullptr, 0, nullptr}};
 #undef METHOD

@@ -1,6 +1,7 @@
 // Fingerprints of tensors, many of them in one launch; `trace/prints.py` says what they are and computes the same numbers.
 // Each block takes 8192 elements of one tensor, read once, and leaves a row. `trace_prints_together` makes one row of each
-// tensor's rows. `front_ledger.h` fills the table, as it does for statistics.cu; NVRTC compiles it, so there is no header.
+// tensor's rows. `front_ledger.h` fills the table of `trace_prints_table`, as it does for statistics.cu; `trace_book_prints.h`
+// that of `trace_prints_strided`, which reads tensors of any layout. NVRTC compiles it, so there is no header.
 
 using Word = long long;  // every number has 64 bits
 using Bits = unsigned long long;
@@ -20,6 +21,16 @@ struct Entry {
 struct Table {
   Word count, rows;
   Entry entries[kMaxEntries];
+};
+
+constexpr int kDims = 4;  // after those that lie one behind the other are joined
+struct Strided {
+  Word data, numel, first, kind, dims;
+  Word sizes[kDims - 1], strides[kDims];  // the last dimension first
+};
+struct StridedTable {
+  Word count, rows;
+  Strided entries[kMaxEntries];
 };
 
 __device__ inline Bits hashed(Bits number) {
@@ -46,7 +57,30 @@ __device__ inline float wide(Half value) {
   return found;
 }
 __device__ inline float wide(float value) { return value; }
-__device__ inline double wide(double value) { return value; }
+template <typename T>
+__device__ inline double wide(T value) { return double(value); }  // integers, too
+
+template <typename T>
+struct InOrder {  // elements that lie one after the other
+  const T *data;
+  __device__ T operator()(int at) const { return data[at]; }
+};
+template <typename T>
+struct InSteps {
+  const Strided &entry;
+  Word begin;
+  __device__ T operator()(int at) const {
+    Bits left = Bits(begin + at);
+    Word place = 0;
+    int d = 0;
+    for (; d + 1 < entry.dims; ++d) {
+      const Bits size = Bits(entry.sizes[d]);
+      place += Word(left % size) * entry.strides[d];
+      left /= size;
+    }
+    return reinterpret_cast<const T *>(entry.data)[place + Word(left) * entry.strides[d]];
+  }
+};
 
 // The sum, least or largest of all threads, in a fixed order: lanes by halves, then warps by halves.
 __device__ inline void reduce(double *mine, double (*shared)[kThreads / 32], double *row) {
@@ -77,8 +111,8 @@ __device__ inline void reduce(double *mine, double (*shared)[kThreads / 32], dou
   }
 }
 
-template <typename T, typename Held>
-__device__ void print_chunk(const T *data, int count, double *row) {
+template <typename Held, typename Read>
+__device__ void print_chunk(const Read read, int count, double *row) {
   __shared__ double shared[kWidth][kThreads / 32];
   __shared__ double most[kThreads / 32];
   Held values[kEach];
@@ -89,7 +123,7 @@ __device__ void print_chunk(const T *data, int count, double *row) {
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
     const int at = j * kThreads + threadIdx.x;
-    values[j] = at < count ? wide(data[at]) : Held(0);
+    values[j] = at < count ? wide(read(at)) : Held(0);
   }
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
@@ -147,10 +181,35 @@ extern "C" __global__ void trace_prints_table(const __grid_constant__ Table tabl
   const Word begin = (block - entry.first) * kChunk;
   const int count = entry.numel - begin < kChunk ? int(entry.numel - begin) : kChunk;
   double *row = reinterpret_cast<double *>(table.rows) + block * kStride;
-  if (entry.kind == 0) print_chunk<Brain, float>(reinterpret_cast<const Brain *>(entry.data) + begin, count, row);
-  else if (entry.kind == 1) print_chunk<Half, float>(reinterpret_cast<const Half *>(entry.data) + begin, count, row);
-  else if (entry.kind == 2) print_chunk<float, float>(reinterpret_cast<const float *>(entry.data) + begin, count, row);
-  else print_chunk<double, double>(reinterpret_cast<const double *>(entry.data) + begin, count, row);
+  if (entry.kind == 0) print_chunk<float>(InOrder<Brain>{reinterpret_cast<const Brain *>(entry.data) + begin}, count, row);
+  else if (entry.kind == 1) print_chunk<float>(InOrder<Half>{reinterpret_cast<const Half *>(entry.data) + begin}, count, row);
+  else if (entry.kind == 2) print_chunk<float>(InOrder<float>{reinterpret_cast<const float *>(entry.data) + begin}, count, row);
+  else print_chunk<double>(InOrder<double>{reinterpret_cast<const double *>(entry.data) + begin}, count, row);
+}
+
+template <typename T, typename Held>
+__device__ void print_strided(const Strided &entry, Word begin, int count, double *row) {
+  if (entry.dims == 0) print_chunk<Held>(InOrder<T>{reinterpret_cast<const T *>(entry.data) + begin}, count, row);
+  else print_chunk<Held>(InSteps<T>{entry, begin}, count, row);
+}
+
+extern "C" __global__ void trace_prints_strided(const __grid_constant__ StridedTable table) {
+  const Word block = blockIdx.x;
+  int at = 0;
+  while (at + 1 < table.count && table.entries[at + 1].first <= block) ++at;
+  const Strided &entry = table.entries[at];
+  const Word begin = (block - entry.first) * kChunk;
+  const int count = entry.numel - begin < kChunk ? int(entry.numel - begin) : kChunk;
+  double *row = reinterpret_cast<double *>(table.rows) + block * kStride;
+  switch (entry.kind) {
+    case 0: return print_strided<Brain, float>(entry, begin, count, row);
+    case 1: return print_strided<Half, float>(entry, begin, count, row);
+    case 2: return print_strided<float, float>(entry, begin, count, row);
+    case 3: return print_strided<double, double>(entry, begin, count, row);
+    case 4: return print_strided<long long, double>(entry, begin, count, row);
+    case 5: return print_strided<int, double>(entry, begin, count, row);
+    default: return print_strided<unsigned char, double>(entry, begin, count, row);
+  }
 }
 
 // One block for each tensor: its rows are those from starts[i] up to starts[i + 1]. The norm is still a sum of squares.

@@ -12,8 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import op_tools
+from op_tools.compat import running_pass
 from op_tools.native import book
 from op_tools.trace.format import TABLES, Trace, read
+from op_tools.trace.record import Recorder
 
 _VARIES = {"time", "stream", "step"}
 
@@ -93,3 +95,30 @@ def test_both_books_are_the_same(
     assert all(a[look] == b[look] for a, b in apart), apart
     for table in ("prints", "memory"):  # in whichever order
         assert sorted(_rows(native, table)) == sorted(_rows(python, table)), table
+
+
+def test_an_error_while_a_backward_is_recorded_is_said_once(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if book.LIBRARY.wait() is None:
+        pytest.skip(f"no compiler here, or it failed: {book.LIBRARY.failure}")
+    layer = nn.Linear(4, 5).to(device)
+    x = torch.randn(3, 4).to(device)
+    look_of = Recorder._plain_look
+
+    def broken(self: Recorder, tensor: torch.Tensor) -> int:
+        if running_pass() != -1:
+            raise ValueError("no look today")
+        return look_of(self, tensor)
+
+    monkeypatch.setattr(Recorder, "_plain_look", broken)
+    with op_tools.OpTrace(to=tmp_path, prints=False) as tool:
+        for _ in range(2):
+            y = layer(x)
+            (y * y.sin()).sum().backward()  # a sum of gradients as well
+    assert layer.weight.grad is not None
+    told = {found.op: found.message for found in tool.findings()}
+    assert len(told) == len(tool.findings())  # each once
+    assert told["torch.Tensor.sum"] == "its backward is not in the trace: ValueError: no look today"
+    assert told["autograd.sum_of_gradients"] == "it is not in the trace: ValueError: no look today"
+    assert "torch.nn.functional.linear" in told

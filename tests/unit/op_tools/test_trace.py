@@ -167,6 +167,9 @@ def test_the_graph_in_a_log_is_read(tmp_path: Path) -> None:
     log.write_text(LOG[: LOG.index("after it") - 8])
     with pytest.raises(TraceError, match="its graph is cut off"):
         import_log(log, tmp_path / "run")
+    log.write_text("(MODULE:model:GPT())\n(INPUT:_model_input")
+    with pytest.raises(TraceError, match="ends after line 2, before the graph is printed"):
+        import_log(log, tmp_path / "run")
     log.write_text("iteration 1, loss 3")
     with pytest.raises(TraceError, match="no graph in it"):
         import_log(log, tmp_path / "run")

@@ -11,6 +11,7 @@ import torch
 
 from ditorch_common.toolchain import find_compiler
 from op_tools import settings
+from op_tools.native import book
 from op_tools.native.compiling import SOURCES
 from op_tools.trace.prints import CHUNK, fingerprint
 
@@ -50,12 +51,14 @@ static double __shfl_xor_sync(unsigned, double value, int apart) {
 """
 _RUN = r"""
 static const Table *table_now;
+static const StridedTable *strided_now;
 static Word numbers_now[3];
 static int which;
 static bool ended[256];
 static void fiber() {
   const unsigned me = threadIdx.x;
   if (which == 0) trace_prints_table(*table_now);
+  else if (which == 2) trace_prints_strided(*strided_now);
   else trace_prints_together(numbers_now[0], numbers_now[1], numbers_now[2]);
   ended[me] = true;
 }
@@ -97,6 +100,23 @@ extern "C" void print_one(const void *data, Word numel, Word kind, double *rows,
   run(1);
 }
 """
+_LAUNCH = r"""
+extern "C" int launch(void *, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned,
+                      void *, void **parameters, void **) {
+  if (threads != kThreads) return 1;
+  strided_now = static_cast<const StridedTable *>(parameters[0]);
+  which = 2;
+  run(blocks);
+  return 0;
+}
+extern "C" void together(Word rows, Word starts, Word found, unsigned count) {
+  numbers_now[0] = rows;
+  numbers_now[1] = starts;
+  numbers_now[2] = found;
+  which = 1;
+  run(count);
+}
+"""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -109,7 +129,9 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     source = (SOURCES / "trace_prints.cu").read_text()
     convert = 'asm("cvt.f32.f16 %0, %1;" : "=f"(found) : "h"(value.bits));'
     assert convert in source
-    (folder / "prints.cpp").write_text(_AROUND + source.replace(convert, "found = from_half(value.bits);") + _RUN)
+    (folder / "prints.cpp").write_text(
+        _AROUND + source.replace(convert, "found = from_half(value.bits);") + _RUN + _LAUNCH
+    )
     target = folder / "prints.so"
     flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
     done = subprocess.run([compiler, *flags, str(folder / "prints.cpp"), "-o", str(target)], capture_output=True)
@@ -146,3 +168,59 @@ def test_what_is_no_number_is_counted(kernel: ctypes.CDLL, dtype: torch.dtype) -
     found = _print_of(kernel, x)
     assert found == fingerprint(x).tolist()
     assert found[-2:] == [2, 3]
+
+
+def _views(x: torch.Tensor) -> list[torch.Tensor]:
+    return [
+        x,
+        x.transpose(1, 2),
+        x.permute(3, 1, 0, 2),
+        x[:, ::2, :, 3:],
+        x[0, 0, 0].expand(40, 70),
+        x[..., 1:2],
+        x[1, 2, 3, 4],
+    ]
+
+
+def test_the_book_prints_tensors_of_every_layout_by_itself(kernel: ctypes.CDLL) -> None:
+    library = book.LIBRARY.wait()
+    if library is None:
+        pytest.skip(f"no compiler here, or it failed: {book.LIBRARY.failure}")
+    capacity, sent = 12, list[int]()
+    rows = np.full((capacity, 16), np.nan)
+    prints: dict[int, list[float]] = {}
+
+    def send() -> None:
+        numbers, starts, streams = [np.frombuffer(part, np.int64).copy() for part in one.take_printed()]
+        found = np.full((len(numbers), 14), np.nan)
+        places = [ctypes.c_longlong(part.ctypes.data) for part in (rows, starts, found)]
+        kernel.together(*places, ctypes.c_uint(len(numbers)))
+        found[:, 9] = np.sqrt(found[:, 9])
+        prints.update(zip(numbers.tolist(), found.tolist()))
+        sent.append(len(numbers))
+        assert streams.tolist() in ([77], [])
+
+    launch = ctypes.cast(kernel.launch, ctypes.c_void_p).value
+    one = library.Book(lambda _: 0, lambda: None, lambda *_: None)
+    one.print_on(launch, 0, "cpu", rows.ctypes.data, capacity, send, lambda _: 77)
+    draw = torch.Generator().manual_seed(2)
+    x = torch.randn((2, 5, 6, 70), generator=draw)
+    tensors = [view.to(dtype) for dtype in _DTYPES for view in _views(x)]
+    tensors += [view for dtype in (torch.int64, torch.int32, torch.uint8) for view in _views((x.abs() * 50).to(dtype))]
+    tensors += [x > 0, torch.randn(3 * 8192 + 5, generator=draw), torch.full((3,), float("nan"))]
+    numbers = []
+    for tensor in tensors:
+        numbers.append(one.number(tensor, tensor, 0, -1, 0, -1, False, True))
+        if len(numbers) % 5 == 0:
+            assert one.take_fresh() == []
+    many = torch.ones(capacity * 8192 + 1)  # does not fit into the buffer
+    six = torch.ones(1, 2, 3, 4, 5, 6).permute(5, 4, 3, 2, 1, 0)  # cannot be joined to four dimensions
+    left = [one.number(tensor, tensor, 0, -1, 0, -1, False, True) for tensor in (many, six, x.to(torch.complex64))]
+    assert [number for number, _ in one.take_fresh()] == left
+    send()
+    assert len(sent) > 3
+    assert sorted(prints) == sorted(set(numbers))
+    for number, tensor in zip(numbers, tensors):
+        assert prints[number] == fingerprint(tensor).tolist() or tensor.isnan().any(), (tensor.dtype, tensor.stride())
+    assert prints[numbers[-1]][-2:] == [3, 0]
+    one.close()

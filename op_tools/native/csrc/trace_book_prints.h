@@ -1,0 +1,146 @@
+// Fingerprints of new tensors on a GPU of NVIDIA: one launch for those of a call, straight from here. Nobody waits; rows
+// stay on the device until its buffer is full. `trace/device_prints.py` sends them to the host. Included by trace_book.cpp.
+
+// As in trace_prints.cu; all of it is the kernel's one parameter.
+constexpr int kMaxEntries = 32, kDims = 4, kChunk = 8192, kRowBytes = 128, kThreads = 256;
+struct PrintEntry {
+  int64_t data, numel, first, kind, dims;
+  int64_t sizes[kDims - 1], strides[kDims];
+};
+struct PrintTable {
+  int64_t count, rows;
+  PrintEntry entries[kMaxEntries];
+};
+
+// Which of the kernel's ways of reading a dtype takes, -1 for none.
+int kind_of_dtype(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kBFloat16: return 0;
+    case at::kHalf: return 1;
+    case at::kFloat: return 2;
+    case at::kDouble: return 3;
+    case at::kLong: return 4;
+    case at::kInt: return 5;
+    case at::kByte: case at::kBool: return 6;
+    default: return -1;
+  }
+}
+
+// Dimensions that are left when those that lie one behind the other are joined, the last one first; none where all
+// elements lie in order. False where there are too many.
+bool laid_out(const at::Tensor &tensor, PrintEntry &entry) {
+  entry.dims = 0;
+  if (tensor.is_contiguous()) return true;
+  int64_t sizes[kDims], count = 0;
+  for (int64_t d = tensor.dim() - 1; d >= 0; --d) {
+    const int64_t size = tensor.size(d), stride = tensor.stride(d);
+    if (size == 1) continue;
+    if (count > 0 && stride == entry.strides[count - 1] * sizes[count - 1]) {
+      sizes[count - 1] *= size;
+      continue;
+    }
+    if (count == kDims) return false;
+    sizes[count] = size;
+    entry.strides[count++] = stride;
+  }
+  for (int64_t d = 0; d + 1 < count; ++d) entry.sizes[d] = sizes[d];
+  entry.dims = count;
+  return true;
+}
+
+using LaunchKernel = int (*)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
+
+struct Printer {
+  LaunchKernel launch_kernel = nullptr;
+  void *function = nullptr;
+  c10::DeviceType type = c10::DeviceType::CPU;
+  int index = 0;
+  int64_t address = 0, capacity = 0, used = 0;  // of rows on the device
+  PyObject *send = nullptr, *raw_stream = nullptr;
+  std::vector<PrintEntry> waiting;      // of the present call
+  std::vector<int64_t> numbers;         // of tensors: those whose rows are on the device, then those that wait
+  std::vector<int64_t> starts;          // the first row of each on the device
+  std::unordered_map<int64_t, int64_t> streams;  // the driver's, by PyTorch's numbers
+  std::vector<int64_t> used_streams;
+
+  void forget() {
+    Py_CLEAR(send);
+    Py_CLEAR(raw_stream);
+    launch_kernel = nullptr;
+    waiting.clear();
+  }
+
+  // Take a tensor that is to be printed; false where Python must do that.
+  bool take(const at::Tensor &tensor, int64_t number) {
+    if (launch_kernel == nullptr || tensor.device().type() != type || tensor.device().index() != index) return false;
+    if (!is_strided(tensor) || tensor.is_neg() || tensor.is_conj()) return false;
+    PrintEntry entry{};
+    entry.kind = kind_of_dtype(tensor.scalar_type());
+    entry.numel = tensor.numel();
+    const void *data = address_of(tensor);
+    if (entry.kind < 0 || entry.numel == 0 || data == nullptr || chunks(entry) > capacity || !laid_out(tensor, entry)) return false;
+    entry.data = reinterpret_cast<int64_t>(data);
+    waiting.push_back(entry);
+    numbers.push_back(number);
+    return true;
+  }
+
+  static int64_t chunks(const PrintEntry &entry) { return (entry.numel + kChunk - 1) / kChunk; }
+
+  int64_t stream() {
+    const c10::impl::VirtualGuardImpl guard(type);
+    const int64_t id = guard.getStream(c10::Device(type, c10::DeviceIndex(index))).id();
+    auto found = streams.find(id);
+    if (found != streams.end()) return found->second;
+    Owned number{checked(PyObject_CallFunction(raw_stream, "i", index))};
+    const int64_t raw = int64_t(PyLong_AsUnsignedLongLong(number));
+    if (PyErr_Occurred()) throw PythonError{};
+    return streams[id] = raw;
+  }
+
+  // Print what waits, before anybody writes to it.
+  void launch() {
+    if (waiting.empty()) return;
+    std::vector<PrintEntry> entries;
+    entries.swap(waiting);
+    const c10::impl::VirtualGuardImpl guard(type);
+    const auto before = guard.getDevice();
+    if (before.index() != index) guard.setDevice(c10::Device(type, c10::DeviceIndex(index)));
+    try {
+      launch_all(entries);
+    } catch (...) {
+      numbers.resize(starts.size());  // those of the others are lost
+      if (before.index() != index) guard.setDevice(before);
+      throw;
+    }
+    if (before.index() != index) guard.setDevice(before);
+  }
+
+  void launch_all(const std::vector<PrintEntry> &entries) {
+    const int64_t raw = stream();
+    if (std::find(used_streams.begin(), used_streams.end(), raw) == used_streams.end()) used_streams.push_back(raw);
+    PrintTable table;
+    for (size_t at = 0; at < entries.size();) {
+      if (used + chunks(entries[at]) > capacity) {
+        Owned{checked(PyObject_CallNoArgs(send))};  // calls `take_printed`
+        used_streams.push_back(raw);
+      }
+      table.count = 0;
+      table.rows = address + kRowBytes * used;
+      int64_t blocks = 0;
+      for (; at < entries.size() && table.count < kMaxEntries; ++at) {
+        const int64_t own = chunks(entries[at]);
+        if (used + blocks + own > capacity) break;
+        PrintEntry &entry = table.entries[table.count++] = entries[at];
+        entry.first = blocks;
+        starts.push_back(used + blocks);
+        blocks += own;
+      }
+      void *parameters[] = {&table};
+      const int error = launch_kernel(function, unsigned(blocks), 1, 1, kThreads, 1, 1, 0, reinterpret_cast<void *>(raw), parameters,
+                                      nullptr);
+      if (error != 0) throw std::runtime_error("cuLaunchKernel: error " + std::to_string(error));
+      used += blocks;
+    }
+  }
+};
