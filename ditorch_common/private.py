@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import tempfile
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Final
 
 _O_TMPFILE: Final = getattr(os, "O_TMPFILE", 0) if os.path.isdir("/proc/self/fd") else 0
+
+_MAX_LINKS: Final = 40  # as Linux has it
 
 
 def _others_may_write(found: os.stat_result) -> bool:
@@ -29,21 +32,40 @@ def is_private(folder: Path) -> bool:
     True
     """
     try:
-        if folder.is_symlink() and not _is_mine(folder.lstat()):
-            return False
-        path = Path(os.path.realpath(folder))
-        for place in (path, *path.parents):
-            try:
-                found = place.stat()
-            except FileNotFoundError:
-                continue
-            # in a sticky folder such as /tmp others cannot replace what is not theirs, but they can add to it
-            is_safe = not _others_may_write(found) or (found.st_mode & stat.S_ISVTX and place != path)
-            if not _is_mine(found) or not is_safe:
-                return False
+        path, met = _walked(folder)
     except OSError:
         return False
+    for place, found in met:
+        if not _is_mine(found):  # whoever owns a link can lead it elsewhere after this
+            return False
+        # in a sticky folder such as /tmp others cannot replace what is not theirs, but they can add to it
+        is_safe = not _others_may_write(found) or (found.st_mode & stat.S_ISVTX and place != path)
+        if not stat.S_ISLNK(found.st_mode) and not is_safe:
+            return False
     return True
+
+
+def _walked(folder: Path) -> tuple[Path, list[tuple[Path, os.stat_result]]]:
+    """Where a path leads, and all that is met on the way, links included, as far as it is there."""
+    root = Path("/")
+    place, met, links = root, [(root, root.lstat())], 0
+    rest = list(reversed(Path(os.path.abspath(folder)).parts[1:]))
+    while rest:
+        name = rest.pop()
+        place = place.parent if name == ".." else place / name
+        try:
+            found = place.lstat()
+        except FileNotFoundError:
+            continue
+        met.append((place, found))
+        if stat.S_ISLNK(found.st_mode):
+            links += 1
+            if links > _MAX_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
+            target = Path(os.readlink(place))
+            rest += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+            place = root if target.is_absolute() else place.parent
+    return place, met
 
 
 def is_trusted(file: Path) -> bool:

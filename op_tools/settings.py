@@ -138,9 +138,10 @@ def results_dir() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder.absolute()
-    except OSError as error:
+    except (OSError, RecursionError) as error:  # the second for a path of a thousand folders
+        reason = getattr(error, "strerror", None) or error
         raise SettingsError(
-            f"OP_TOOLS_RESULTS_DIR={str(folder)!r} cannot be written ({error.strerror or error}); "
+            f"OP_TOOLS_RESULTS_DIR={str(folder)[-200:]!r} cannot be written ({reason}); "
             "set OP_TOOLS_RESULTS_DIR to a folder you may write to"
         ) from None
 

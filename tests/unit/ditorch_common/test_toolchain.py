@@ -94,6 +94,27 @@ def test_what_another_user_planted_is_not_loaded(tmp_path: Path) -> None:
     os.chown(tmp_path, 0, 0)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("through", ["link/cache", "mine/cache", "up/../link/cache"])
+def test_a_link_of_another_user_on_the_way_is_not_trusted(tmp_path: Path, through: str) -> None:
+    tmp_path.chmod(0o1777)
+    (tmp_path / "real/cache").mkdir(parents=True, mode=0o700)
+    (tmp_path / "up").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "mine").symlink_to("up/../link")
+    wanted = Path(f"{tmp_path}/{through}")
+    assert private.is_private(wanted)
+    os.lchown(tmp_path / "link", 12345, 12345)  # who can lead it elsewhere once it was looked at
+    assert not private.is_private(wanted)
+
+
+def test_links_that_lead_in_circles_are_not_trusted(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b/x")
+    (tmp_path / "b").symlink_to("a")
+    assert not private.is_private(tmp_path / "a")
+    assert not private.is_private(tmp_path / "a/b/c")
+
+
 def test_a_lock_that_is_a_link_leaves_its_target_alone(tmp_path: Path) -> None:
     from ditorch.soft import build
 

@@ -19,6 +19,7 @@ import pytest
 from op_tools import OpObserve, OpTimeMeasure, cli
 from op_tools.copies.queue import Writer
 from op_tools.report.records import Records
+from op_tools.settings import SettingsError, results_dir
 from op_tools.view import store, timings
 from op_tools.view.store import Store, write_csv
 
@@ -355,3 +356,9 @@ def test_what_is_no_file_is_no_records_file(tmp_path: Path, capsys: pytest.Captu
     assert "no records" in capsys.readouterr().err
     assert cli.show_records(tmp_path / "pipe.sqlite") == 2  # it would wait for somebody to write
     assert "is not a regular file" in capsys.readouterr().err
+
+
+def test_a_results_folder_too_deep_to_be_made_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OP_TOOLS_RESULTS_DIR", str(tmp_path / ("y/" * 1990)))
+    with pytest.raises(SettingsError, match=r"^OP_TOOLS_RESULTS_DIR=.{,300} cannot be written"):
+        results_dir()
