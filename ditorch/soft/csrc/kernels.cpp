@@ -125,7 +125,7 @@ void record_stream(at::Tensor& /*self*/, c10::Stream /*stream*/) {} // work neve
 
 std::atomic<bool (*)(const at::Tensor&)> g_is_distributed{nullptr};
 
-// Attention takes the path that the CPU takes for the same tensors.
+// Attention takes the path that the CPU takes for the same tensors, unless the program allows CUDA's kernels alone.
 int64_t sdp_choice(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                    const std::optional<at::Tensor>& mask, double dropout, bool causal, std::optional<double> scale,
                    bool enable_gqa) {
@@ -141,6 +141,20 @@ int64_t sdp_choice(const at::Tensor& query, const at::Tensor& key, const at::Ten
   std::optional<at::Tensor> host_mask;
   if (mask.has_value() && mask->defined()) {
     host_mask = host(*mask);
+  }
+  const auto& context = at::globalContext();
+  if (!context.userEnabledMathSDP()) { // as sdpa_kernel() leaves it: the CPU would refuse what only CUDA's kernels do
+    const bool gradient_of_mask = host_mask.has_value() && host_mask->requires_grad();
+    const bool flash = context.userEnabledFlashSDP();
+    const bool same_width = query.size(-1) == value.size(-1);
+    if (!flash || dropout > 0.0 || gradient_of_mask || !same_width) {
+      if (context.userEnabledMemEfficientSDP() || (flash && !host_mask.has_value() && same_width)) {
+        return static_cast<int64_t>(at::SDPBackend::efficient_attention);
+      }
+      if (context.userEnabledCuDNNSDP() && !gradient_of_mask) {
+        return static_cast<int64_t>(at::SDPBackend::cudnn_attention);
+      }
+    }
   }
   return at::_fused_sdp_choice(host(query), host(key), host(value), host_mask, dropout, causal, scale, enable_gqa);
 }

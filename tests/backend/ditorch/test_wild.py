@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import subprocess
@@ -190,6 +191,28 @@ def test_attention_drops_the_same_in_both_passes() -> None:
     # Linear in the values: the gradient of the sum gives the sum back only if the mask is the same one.
     (gradient,) = torch.autograd.grad(result.sum(), value)
     assert torch.allclose((gradient * value).sum(), result.sum())
+
+
+@on_soft
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("kinds", [["EFFICIENT"], ["FLASH"], ["CUDNN"], ["FLASH", "EFFICIENT"]])
+def test_attention_where_a_program_allows_cuda_kernels_alone(kinds: list[str], dropout: float, masked: bool) -> None:
+    """The CPU has one of these kernels, without dropout: it refused what every CUDA device does."""
+    backends = [getattr(torch.nn.attention.SDPBackend, f"{kind}_ATTENTION") for kind in kinds]
+    query, key, value = (torch.randn(1, 2, 6, 4, device="cuda", dtype=torch.float64) for _ in range(3))
+    value.requires_grad_()
+    mask = torch.randn(6, 6, device="cuda", dtype=torch.float64) if masked else None
+    attend = functools.partial(F.scaled_dot_product_attention, query, key, value, mask)
+    with torch.nn.attention.sdpa_kernel(backends):
+        if kinds == ["FLASH"] and masked and dropout:  # on CUDA neither
+            with pytest.raises(RuntimeError, match="No available kernel"):
+                attend(dropout)
+            return
+        result = attend(dropout)
+    (gradient,) = torch.autograd.grad(result.sum(), value)
+    assert torch.allclose((gradient * value).sum(), result.sum())
+    assert dropout or torch.allclose(result, attend())
 
 
 @on_soft
