@@ -73,7 +73,13 @@ def linalg_more(job: Job) -> Step:
 
     def loss():
         z = net(x).float()
-        s = (z @ z.T).float() + e
+        with torch.autocast(
+            "cuda", enabled=False
+        ):  # pinv and others multiply what autocast has rounded by what it has not
+            return of_matrix(z)
+
+    def of_matrix(z):
+        s = z @ z.T + e
         L = torch.linalg.cholesky(s)
         t = torch.linalg.solve_triangular(L, z, upper=False)
         _, ld = torch.linalg.slogdet(s)
@@ -294,7 +300,7 @@ def reductions(job: Job) -> Step:
             + y.median(1)[0].mean()
             + y.kthvalue(3, 1)[0].mean()
             + y.mode(1)[0].mean()
-            + torch.aminmax(y, dim=1)[1].mean()
+            + torch.aminmax(y.detach(), dim=1)[1].mean()  # PyTorch 2.11 has no derivative
             + y.amax((0, 1))
             + y.norm(p=1)
             + y.norm(dim=1, p=float("inf")).mean()

@@ -329,7 +329,7 @@ def multi_optimizer_groups(job: Job) -> Step:
         fused=True,
     )
     o2 = torch.optim.SGD(net[0].parameters(), lr=0.1, momentum=0.9, fused=True)
-    o3 = torch.optim.Adagrad(net[3].parameters(), fused=True)
+    o3 = torch.optim.Adagrad(net[3].parameters())  # PyTorch has no fused one for CUDA
 
     def step():
         with job.autocast():
