@@ -27,8 +27,8 @@ class Writer:
     that many seconds, or when somebody waits for the end.
 
     With a `max_age` whoever reserves also waits while the oldest job in the queue is older than that: the threads are
-    slower than the run, and what waits is lost if the process is killed. They have work all the time, so the whole
-    takes no longer.
+    slower than the run, and what waits is lost if the process is killed. They have work all the
+    time, so that the end comes as soon as before, or nearly.
 
     >>> writer = Writer(max_bytes=1 << 20)
     >>> writer.reserve(10) and writer.submit(10, lambda: None)
