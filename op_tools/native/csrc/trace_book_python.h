@@ -229,47 +229,6 @@ PyObject *book_take_fresh(PyObject *self, PyObject *) {
   });
 }
 
-// (launch, function, device, rows, capacity, send, stream of a device): print tensors of this device without Python.
-PyObject *book_print_on(PyObject *self, PyObject *args) {
-  unsigned long long launch, function, address;
-  const char *device;
-  long long capacity;
-  PyObject *send, *stream;
-  if (!PyArg_ParseTuple(args, "KKsKLOO", &launch, &function, &device, &address, &capacity, &send, &stream)) return nullptr;
-  return safely([&]() -> PyObject * {
-    const c10::Device there{std::string(device)};
-    Printer &printer = book_of(self).printer;
-    printer.forget();
-    printer.type = there.type();
-    printer.index = there.index();
-    printer.function = reinterpret_cast<void *>(function);
-    printer.address = int64_t(address);
-    printer.capacity = capacity;
-    printer.send = Py_NewRef(send);
-    printer.raw_stream = Py_NewRef(stream);
-    printer.launch_kernel = reinterpret_cast<LaunchKernel>(launch);
-    Py_RETURN_NONE;
-  });
-}
-
-// The tensors whose rows are on the device: their numbers, their first rows and the end, and the streams that were used.
-PyObject *book_take_printed(PyObject *self, PyObject *) {
-  Printer &printer = book_of(self).printer;
-  const size_t count = printer.starts.size();
-  printer.starts.push_back(printer.used);
-  auto bytes = [](const std::vector<int64_t> &some, size_t first) {
-    return PyBytes_FromStringAndSize(reinterpret_cast<const char *>(some.data()), Py_ssize_t(8 * first));
-  };
-  Owned numbers{bytes(printer.numbers, count)}, starts{bytes(printer.starts, count + 1)};
-  Owned streams{bytes(printer.used_streams, printer.used_streams.size())};
-  printer.numbers.erase(printer.numbers.begin(), printer.numbers.begin() + long(count));
-  printer.starts.clear();
-  printer.used_streams.clear();
-  printer.used = 0;
-  if (numbers == nullptr || starts == nullptr || streams == nullptr) return nullptr;
-  return PyTuple_Pack(3, numbers.object, starts.object, streams.object);
-}
-
 PyObject *book_write_frees(PyObject *self, PyObject *) {
   book_of(self).write_frees(true);
   Py_RETURN_NONE;
@@ -483,6 +442,8 @@ int set_last_module(PyObject *self, PyObject *value, void *) {
   book_of(self).last_module = int(PyLong_AsLong(value));
   return PyErr_Occurred() ? -1 : 0;
 }
+
+#include "trace_book_printed.h"
 
 #define METHOD(name, flags) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(book_##name)), flags, nullptr}
 PyMethodDef book_methods[] = {METHOD(number, METH_VARARGS),   METHOD(knows, METH_O),           METHOD(operator, METH_VARARGS),

@@ -1,0 +1,42 @@
+// Methods of a book that prints tensors on a GPU by itself. Included by trace_book_python.h.
+
+// (launch, function, device, rows, capacity, send, stream of a device): print tensors of this device without Python.
+PyObject *book_print_on(PyObject *self, PyObject *args) {
+  unsigned long long launch, function, address;
+  const char *device;
+  long long capacity;
+  PyObject *send, *stream;
+  if (!PyArg_ParseTuple(args, "KKsKLOO", &launch, &function, &device, &address, &capacity, &send, &stream)) return nullptr;
+  return safely([&]() -> PyObject * {
+    const c10::Device there{std::string(device)};
+    Printer &printer = book_of(self).printer;
+    printer.forget();
+    printer.type = there.type();
+    printer.index = there.index();
+    printer.function = reinterpret_cast<void *>(function);
+    printer.address = int64_t(address);
+    printer.capacity = capacity;
+    printer.send = Py_NewRef(send);
+    printer.raw_stream = Py_NewRef(stream);
+    printer.launch_kernel = reinterpret_cast<LaunchKernel>(launch);
+    Py_RETURN_NONE;
+  });
+}
+
+// The tensors whose rows are on the device: their numbers, their first rows and the end, and the streams that were used.
+PyObject *book_take_printed(PyObject *self, PyObject *) {
+  Printer &printer = book_of(self).printer;
+  const size_t count = printer.starts.size();
+  printer.starts.push_back(printer.used);
+  auto bytes = [](const std::vector<int64_t> &some, size_t first) {
+    return PyBytes_FromStringAndSize(reinterpret_cast<const char *>(some.data()), Py_ssize_t(8 * first));
+  };
+  Owned numbers{bytes(printer.numbers, count)}, starts{bytes(printer.starts, count + 1)};
+  Owned streams{bytes(printer.used_streams, printer.used_streams.size())};
+  printer.numbers.erase(printer.numbers.begin(), printer.numbers.begin() + long(count));
+  printer.starts.clear();
+  printer.used_streams.clear();
+  printer.used = 0;
+  if (numbers == nullptr || starts == nullptr || streams == nullptr) return nullptr;
+  return PyTuple_Pack(3, numbers.object, starts.object, streams.object);
+}
