@@ -515,7 +515,7 @@ def avg_pool2d_into_strided(device: torch.device) -> Iterator[Found]:
 def avg_pool2d_of_channels_last(device: torch.device) -> Iterator[Found]:
     x, gradients = numbers(device, 2, 3, 9, 9), []
     for layout in (torch.contiguous_format, torch.channels_last):
-        leaf = x.contiguous(memory_format=layout).requires_grad_()
+        leaf = x.clone(memory_format=layout).requires_grad_()
         y = F.avg_pool2d(leaf, 3, 2, padding=1)
         y.backward(torch.linspace(-1, 1, y.numel(), device=device).view(y.shape))
         gradients.append(leaf.grad)
