@@ -107,7 +107,7 @@ def _words(pieces: Sequence[Piece], places: Sequence[int]) -> tuple[Any, int]:
 
 def _parameter(words: Any) -> Any:
     """The parameters of a launch: one, which lies at these words; they must live as long as it."""
-    found = (ctypes.c_void_p * 1)(ctypes.addressof(words))
+    found: Any = (ctypes.c_void_p * 1)(ctypes.addressof(words))
     found.words = words
     return found
 
