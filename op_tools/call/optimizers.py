@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from .operators.registry import CPU, KERNELS, KernelFacts, Kind
 
 Tensor = torch.Tensor
+UNITS: Final = 3  # of rounding in each step: quotients and roots are good to about an ulp, in any order
 _Options = Mapping[str, float]
 
 

@@ -12,7 +12,6 @@ import mmap
 import os
 import pickle
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -25,17 +24,18 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from .. import lifecycle, settings
+from .. import lifecycle
 from ..call.description import Tensor
 from ..call.devices import can_pin
 from ..copies.operands import Fetcher, Operands, padded
+from . import forkserver
+from .forkserver import ForkServer
 from .ring import Ring
 from .trees import number_of
 from .worker import Answer, Message, Options, Spans
 
 _RING: Final = 64 << 20  # bytes of calls that wait for one worker
 _SOCKET_BYTES: Final = 1 << 20  # of messages that wait for one worker, if the system allows as many
-_ONE_THREAD: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 # microseconds that comparing takes, until it is known
 _CALL_COST: Final = 4_000  # of any call
 _BYTES_COST: Final = 50  # bytes in a microsecond
@@ -88,7 +88,7 @@ class Sending(NamedTuple):
 class _Process:
     """One worker process, the memory shared with it, and the jobs that it has."""
 
-    def __init__(self, options: Options, device: torch.device) -> None:
+    def __init__(self, server: ForkServer, options: Options, device: torch.device) -> None:
         self.device = device
         self.unneeded: deque[int] = deque()
         self.flights: dict[int, _Flight] = {}
@@ -107,15 +107,7 @@ class _Process:
             os.ftruncate(memory, _RING)
             self._mapped = mmap.mmap(memory, _RING)
             self.buffer = torch.frombuffer(self._mapped, dtype=torch.uint8)
-            self.process = subprocess.Popen(
-                _command(theirs.fileno(), memory),
-                env={**settings.environment(), **dict.fromkeys(_ONE_THREAD, "1"), "CUDA_VISIBLE_DEVICES": ""},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(), memory),
-                start_new_session=True,
-            )
+            self.process = server.fork(theirs.fileno(), memory, _RING)
         finally:
             theirs.close()
             os.close(memory)
@@ -124,7 +116,7 @@ class _Process:
 
     def wait_until_ready(self) -> None:
         """Wait until it has started; raises EOFError if it exits instead."""
-        self._connection.recv()
+        self.process.started(self._connection.recv())
         if self.device.type == "cuda" and can_pin("cuda"):
             with torch.cuda.device(self.device):  # this thread would use the first GPU, of other ranks
                 self._pinned = not int(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), _RING, 0))
@@ -257,9 +249,10 @@ class Pool:
         self._flying = 0
         self._closed = False
         self._threads: list[threading.Thread] = []
+        self._server = ForkServer()
         try:
             for _ in range(processes):
-                worker = _Process(options, device)
+                worker = _Process(self._server, options, device)
                 self._processes.append(worker)
                 thread = threading.Thread(target=self._serve, args=(worker,), name="op_tools-pool", daemon=True)
                 thread.op_tools_internal = True  # type: ignore[attr-defined]
@@ -391,6 +384,7 @@ class Pool:
     def close(self) -> None:
         """End the processes (`pool.close()`)."""
         self._closed = True
+        self._server.end()
         for worker in self._processes:
             worker.end()
         for thread in self._threads:
@@ -453,6 +447,7 @@ class Pool:
 def forget_in_child() -> None:
     """A forked child must not keep its parent's workers alive."""
     for pool in list(_pools):
+        pool._server.forget()
         for worker in pool._processes:
             worker.forget()
     _pools.clear()
@@ -463,19 +458,13 @@ lifecycle.after_fork_in_child(forget_in_child)
 
 def available() -> bool:
     """Whether this machine can share memory with worker processes (`available()`)."""
-    return sys.platform == "linux" and hasattr(os, "memfd_create") and bool(sys.executable)
+    linux = sys.platform == "linux" and hasattr(os, "memfd_create") and bool(sys.executable)
+    return linux and forkserver.available()
 
 
 def max_bytes() -> int:
     """The largest call that goes to a worker (`max_bytes()`)."""
     return _RING // 2
-
-
-def _command(sock: int, memory: int) -> list[str]:
-    root = str(Path(__file__).resolve().parents[2])
-    path = [root, *[p for p in sys.path if p and p != root]]
-    main = f"from op_tools.compare.worker import main; main({sock}, {memory}, {_RING})"
-    return [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {main}"]
 
 
 def _copied(parts: Sequence[Operands], start: int, buffer: Tensor, fetcher: Fetcher) -> list[Spans]:

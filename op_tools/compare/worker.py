@@ -11,11 +11,10 @@ import mmap
 import os
 import time
 from multiprocessing.connection import Connection
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 
 import torch
 
-from .. import lifecycle
 from ..call.description import Tensor
 from ..copies.invocation import BACKWARD, Invocation, Region
 from ..copies.operands import Operands, tensors_over
@@ -141,17 +140,18 @@ class Worker:
         return [self._buffer[start : start + count] for start, count in spans]
 
 
-def main(socket: int, memory: int, size: int) -> None:
-    """Serve the process that holds the other end of a socket; both map `size` bytes of a file."""
-    lifecycle.leave_signals_to_parent()  # this process ends when the run does
-    torch.set_num_threads(1)
+def main(socket: int, memory: int, size: int) -> NoReturn:
+    """Serve the process that holds the other end of a socket; both map `size` bytes of a file.
+
+    The fork server has left signals to the run, and limited PyTorch to one thread.
+    """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False  # only the run knows what it allows
     connection = Connection(socket)
     try:
         options = connection.recv()
         worker = Worker(torch.frombuffer(mmap.mmap(memory, size), dtype=torch.uint8), options)
         measuring.prepare()
-        connection.send("ready")
+        connection.send(os.getpid())
         worker.serve(connection)
     except (EOFError, OSError):
         pass

@@ -31,7 +31,6 @@ _LANES_OF_SCANS: Final = 32  # few enough for a loop without any
 _LONGEST_LOOP: Final = 4096  # steps of the longest loop that is not done in parallel
 _NEARBY: Final = 2.0**-12
 _LARGEST_SINGLE: Final = torch.finfo(torch.float32).max
-_OPTIMIZER_UNITS: Final = 3  # of rounding: their quotients and roots are good to about an ulp, in any order
 _ATTENTION: Final = ("safe_softmax", "scaled_dot_product_flash_attention_for_cpu")
 _OTHER_KERNELS_FACTOR: Final = 3  # may round more often than the CPU's, in another order, with coarser functions
 _ROUNDINGS_OF_QUOTIENTS: Final = 4  # before they are made whole: of the divisor, of a difference, of the quotient
@@ -176,7 +175,7 @@ class Noise(DispatchMode):
         inside = self._unit_inside(func, kwargs)
         precision = precision_of(torch.float32) if inside == SINGLE else self._precision
         number = self._narrowed if inside == SINGLE else float
-        with Noise(precision, frozenset(), self._signs, _OPTIMIZER_UNITS * inside):
+        with Noise(precision, frozenset(), self._signs, optimizers.UNITS * inside):
             updates = steps(*args, **kwargs, number=number)
         for parameter, value, update in updates:
             parameter.copy_(value - update)

@@ -162,9 +162,10 @@ class Plan:
     ) -> Judgement | None:
         """The judgement of a call that is right by what is known; None otherwise."""
         known = self._rows
-        left, right = ((v,) if isinstance(v, Tensor) else v for v in (device, golden))
-        flat = isinstance(left, (list, tuple)) and isinstance(right, (list, tuple))
-        if not known or not flat or not len(left) == len(right) == len(known) or self.gave_up:
+        if not known or self.gave_up:
+            return None
+        left, right = ([v] if isinstance(v, Tensor) else list(leaves_of(v)) for v in (device, golden))
+        if not len(left) == len(right) == len(known):
             return None
         if not all(v is None or isinstance(v, Tensor) for v in (*left, *right)):
             return None

@@ -338,7 +338,8 @@ class Comparer:
         kept = len(ours) == len(theirs) and _unchanged(ours, earlier)
         rows = self._unchanged_rows.get(kind)
         if not kept or not reads or (rows is None and not _left_alone(theirs, earlier, source.rounded_to)):
-            found = verdict.judge(name, ours, theirs, part="input", **options)
+            plan = None if kind is None else self._plan((kind, "input"))
+            found = verdict.judge(name, ours, theirs, part="input", plan=plan, **options)
             changed = reads and not kept and found.verdict != WRONG and _left_alone(theirs, earlier, source.rounded_to)
             changed = changed and all(t.layout == torch.strided for t in tensors_in(ours))  # a sparse one may be sorted
             return found + wild(name, None, "it changes an argument that it only reads") if changed else found

@@ -27,7 +27,7 @@ from ...copies.queue import MemoryBudget
 from ...judge import golden
 from ...judge.sampling import suspects
 from ...judge.sampling.axes import axes_of
-from ...judge.sampling.reduction import Chosen, Cut, Index
+from ...judge.sampling.reduction import FIRST_CALLS, Chosen, Cut, Index
 from ...judge.sampling.totals import Reduced, Total, columns_backward, columns_of, total_of
 from ...judge.verdict import NOT_COMPARABLE, Judgement
 from ..ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup, arguments_kind
@@ -52,8 +52,7 @@ _MAX_WHOLE: Final = 1 << 25  # elements of a call that cannot be cut and is comp
 _SHARE: Final = 20  # of the memory that a run uses: what arguments may take that wait for their backward
 _MIN_HELD: Final = 1 << 26  # bytes of them in any case
 _MAX_COPIED: Final = 1 << 28  # bytes of arguments that are copied on the device before a call that writes to them
-_ALWAYS_RANKED: Final = 6  # calls of a kind in which all elements take part on the device
-_RANKED_OF: Final = 6  # later calls, one of which is checked like that
+_RANKED_OF: Final = 16  # later calls than the first of a kind, in one of which all elements take part on the device
 _CHANGED: Final = "its arguments were changed before its backward"
 _DRAWS_NOTHING: Final = "attention"  # its rule knows only calls without dropout
 
@@ -93,7 +92,7 @@ class _Ranking(_Counts):
     def _ranks(self, chosen: Chosen) -> bool:
         """Whether all elements of the next call take part on the device."""
         chosen.ranked += 1
-        return chosen.ranked <= _ALWAYS_RANKED or not self._rng.randrange(_RANKED_OF)
+        return chosen.ranked <= FIRST_CALLS or not self._rng.randrange(_RANKED_OF)
 
     def _suspects(
         self, kind: Kind, chosen: Chosen, job: Job, call: suspects.Call, index: Index, fixed: Iterable[str | None] = ()

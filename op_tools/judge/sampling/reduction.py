@@ -18,8 +18,8 @@ from .axes import Axes, Names
 Index = dict[str, Tensor]  # by axis: the places, on the device
 
 VARIANTS: Final = 8  # choices of places for a kind of call, used in turn
-_MIN_PLACES: Final = 4  # along an axis
-_ALWAYS_ALL: Final = 6  # calls of a kind that are judged at all of the places that are meant for one
+FIRST_CALLS: Final = 6  # of a kind: they are judged at all of the places that are meant for one
+_MIN_PLACES: Final = 4  # along an axis; 1 of a call that is slow on the CPU
 _FEWER: Final = 4  # later calls but one of VARIANTS are judged at so many times fewer: other places in each of them
 
 
@@ -75,8 +75,9 @@ class Chosen:
             )
         self.some = frozenset([name for name, count in self.counts.items() if count < sizes[name]])
         fewer = round(_FEWER ** (1 / max(1, len(self.some)))) if not axes.lists else 1
+        least = 1 if axes.is_slow else _MIN_PLACES
         self._fewer = {
-            name: max(min(count, _MIN_PLACES), count // fewer) if name in self.some else count
+            name: max(min(count, least), count // fewer) if name in self.some else count
             for name, count in self.counts.items()
         }
         self.elements = sum([r * self._product(names) for names, r in zip(axes.tensors, rest)])
@@ -94,7 +95,7 @@ class Chosen:
             made = self._made[device] = {}
         self._uses += 1
         number = self._uses % VARIANTS
-        if self._uses <= _ALWAYS_ALL:
+        if self._uses <= FIRST_CALLS:
             number = 0 if self._uses % 2 else VARIANTS
         found = made.get(number)
         if found is None:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 import ditorch
 import op_tools
+from op_tools.compare import forkserver
 from op_tools.compare import pool as compare_pool
 from op_tools.compare.judges.workers import Workers
 
@@ -263,24 +264,25 @@ def test_nothing_is_left_open(device: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_pool_that_starts_in_part_leaves_nobody_behind(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OP_AUTOCOMPARE_PROCESSES", "3")
     started: list[Any] = []
-    made, popen = os.memfd_create, compare_pool.subprocess.Popen
+    made, fork = os.memfd_create, forkserver.ForkServer.fork
 
     def fails(name: str) -> int:
         if len(started) == 2:
             raise OSError("no files left")
         return made(name)
 
-    def start(*args: Any, **kwargs: Any) -> Any:
-        started.append(popen(*args, **kwargs))
-        return started[-1]
+    def start(server: Any, *args: Any) -> Any:
+        started.append((server, fork(server, *args)))
+        return started[-1][1]
 
     monkeypatch.setattr(os, "memfd_create", fails)
-    monkeypatch.setattr(compare_pool.subprocess, "Popen", start)
+    monkeypatch.setattr(forkserver.ForkServer, "fork", start)
     with op_tools.OpAutoCompare() as tool:
         torch.add(torch.ones(2, device=device), 1)
         assert tool.judge(Workers).pool is None
     assert len(started) == 2
-    assert all(process.poll() is not None for process in started)
+    assert all(server._process.poll() is not None for server, _ in started)
+    assert all(worker.poll() is not None for _, worker in started)
     assert {row["verdict"] for row in tool.records()} == {"right"}
 
 

@@ -395,7 +395,7 @@ def test_slices_that_are_taken_as_before_are_judged_like_others(
     gather = _OnTheHost()
     monkeypatch.setattr(slices, "gather_for", lambda place: gather if place.type == "soft" else None)
     monkeypatch.setattr(slices._Pinned, "room", lambda self, n: (torch.empty(n, dtype=torch.uint8), 0))
-    monkeypatch.setattr(sampled, "_ALWAYS_RANKED", 0)  # no call is made again on the device, where the fault counts it
+    monkeypatch.setattr(sampled, "FIRST_CALLS", 0)  # no call is made again on the device, where the fault counts it
     monkeypatch.setattr(sampled, "_RANKED_OF", 1 << 60)
     monkeypatch.setenv("OP_AUTOCOMPARE_PROCESSES", "1")
     generator = torch.Generator().manual_seed(0)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from op_tools.call import optimizers
-from op_tools.judge import golden, uncertainty, verdict
-from op_tools.judge.noise import Noise
+from op_tools.judge import formulas, golden, uncertainty, verdict
+from op_tools.judge.noise import PROBES, Noise
+from op_tools.judge.rounding import precision_of
 
 Tensor = torch.Tensor
 OPTIMIZERS = ["adam", "adamw", "sgd", "adagrad"]
@@ -248,6 +249,7 @@ def test_elements_in_doubt_are_probed_without_the_other_tensors(monkeypatch: pyt
             original(self, func, steps, args, kwargs),
         )[1],
     )
+    monkeypatch.setattr(formulas, "terms", lambda query: None)  # which would explain them
     settings = options("adam")
     lists = state("adam", [(100, 80), (300,), (90, 90)])
     cancelling("adam", lists, settings)
@@ -257,3 +259,45 @@ def test_elements_in_doubt_are_probed_without_the_other_tensors(monkeypatch: pyt
     assert found.verdict == verdict.RIGHT
     assert sizes
     assert all(len(s) == 1 for s in sizes), sizes
+
+
+@pytest.mark.parametrize("step", [1.0, 3.0, 1000.0])
+@pytest.mark.parametrize("changed", [{}, {"weight_decay": 0.1}, {"maximize": True}], ids=str)
+@pytest.mark.parametrize("kind", ["adam", "adamw"])
+def test_the_formula_of_adam_never_says_more_than_the_probes(kind: str, changed: dict[str, Any], step: float) -> None:
+    lists, settings = state(kind, [(40, 30), (700,)], step=step), options(kind, **changed)
+    lists[0][1].zero_()  # as biases begin
+    if step == 1:
+        lists[2:4] = [[torch.zeros_like(t) for t in tensors] for tensors in lists[2:4]]
+    result = golden.run(fused(kind), lists, settings, name=f"torch._fused_{kind}_", device="cuda")
+    spread = uncertainty.Uncertainty(result, "input", precision_of(torch.float32, "cuda"), None)
+    while spread.probes < PROBES:
+        assert spread.grow()
+    known = 0
+    for number, exact in enumerate(spread.exact):
+        terms = spread.terms(number, exact)
+        if terms is None:
+            continue
+        known += 1
+        variance = terms.squares.double() * terms.of_squares + exact.square() * terms.of_result
+        sigma = spread.sigma(number)
+        assert sigma is not None
+        assert 0.3 * float(sigma.square().sum()) < float(variance.sum()) <= 1.05 * float(sigma.square().sum()), number
+        assert float((variance > 2.5 * sigma.square()).double().mean()) < 0.03, number
+    assert known == 6, "parameters and both averages"
+
+
+def test_a_step_that_is_skipped_has_no_roundings() -> None:
+    lists = state("adamw", [(4, 4)])
+    for given in ({"found_inf": torch.tensor(1.0)}, {"grad_scale": torch.tensor(2.0), "found_inf": torch.tensor(0.0)}):
+        result = golden.run(fused("adamw"), lists, options("adamw", **given), name="torch._fused_adamw_", device="cuda")
+        spread = uncertainty.Uncertainty(result, "input", precision_of(torch.float32, "cuda"), None)
+        assert spread.terms(0, spread.exact[0]) is None
+
+
+def test_an_optimizer_that_is_right_needs_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists, settings = state("adamw", [(40, 30), (700,)]), options("adamw", weight_decay=0.01)
+    lists[0][1].zero_()
+    monkeypatch.setattr(Noise, "_optimized", lambda *args: pytest.fail("probed"))
+    found = judged("adamw", lists, settings, in_float32("adamw", lists, settings, 5))
+    assert found.verdict == verdict.RIGHT

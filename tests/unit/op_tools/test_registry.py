@@ -35,7 +35,7 @@ def test_every_registered_name_is_one_of_pytorch() -> None:
 
 
 def test_formulas_name_functions_of_pytorch() -> None:
-    named = {function for formula in formulas._FORMULAS.by_name.values() for function in formula.functions}
+    named = {function for formula in formulas.FORMULAS.by_name.values() for function in formula.functions}
     assert named
     assert named <= function_names()
 
