@@ -83,9 +83,12 @@ class ForkServer:
         finally:
             theirs.close()
 
-    def fork(self, connection: int, memory: int, size: int) -> Fork:
-        """A worker that answers on a socket and maps so many bytes of a file; its first message is its number."""
-        socket.send_fds(self._control, [str(size).encode()], [connection, memory])
+    def fork(self, connection: int, memory: int, size: int, complete: bool = True) -> Fork:
+        """A worker that answers on a socket and maps so many bytes of a file; its first message is its number.
+
+        One that is not complete starts sooner, and imports what probes need when it does the first.
+        """
+        socket.send_fds(self._control, [f"{size} {int(complete)}".encode()], [connection, memory])
         return Fork()
 
     def end(self) -> None:
@@ -108,9 +111,6 @@ def serve(control: int) -> NoReturn:
     lifecycle.leave_signals_to_parent()  # this process ends when the run does
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers here
     torch.set_num_threads(1)
-    for name in _PRELOADED:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
     conversation = socket.socket(fileno=control)
     while True:
         try:
@@ -119,10 +119,14 @@ def serve(control: int) -> NoReturn:
             message, files = b"", []
         if len(files) < 2:
             os._exit(0)
+        size, complete = map(int, message.split())
+        for name in _PRELOADED if complete else ():
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
         if os.fork() == 0:
             conversation.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            worker.main(files[0], files[1], int(message))
+            worker.main(files[0], files[1], size)
         for file in files:
             os.close(file)
 

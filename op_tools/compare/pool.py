@@ -88,7 +88,7 @@ class Sending(NamedTuple):
 class _Process:
     """One worker process, the memory shared with it, and the jobs that it has."""
 
-    def __init__(self, server: ForkServer, options: Options, device: torch.device) -> None:
+    def __init__(self, server: ForkServer, complete: bool, options: Options, device: torch.device) -> None:
         self.device = device
         self.unneeded: deque[int] = deque()
         self.flights: dict[int, _Flight] = {}
@@ -107,7 +107,7 @@ class _Process:
             os.ftruncate(memory, _RING)
             self._mapped = mmap.mmap(memory, _RING)
             self.buffer = torch.frombuffer(self._mapped, dtype=torch.uint8)
-            self.process = server.fork(theirs.fileno(), memory, _RING)
+            self.process = server.fork(theirs.fileno(), memory, _RING, complete)
         finally:
             theirs.close()
             os.close(memory)
@@ -226,7 +226,7 @@ class _Process:
 class Pool:
     """The worker processes of a run; `answered(given, answer)` is called for each job, in any order; None means lost.
 
-    `started()` is called, maybe more than once, when most of them are there, or none will be.
+    `started()` is called, maybe more than once, when half of them are there, or none will be.
 
     >>> pool = Pool(4, options, "cuda", answered)  # doctest: +SKIP
     >>> lease = pool.lease(nbytes)                     # doctest: +SKIP
@@ -251,8 +251,8 @@ class Pool:
         self._threads: list[threading.Thread] = []
         self._server = ForkServer()
         try:
-            for _ in range(processes):
-                worker = _Process(self._server, options, device)
+            for number in range(processes):  # the first half starts sooner
+                worker = _Process(self._server, number >= processes // 2, options, device)
                 self._processes.append(worker)
                 thread = threading.Thread(target=self._serve, args=(worker,), name="op_tools-pool", daemon=True)
                 thread.op_tools_internal = True  # type: ignore[attr-defined]
@@ -405,8 +405,8 @@ class Pool:
             worker.wait_until_ready()
             with self._lock:
                 self._lock.notify_all()
-                most = sum([w.ready or w.ended for w in self._processes]) > len(self._processes) // 2
-            if most:
+                enough = sum([w.ready or w.ended for w in self._processes]) >= max(1, len(self._processes) // 2)
+            if enough:
                 self._started()
             while True:
                 for answer in worker.receive():

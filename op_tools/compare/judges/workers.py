@@ -27,6 +27,7 @@ _MIN_CORES: Final = 8
 _MAX_PROCESSES: Final = 12
 _WORTH_STARTING: Final = 4.0  # seconds that a run lasts, and as many of comparing
 _WORTH_STARTING_SAMPLED: Final = 24  # parts of large calls: who trains a large model waits for more than a few
+_MAX_HELD: Final = 1 << 26  # bytes of small calls that wait for the processes to start
 _LOST: Final = Judgement(NOT_COMPARABLE, "the worker holding its arguments exited")
 
 
@@ -55,6 +56,8 @@ class Workers(Judge):
         self._device: torch.device | None = None
         self._sampled = 0  # parts of large calls before there were workers
         self._batches = Batches(self._lease, self.setup.again, self.setup.report)
+        self._held: list[Job] = []  # until the processes have started: threads here compete with the run for the GIL
+        self._held_bytes = 0
 
     def expects(self, call: ComparedCall) -> bool:
         if self._device is None:
@@ -106,6 +109,30 @@ class Workers(Judge):
         else:
             self.processes = 0
             self._batches.drain()
+        self._let_go_on()
+
+    def _hold(self, job: Job) -> bool:
+        """Whether a job waits for the processes, which are about to start."""
+        pool = self.pool
+        if pool is None or pool.is_ready() or job.whole is not None or job.local or not self._may_send(job):
+            return False
+        with self._lock:
+            if not self.processes or self._held_bytes + job.nbytes > _MAX_HELD:
+                return False
+            self._held.append(job)
+            self._held_bytes += job.nbytes
+        if pool.is_ready():  # meanwhile
+            self._let_go_on()
+        return True
+
+    def _let_go_on(self) -> None:
+        """Send on what has waited, forwards before their backwards."""
+        with self._lock:
+            held, self._held = self._held, []
+            self._held_bytes = _MAX_HELD  # no more is held: they are there, or the run ends
+        for job in held:
+            self.admit(job)
+            self.setup.again(job)
 
     def _may_send(self, job: Job) -> bool:
         """Whether a worker can compare a call and its backward: an operator of PyTorch's, on plain tensors."""
@@ -122,6 +149,8 @@ class Workers(Judge):
         call = job.call
         assert isinstance(call, ComparedCall)
         lease: Lease | None = call.notes.get(self)
+        if lease is None and self._hold(job):
+            return PENDING
         if lease is not None and not job.local:
             try:
                 if self._send(job, call, lease):
@@ -185,6 +214,7 @@ class Workers(Judge):
     def drain(self) -> bool:
         if self.pool is None:
             return False
+        self._let_go_on()
         self._batches.drain()
         self.pool.drain()
         return True

@@ -77,6 +77,7 @@ class _Batch(NamedTuple):
     dims: list[int]  # that the means are taken over
     length: int  # elements in each mean
     normal: Tensor  # (x - mean) · rstd
+    mean: Tensor
     rstd: Tensor
     weight: Tensor | None  # in the shape of the means
     few: float  # roundings of what goes in
@@ -92,7 +93,7 @@ def _batch(query: FormulaQuery) -> _Batch:
     rstd = variance.add_(1e-5 if eps is None else eps).rsqrt_()
     few = roundings(Kind.REDUCE, query.structure.longest_sum)
     weight = None if weight is None else _like(weight, rstd)
-    return _Batch(dims, x.numel() // x.shape[1], (x - mean).mul_(rstd), rstd, weight, few)
+    return _Batch(dims, x.numel() // x.shape[1], (x - mean).mul_(rstd), mean, rstd, weight, few)
 
 
 def _like(weight: Tensor, means: Tensor) -> Tensor:
@@ -113,7 +114,10 @@ def _batch_norm(query: FormulaQuery) -> Terms | None:
 
 
 def _batch_norm_backward(query: FormulaQuery) -> Terms | None:
-    """As those of a layer norm; mean and deviation are those of a channel, and sums run along all of it."""
+    """As those of a layer norm; mean and deviation are those of a channel, and sums run along all of it.
+
+    Mean and deviation were stored in between: they may have been rounded as results are.
+    """
     x, _, _, weight, bias, *_ = arguments(query.source, *_BATCH_NORM)
     given, variance = incoming(query), query.precision.inner**2
     position = position_of(query, x, weight, bias)
@@ -121,17 +125,23 @@ def _batch_norm_backward(query: FormulaQuery) -> Terms | None:
         dims = [d for d in range(given.dim()) if d != 1]
         many = variance * (given.numel() // given.shape[1])
         return Terms(given.square().sum(dims), many, many)
-    batch = _batch(query)
+    batch, stored = _batch(query), query.precision.stored**2 / variance
+    moved, normal = batch.mean.mul(batch.rstd), batch.normal  # by how much n moves with the mean
+    of_product = normal.mul(given)
     if position == 1:  # g · n, summed up
-        many = variance * batch.length
-        return Terms(batch.normal.mul_(given).square_().sum(batch.dims), many, many)
+        squares = given.sum(batch.dims, True).mul_(moved).square_().add_(of_product.sum(batch.dims, True).square_())
+        squares = squares.mul_(stored / batch.length).add_(of_product.square_().sum(batch.dims, True))
+        return Terms(squares.flatten(), variance * batch.length, variance * batch.length)
     # rstd · w · (g - mean(g) - n · mean(g · n)): both sums, and g as far as it concerns the same element
     scale = batch.rstd if batch.weight is None else batch.rstd * batch.weight
-    squared, normal = given.square(), batch.normal.square_()
-    of_mean, of_product = squared.mean(batch.dims, True), squared.mul(normal).mean(batch.dims, True)
+    mean, product, squared = given.mean(batch.dims, True), of_product.mean(batch.dims, True), given.square()
+    by_mean = normal.mul(mean).add_(product).mul_(moved).square_()
+    by_rstd = given.sub(mean).sub_(normal.mul(product), alpha=3).square_()
+    normal = normal.square_()
+    of_mean, of_product = squared.mean(batch.dims, True), of_product.square_().mean(batch.dims, True)
     own = normal.add(1).mul_(-1 / batch.length).add_(1).square_().mul_(squared).mul_(batch.few)
-    squares = own.add_(of_mean).add_(normal.mul_(of_product)).mul_(scale.square())
-    return Terms(squares, variance, (0.0 if batch.weight is None else batch.few) * variance)
+    squares = own.add_(of_mean).add_(normal.mul_(of_product)).add_(by_mean.add_(by_rstd), alpha=stored)
+    return Terms(squares.mul_(scale.square()), variance, (0.0 if batch.weight is None else batch.few) * variance)
 
 
 FORMULAS.register("native_batch_norm", Formula(("batch_norm",), _batch_norm))

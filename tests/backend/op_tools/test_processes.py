@@ -201,6 +201,33 @@ def test_a_process_that_exits_while_it_is_sent_a_call(device: str, one_process: 
     assert (pool._flying, helper.load) == (0, 0), "it came back once"
 
 
+def test_small_calls_wait_for_the_processes_to_start(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OP_AUTOCOMPARE_PROCESSES", "1")
+    answered = []
+    original = Workers._answered
+    monkeypatch.setattr(Workers, "_answered", lambda *args: (answered.append(args[1].call.op), original(*args))[1])
+    with op_tools.OpAutoCompare() as tool:
+        x = torch.randn(8, 8, device=device, requires_grad=True)
+        for _ in range(4):
+            torch.tanh(x).sum().backward()
+        pool = tool.judge(Workers).pool
+        assert not pool.is_ready(), "it takes seconds to start"
+        assert pool.wait_until_ready() == 1
+    assert answered.count("torch.tanh") >= 4, "some of a kind stay here"
+    rows = [(row["phase"], row["verdict"]) for row in tool.records() if "tanh" in row["name"]]
+    assert rows.count(("backward", "right")) == 4
+    assert {verdict for _, verdict in rows} == {"right"}
+
+
+def test_what_waits_is_compared_here_where_the_run_ends_first(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OP_AUTOCOMPARE_PROCESSES", "1")
+    with op_tools.OpAutoCompare() as tool:
+        for _ in range(3):
+            torch.tanh(torch.randn(8, 8, device=device))
+    rows = [row["verdict"] for row in tool.records() if "tanh" in row["name"]]
+    assert rows == ["right"] * 6
+
+
 def test_own_functions_stay_here_and_backward_may_go_twice(device: str, one_process: Any) -> None:
     x = torch.randn(3, 3, device=device, requires_grad=True)
     vectors = torch.linalg.svd(x.detach())
