@@ -35,8 +35,13 @@ class Allowance(NamedTuple):
     note: str
 
 
-def of(op: str, phase: str, device: str, dtypes: Sequence[torch.dtype], structure: Structure) -> Iterator[Allowance]:
-    """What may explain an error of a call on a device; `dtypes` are those of its floating arguments and results."""
+def of(
+    op: str, phase: str, device: str, dtypes: Sequence[torch.dtype], structure: Structure, summed: int = 1
+) -> Iterator[Allowance]:
+    """What may explain an error of a call on a device; `dtypes` are those of its floating arguments and results.
+
+    `summed` is how many numbers at most are added up to one of the result, where that is known.
+    """
     if not dtypes:
         return
     coarsest = max(dtypes, key=unit)
@@ -46,7 +51,7 @@ def of(op: str, phase: str, device: str, dtypes: Sequence[torch.dtype], structur
     reason = known_weakness(op, phase, device, coarsest)
     if reason:
         stored = TF32 if single else unit(coarsest)
-        length = structure.longest_sum
+        length = max(structure.longest_sum, summed)
         chained = math.sqrt(min(length, _MAX_CHAIN) / length)
         precision = _coarse(coarsest, stored, device, inner=SINGLE if single else stored * chained)
         yield Allowance(precision, WEAK, f"known weakness of this kernel: {reason}")

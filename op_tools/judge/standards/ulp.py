@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -79,6 +80,9 @@ def _judge_rounding(row: Row, pair: Pair) -> Row:
         worst = _worst_by_formula(pair, uncertainty)
         if worst <= 1:
             return row._replace(excess=worst)
+        allowed = _allowed_by_formula(row, pair, uncertainty) if pair.allowances else None
+        if allowed is not None:
+            return allowed
     elements = _Elements(pair.sides.left, pair.sides.right, precision, pair.golden.dtype)
     if units is None and elements.unexplained() is None:
         return row._replace(excess=elements.excess())
@@ -131,22 +135,48 @@ def _without_digits(uncertainty: Uncertainty, elements: _Elements, sigma: Tensor
     return elements.bound(sigma) > _LOST * largest
 
 
-def _allowed(row: Row, pair: Pair, uncertainty: Uncertainty) -> Row | None:
-    """The row of a result that another precision explains, which the settings or the ledger of the device name."""
+def _allowances(pair: Pair, uncertainty: Uncertainty) -> Iterator[tuple[Uncertainty, str, str]]:
+    """The call in each other precision that the settings or the ledger of the device name, the verdict, and why."""
     source, structure = uncertainty.result.source, uncertainty.structure
     tensors = [pair.device, *source.tensors, *[g for g in source.grad_outputs or () if g is not None]]
     dtypes = [t.dtype for t in tensors if t.is_floating_point()]
     phase = "backward" if uncertainty.backward else "forward"
-    for precision, verdict, note in allowances.of(pair.op, phase, source.device, dtypes, structure):
-        wider = Uncertainty(uncertainty.result, uncertainty.part, precision, uncertainty.max_seconds, structure)
-        elements = _Elements(pair.sides.left, pair.sides.right, precision, pair.golden.dtype, STORED)
-        elements.floor, elements.least = _lowest_of_sums(precision, wider), wider.least_error(pair.position)
+    result, part, seconds = uncertainty.result, uncertainty.part, uncertainty.max_seconds
+    summed = max([g.numel() for g in source.grad_outputs or () if g is not None], default=0) // pair.device.numel()
+    for precision, verdict, note in allowances.of(pair.op, phase, source.device, dtypes, structure, summed):
+        yield Uncertainty(result, part, precision, seconds, structure), verdict, note
+
+
+def _allowed(row: Row, pair: Pair, uncertainty: Uncertainty) -> Row | None:
+    """The row of a result that another precision explains, which the settings or the ledger of the device name."""
+    for wider, verdict, note in _allowances(pair, uncertainty):
+        elements = _Elements(pair.sides.left, pair.sides.right, wider.precision, pair.golden.dtype, STORED)
+        elements.floor, elements.least = _lowest_of_sums(wider.precision, wider), wider.least_error(pair.position)
         sigma, left = _movement(pair, wider, elements)
         if left is None:
-            reason = "" if verdict == RIGHT else note
-            excess = min(1.0, elements.excess(sigma))
-            return row._replace(verdict=verdict, reason=reason, error_info=joined(row.error_info, note), excess=excess)
+            return _as_allowed(row, verdict, note, elements.excess(sigma))
     return None
+
+
+def _allowed_by_formula(row: Row, pair: Pair, uncertainty: Uncertainty) -> Row | None:
+    """The same without probes: a formula does not explain the result in its own precision, but in another one.
+
+    Probes of its own precision might explain a little more than the formula; products have all of their terms later.
+    """
+    if uncertainty.structure.contracts or uncertainty.terms(pair.position, pair.golden) is None:
+        return None
+    for wider, verdict, note in _allowances(pair, uncertainty):
+        known = wider.terms(pair.position, pair.golden)
+        bound = _bound(wider.precision, wider, pair.position)
+        found = None if known is None else beyond(pair.sides, *known.added_to(bound))
+        if found is not None and found.regular and found.worst <= 1:
+            return _as_allowed(row, verdict, note, found.worst)
+    return None
+
+
+def _as_allowed(row: Row, verdict: str, note: str, excess: float) -> Row:
+    reason, info = "" if verdict == RIGHT else note, joined(row.error_info, note)
+    return row._replace(verdict=verdict, reason=reason, error_info=info, excess=min(1.0, excess))
 
 
 def _lowest_of_sums(precision: Precision, uncertainty: Uncertainty) -> float:
@@ -161,9 +191,12 @@ def least_units(pair: Pair, uncertainty: Uncertainty) -> float:
 
 def bound_without_probes(pair: Pair, uncertainty: Uncertainty) -> Bound:
     """What every correct result may be off, whatever goes on inside the call."""
-    stored, smallest = pair.precision.stored, pair.precision.smallest
-    lowest = max(smallest * (0.5 * STORED), _lowest_of_sums(pair.precision, uncertainty))
-    return Bound(STORED * stored, lowest, SIGMAS, uncertainty.least_error(pair.position))
+    return _bound(pair.precision, uncertainty, pair.position)
+
+
+def _bound(precision: Precision, uncertainty: Uncertainty, position: int) -> Bound:
+    lowest = max(precision.smallest * (0.5 * STORED), _lowest_of_sums(precision, uncertainty))
+    return Bound(STORED * precision.stored, lowest, SIGMAS, uncertainty.least_error(position))
 
 
 def _worst_by_formula(pair: Pair, uncertainty: Uncertainty) -> float:

@@ -75,3 +75,30 @@ def test_only_what_the_ledger_names() -> None:
     assert not allowances.known_weakness("torch.gru", "backward", "soft", single)
     assert not allowances.known_weakness("torch.nn.functional.linear", "forward", "cuda", half)
     assert not allowances.known_weakness("torch.nn.functional.batch_norm", "forward", "cuda", half)
+
+
+def bias_gradient_of_batch_norm(off: float) -> verdict.Judgement:
+    """The judgement on a bias gradient that is off by so many times the length of what is added up."""
+    x = torch.randn(64, 3, 14, 14, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    sent = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weight, bias = torch.ones(3).requires_grad_(), torch.zeros(3).requires_grad_()
+    args = (x, torch.zeros(3), torch.ones(3), weight, bias, True, 0.1, 1e-5)
+    result = golden.run(F.batch_norm, args, {}, grad_outputs=[sent], device="cuda")
+    assert result.grad_inputs is not None
+    grads = [None if g is None else g.float() for g in result.grad_inputs]
+    grads[0] = grads[0].bfloat16()  # type: ignore[union-attr]
+    length = float(sent[:, 0].float().norm())
+    grads[4] = grads[4] + off * length  # type: ignore[operator]
+    rules = verdict.Rules(allowances=True)
+    return verdict.judge_call("torch.nn.functional.batch_norm", result, grad_inputs=grads, rules=rules)
+
+
+def test_a_known_weakness_that_a_formula_explains_needs_no_probe() -> None:
+    judged = bias_gradient_of_batch_norm(4e-3)  # as a GPU adds it up
+    assert judged.verdict == verdict.WEAK
+    assert judged.probes == 0
+
+
+def test_a_known_weakness_does_not_explain_a_sum_that_lacks_a_tenth_of_its_terms() -> None:
+    judged = bias_gradient_of_batch_norm(0.3)
+    assert judged.verdict == verdict.WRONG
