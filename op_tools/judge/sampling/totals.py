@@ -298,24 +298,24 @@ def columns_of(
     """
     shape = x.shape[x.dim() - affine.dims :]
     rows = x.detach().reshape(-1, shape.numel())
-    found = []
     eps = torch.finfo(x.dtype).eps if affine.eps is None else affine.eps
-    for part in rows.split(max(1, _AT_ONCE // rows.shape[1])):
+
+    def normalised(part: Tensor) -> Tensor:
         wide = part.double()
-        if affine.centred:
-            variance, mean = torch.var_mean(wide, 1, correction=0)
-        else:
-            variance, mean = wide.square().mean(1), torch.zeros((), dtype=torch.float64, device=x.device)
-        found.append((variance.add_(eps).rsqrt_(), mean.expand(len(part))))
-    scale, mean = [torch.cat(parts)[:, None] for parts in zip(*found)]
+        if affine.centred:  # one kernel for all of it
+            return torch.native_layer_norm(wide, [shape.numel()], None, None, eps)[0]
+        return wide * wide.square().mean(1, keepdim=True).add_(eps).rsqrt_()
+
     single = torch.float64 if x.dtype == torch.float64 else torch.float32
     places = _index(rows.shape[1], _COLUMNS, x.device, rng)
-    columns = rows.index_select(1, places).double().sub_(mean).mul_(scale).to(single)
-    some = _index(rows.shape[0], _CHECKED, x.device, rng)
-    few = rows.index_select(0, some)
-    result = few.double().sub_(mean[some]).mul_(scale[some]).to(single).view(-1, *shape)
+    columns = [
+        normalised(part).index_select(1, places) for part in rows.split(max(1, _AT_ONCE // max(1, rows.shape[1])))
+    ]
+    few = rows.index_select(0, _index(rows.shape[0], _CHECKED, x.device, rng))
+    result = normalised(few).to(single).view(-1, *shape)
     args = (few.view(-1, *shape), tuple(shape), None, *([None] if affine.centred else []), affine.eps)
-    return Columns(places, columns), Reduced(*call, args, {}, result)
+    whole = columns[0] if len(columns) == 1 else torch.cat(columns)
+    return Columns(places, whole.to(single)), Reduced(*call, args, {}, result)
 
 
 def columns_backward(
