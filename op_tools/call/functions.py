@@ -98,6 +98,27 @@ def function_of(name: str) -> Callable[..., Any]:
     return function
 
 
+SUM: Final = "autograd.sum_of_gradients"
+ACCUMULATION: Final = "autograd.accumulate_grad"
+KERNELS_OF_ENGINE: Final[dict[str, Callable[..., Any]]] = {
+    "add": torch.add,
+    "add_": torch.Tensor.add_,
+    "copy_": torch.Tensor.copy_,
+    "clone": torch.clone,
+    "to": torch.Tensor.to,
+}
+_OF_ENGINE: Final = {f"{home}.{k}": f for home in (SUM, ACCUMULATION) for k, f in KERNELS_OF_ENGINE.items()}
+
+
+def compared_function_of(name: str) -> Callable[..., Any]:
+    """As `function_of`; what the autograd engine calls by itself has names of its own.
+
+    >>> compared_function_of("autograd.sum_of_gradients.add") is torch.add
+    True
+    """
+    return _OF_ENGINE.get(name) or function_of(name)
+
+
 _MODULES: Final = (torch, torch.nn.functional, torch.linalg, torch.fft, torch.special)
 _HOMES: Final[dict[str, Any]] = {"torch.Tensor": torch.Tensor, **{module.__name__: module for module in _MODULES}}
 

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Final
 import torch
 
 from ..call.description import Described, Tensor
-from ..call.functions import function_of
+from ..call.functions import compared_function_of
 from ..copies.invocation import BACKWARD as BACKWARD
 from ..copies.invocation import FORWARD as FORWARD
 from ..copies.invocation import Invocation, Region
@@ -162,7 +162,7 @@ class Setup:
         known = self._stock.get(op)
         if known is None:
             try:
-                known = function_of(op) == function and self.rules.casts.of(op) is None
+                known = compared_function_of(op) == function and self.rules.casts.of(op) is None
                 known = known and references.named(function, op) is None
             except Exception:
                 known = False

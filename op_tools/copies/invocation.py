@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..call.functions import function_of
+from ..call.functions import compared_function_of
 from ..call.traits import OpTraits, traits_of
 from .operands import Operands
 
@@ -64,5 +64,6 @@ class Invocation:
 
 @functools.lru_cache(maxsize=4096)
 def _operator(op: str) -> tuple[Callable[..., Any], OpTraits]:
-    function = function_of(op)
-    return function, traits_of(function)
+    function = compared_function_of(op)
+    traits = traits_of(function)
+    return function, dataclasses.replace(traits, name=op, by_engine=True) if op.startswith("autograd.") else traits

@@ -13,6 +13,7 @@ import torch
 from .. import settings
 from ..call.description import Tensor, tensors_in
 from ..call.devices import accelerator_type
+from ..call.functions import SUM
 from ..call.traits import OpTraits
 from ..compat import running_pass
 from ..trace import format as columns
@@ -21,7 +22,6 @@ from ..trace.format import SUFFIX, TraceWriter
 from ..trace.places import Place, given_to_module, place_of_call
 from ..trace.record import Recorder, writer_world
 from ..watch.intercept import INTERCEPTOR, Call
-from ..watch.sums import SUM
 from .base import Tool
 from .light import noted
 

@@ -19,10 +19,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
 from ..call.description import Tensor, held_by
 from ..call.devices import quiet
+from ..call.functions import ACCUMULATION, KERNELS_OF_ENGINE, SUM
 from ..call.site import parameter_names
 from ..call.traits import OpTraits, traits_of
 from ..native import compiling
@@ -34,19 +33,10 @@ if TYPE_CHECKING:
     from .hooks import Hooks
     from .intercept import Call, Interceptor, Plan
 
-SUM: Final = "autograd.sum_of_gradients"
-ACCUMULATION: Final = "autograd.accumulate_grad"
 _SOURCE: Final = compiling.SOURCES / "gradient_sums.cpp"
 _CALLBACK: Final = "at::addGlobalCallback, of operators in backward passes"
 _MAX_CALLS: Final = 20_000  # of a thread, whose results may get a sum of gradients
 _MAX_COUNTED: Final = 8  # gradients in a sum; more are not told apart
-_FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
-    "add": torch.add,
-    "add_": torch.Tensor.add_,
-    "copy_": torch.Tensor.copy_,
-    "clone": torch.clone,
-    "to": torch.Tensor.to,
-}
 
 
 class _Place(ctypes.Structure):
@@ -74,10 +64,10 @@ _After: Final = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p)
 
 def _traits(kernel: str, accumulates: bool) -> OpTraits:
     name = f"{ACCUMULATION if accumulates else SUM}.{kernel}"
-    return dataclasses.replace(traits_of(_FUNCTIONS[kernel]), name=name, by_engine=True)
+    return dataclasses.replace(traits_of(KERNELS_OF_ENGINE[kernel]), name=name, by_engine=True)
 
 
-_TRAITS: Final = {(k.encode(), a): _traits(k, bool(a)) for k in _FUNCTIONS for a in (0, 1)}
+_TRAITS: Final = {(k.encode(), a): _traits(k, bool(a)) for k in KERNELS_OF_ENGINE for a in (0, 1)}
 NAMES: Final = tuple([traits.name for traits in _TRAITS.values()])
 
 

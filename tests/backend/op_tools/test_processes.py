@@ -20,6 +20,7 @@ import op_tools
 from op_tools.compare import forkserver
 from op_tools.compare import pool as compare_pool
 from op_tools.compare.judges.workers import Workers
+from op_tools.watch import sums
 
 pytestmark = pytest.mark.skipif(not compare_pool.available(), reason="needs Linux")
 
@@ -228,6 +229,21 @@ def test_what_waits_is_compared_here_where_the_run_ends_first(device: str, monke
     assert rows == ["right"] * 6
 
 
+def test_sums_of_gradients_go_to_the_processes(device: str, one_process: Any) -> None:
+    answered = []
+    pool = one_process.judge(Workers).pool
+    original = pool._answered
+    pool._answered = lambda job, answer: (answered.append(job.call.op), original(job, answer))[1]
+    assert sums.LIBRARY.wait() is not None, sums.LIBRARY.failure
+    x = torch.randn(16, 16, device=device, requires_grad=True)
+    for _ in range(6):
+        (torch.sin(x) + torch.cos(x)).sum().backward()
+    rows = [row["verdict"] for row in one_process.records() if row["name"].startswith("autograd.")]
+    assert len(rows) >= 6
+    assert set(rows) == {"right"}
+    assert any(op.startswith("autograd.") for op in answered), "the first of a kind stay here"
+
+
 def test_own_functions_stay_here_and_backward_may_go_twice(device: str, one_process: Any) -> None:
     x = torch.randn(3, 3, device=device, requires_grad=True)
     vectors = torch.linalg.svd(x.detach())
@@ -336,6 +352,7 @@ tools[0].start()
 x = torch.randn(64, 64, device="cuda")
 torch.add(x, 1)
 from op_tools.compare.judges.workers import Workers
+from op_tools.watch import sums
 tools[0].judge(Workers).pool.wait_until_ready()
 for _ in range(100):
     x = torch.tanh(x)
