@@ -14,6 +14,8 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <typeindex>
+#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -45,6 +47,7 @@ Before before_sum = nullptr;
 After after_sum = nullptr;
 void* interceptor = nullptr;
 bool with_cpu = false;
+bool alone = false;  // nobody else, a profiler for example, listens to operators
 at::CallbackHandle of_nodes = 0, of_operators = 0;
 
 std::mutex lock;
@@ -54,7 +57,7 @@ thread_local std::vector<Node*> running;  // the nodes that this thread is in, i
 thread_local bool busy = false;           // in an addition that was heard, or in Python because of it
 
 struct Heard : public at::ObserverContext {
-  explicit Heard(int64_t number, bool is_sum = false) : number(number), is_sum(is_sum) {}
+  explicit Heard(int64_t number, bool is_sum) : number(number), is_sum(is_sum) {}
   int64_t number;
   bool is_sum;
 };
@@ -156,13 +159,37 @@ void after_operator(const at::RecordFunction& function, at::ObserverContext* con
   busy = false;
 }
 
+// Whether no kernel of a node can be an addition of the engine's own. PyTorch packs up the arguments and results of every
+// operator that somebody listens to, which costs more than all that is done with the few that are wanted.
+bool has_none(const Node& node) {
+  enum { kNone, kSome, kConverts };
+  thread_local std::unordered_map<std::type_index, int> kinds;
+  const std::type_index type(typeid(node));
+  auto found = kinds.find(type);
+  if (found == kinds.end()) {
+    const bool generated = std::strstr(type.name(), "8autograd9generated") != nullptr;  // others may run code of users
+    found = kinds.emplace(type, !generated ? kSome : node.name() == "ToCopyBackward0" ? kConverts : kNone).first;
+  }
+  return found->second == kNone || (found->second == kConverts && leaf_behind(&node) == nullptr);
+}
+
+struct Running : public at::ObserverContext {
+  bool silent = false;  // nobody hears what it calls
+};
+
 std::unique_ptr<at::ObserverContext> before_node(const at::RecordFunction&) {
-  running.push_back(torch::autograd::get_current_node().get());
-  return std::make_unique<Heard>(0);
+  const auto node = torch::autograd::get_current_node();
+  auto made = std::make_unique<Running>();
+  running.push_back(node.get());
+  made->silent = alone && node != nullptr && has_none(*node);
+  if (made->silent) at::enableRecordFunction(false);
+  return made;
 }
 
 void after_node(const at::RecordFunction&, at::ObserverContext* context) {
-  if (context != nullptr && !running.empty()) running.pop_back();
+  if (context == nullptr) return;
+  if (!running.empty()) running.pop_back();
+  if (static_cast<Running*>(context)->silent) at::enableRecordFunction(true);
 }
 
 using Wrap = struct _object* (*)(const at::TensorBase&);
@@ -199,6 +226,7 @@ __attribute__((visibility("default"))) int op_tools_sums_begin(int include_cpu) 
     sums.clear();
   }
   try {
+    alone = !at::hasCallbacks();
     of_nodes = at::addGlobalCallback(
         at::RecordFunctionCallback(before_node, after_node).scopes({at::RecordScope::BACKWARD_FUNCTION}));
     of_operators = at::addGlobalCallback(at::RecordFunctionCallback(before_operator, after_operator)
