@@ -33,6 +33,7 @@ static long long __double_as_longlong(double x) { return cast<long long>(x); }
 static float __uint_as_float(unsigned x) { return cast<float>(x); }
 static double __dadd_rn(double a, double b) { return a + b; }
 static double __dmul_rn(double a, double b) { return a * b; }
+static double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 static float from_half(unsigned short bits) { _Float16 h; std::memcpy(&h, &bits, 2); return float(h); }
 static ucontext_t scheduler, fibers[256];
 static double exchanged[256];
@@ -159,6 +160,21 @@ def test_the_kernel_finds_the_prints_of_the_cpu(kernel: ctypes.CDLL, dtype: torc
     x = torch.randn(count, generator=draw).to(dtype)
     x[0] *= 1000
     assert _print_of(kernel, x) == fingerprint(x).tolist()
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_elements_of_all_sizes_have_the_prints_of_the_cpu(kernel: ctypes.CDLL, dtype: torch.dtype) -> None:
+    least, most = torch.finfo(dtype).smallest_normal / 2, min(torch.finfo(dtype).max, 1e150)
+    for size in (least, 1.0, most):
+        x = (torch.randn(9000, generator=torch.Generator().manual_seed(1)).clamp(-1, 1).double() * size).to(dtype)
+        x[::5] = -0.0
+        assert _print_of(kernel, x) == fingerprint(x).tolist(), size
+    assert _print_of(kernel, -x.abs() - 1) == fingerprint(-x.abs() - 1).tolist()
+    tiny = torch.full((300,), 1.0).to(dtype)
+    tiny[7:] = least  # halves of the grid, and far below it
+    tiny[9] = 2.0**-37
+    tiny[10] = 3 * 2.0**-37
+    assert _print_of(kernel, tiny) == fingerprint(tiny).tolist()
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
