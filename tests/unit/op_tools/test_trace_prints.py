@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,8 +13,9 @@ import torch
 
 from ditorch_common.toolchain import find_compiler
 from op_tools import settings
-from op_tools.native import book
+from op_tools.native import book, compiling
 from op_tools.native.compiling import SOURCES
+from op_tools.trace import device_prints
 from op_tools.trace.prints import CHUNK, fingerprint
 
 _AROUND = r"""
@@ -240,3 +243,24 @@ def test_the_book_prints_tensors_of_every_layout_by_itself(kernel: ctypes.CDLL) 
         assert prints[number] == fingerprint(tensor).tolist() or tensor.isnan().any(), (tensor.dtype, tensor.stride())
     assert prints[numbers[-1]][-2:] == [3, 0]
     one.close()
+
+
+def test_nobody_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def build() -> None:
+        compiling._building.now.set()  # as when the compiler has begun
+        ended.wait(60)
+
+    library = compiling.Library("slow", build)
+    monkeypatch.setattr(device_prints.front, "LIBRARY", library)
+    began = time.perf_counter()
+    try:
+        assert device_prints.is_compiling(0)
+        assert device_prints.kernel_of(0) is None
+        assert time.perf_counter() - began < 30
+        assert library.building
+    finally:
+        ended.set()
+    library.wait()
+    compiling._libraries.remove(library)
