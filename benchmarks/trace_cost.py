@@ -55,11 +55,14 @@ def _timed(step: Any, steps: int) -> list[float]:
 def prints_agree() -> str:
     """Whether the GPU finds the prints of the CPU, over dtypes, sizes and layouts; one line."""
     from op_tools.call.devices import accelerator_type
-    from op_tools.trace.device_prints import BROKEN, DevicePrints, book_agrees, kernel_of
+    from op_tools.native import compiling
+    from op_tools.trace.device_prints import BROKEN, DevicePrints, book_agrees, is_compiling, kernel_of
     from op_tools.trace.prints import fingerprint
 
     if accelerator_type() != "cuda":
         return "prints: no GPU of NVIDIA; PyTorch's operators compute them"
+    is_compiling(0)
+    compiling.wait()
     kernel = kernel_of(0)
     if kernel is None:
         return f"prints: NO KERNEL ({BROKEN.get(0, 'it was not compiled')}); PyTorch's operators compute them, slowly"

@@ -84,6 +84,23 @@ class Kernels:
             return None
         return _compiled_beside(source, path, torch.cuda.get_device_capability(self.index))
 
+    def is_checked(self, name: str) -> bool:
+        """Whether this GPU computed with the present source what it should, in this process or an earlier one."""
+        path = self._checked_path(name)
+        return path is not None and is_trusted(path)
+
+    def note_checked(self, name: str) -> None:
+        """Remember that, beside the machine code (`kernels.note_checked("prints")`)."""
+        path = self._checked_path(name)
+        with contextlib.suppress(OSError):
+            if path is not None and path.parent.is_dir():
+                with complete(str(path)) as place:
+                    Path(place).write_bytes(b"")
+
+    def _checked_path(self, name: str) -> Path | None:
+        path = _cache_path(f"csrc/{self._source}.cu", None, self.index)
+        return None if path is None else path.with_name(f"{name}.checked")
+
     def in_cuda(self, name: str, parameters: Sequence[int]) -> int | None:
         """The driver's number of a kernel in CUDA with parameters of so many bytes; None where it has no such kernel.
 

@@ -21,6 +21,7 @@ from ..trace.compiled import COMPILED
 from ..trace.format import SUFFIX, TraceWriter
 from ..trace.places import Place, given_to_module, place_of_call
 from ..trace.record import Recorder, writer_world
+from ..watch.compiled import Tally
 from ..watch.intercept import INTERCEPTOR, Call
 from .base import Tool
 from .light import noted
@@ -195,6 +196,11 @@ class OpTrace(Tool):
     def _recording(self) -> tuple[Recorder, int] | None:
         """Who records a graph of compiled code that begins to run, and the step."""
         return (self._started(), INTERCEPTOR.step) if self._in_steps() else None
+
+    def _compiled_runs(self, wait: bool = False) -> Tally:
+        ran = super()._compiled_runs(wait)
+        recorded = Tally() if self._recorder is None else self._recorder.recorded
+        return ran._replace(forward=ran.forward - recorded.forward, backward=ran.backward - recorded.backward)
 
     def _in_steps(self) -> bool:
         return self._steps is None or INTERCEPTOR.step in self._steps

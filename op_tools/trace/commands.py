@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -38,6 +40,8 @@ def main(
         if not given or given[0] in ("-h", "--help"):
             print(_DESCRIPTION, end="")
             return 0 if given else 2
+        if note := _misplaced(given):
+            print(note, file=sys.stderr)
         return run(["OpTrace", *given])
     except (SettingsError, ValueError) as error:
         print(error, file=sys.stderr)
@@ -46,6 +50,15 @@ def main(
         return 0
     except KeyboardInterrupt:
         return 130
+
+
+def _misplaced(given: Sequence[str]) -> str:
+    """What to say of an option of ours behind the script, which gets it (`_misplaced(["t.py", "--steps", "0:1"])`)."""
+    at = next((i for i, word in enumerate(given) if word == "-m" or word.endswith(".py")), len(given))
+    for name, value in itertools.pairwise(given[at + 1 :]):
+        if (name == "--steps" and re.fullmatch(r"\d*:\d*", value)) or (name == "--prints" and value in ("on", "off")):
+            return f"op_tools: {name} {value} is behind the script, which gets it; before it, it says what is traced"
+    return ""
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:

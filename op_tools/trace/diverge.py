@@ -23,13 +23,15 @@ from .graph import Graph, short_name
 from .prints import distance, smallest_step
 
 _UNITS: Final = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11}
+_DIGITS: Final = {"float64": 53, "float32": 24, "bfloat16": 8, "float16": 11}  # binary, of a number
 _SINGLE: Final = 2.0**-24
 _COMPILED: Final = "torch.compile."
 _ESTIMATE: Final = 2.0  # by how much eight projections may misjudge a distance
 _SMALL: Final = 0.1  # relative differences up to here show a slope
 _UNBOUNDED: Final = 1e30
 _FEW: Final = 8.0  # roundings to float32 that a function of one element may have inside
-_ONE_ELEMENT: Final = 2.5  # units between two right roundings of one number: 2, and what float32 sums add
+_ONE_ELEMENT: Final = 1.25  # steps of the dtype between two right roundings of one number, and what float32 sums add
+_SURE_BITS: Final = 20  # of a difference that is read off fingerprints
 _COMPOSITE: Final = 4.0  # roundings inside functions of several steps
 _NORM, _LOW, _HIGH, _NAN, _INF = range(PROJECTIONS + 1, PROJECTIONS + 6)
 _PRODUCTS: Final = frozenset(
@@ -71,6 +73,7 @@ class _Side:
         self.parts = graph.prints(1) if parts > 1 else None
         texts = graph.trace.texts
         self.unit = np.array([_UNITS.get(texts[n], 0.0) for n in graph.looks["dtype"].tolist()])
+        self.digits = np.array([_DIGITS.get(texts[n], 0) for n in graph.looks["dtype"].tolist()])
         self.shape = [texts[n] for n in graph.looks["shape"].tolist()]
 
 
@@ -93,7 +96,7 @@ def numbers_of(alignment: Alignment) -> Numbers:
     own = np.where(several, _COMPOSITE, 1.0)
     roundings = np.maximum(np.sqrt(_terms(first, pairs[:, 0])), _FEW)
     gains = _gains(outs, relative_in, np.where(contracts, product, total), wide, families, backward)
-    for pair, apart, size, unit, left, right in zip(*outs):
+    for pair, apart, size, unit, digits, left, right in zip(*outs):
         compared[pair] = True
         if left[_NAN] != right[_NAN] or left[_INF] != right[_INF]:
             parted[pair] = True
@@ -107,14 +110,30 @@ def numbers_of(alignment: Alignment) -> Numbers:
         elif apart and not relative_in[pair]:
             step = smallest_step(left, right)
             largest = max(abs(left[_LOW]), abs(left[_HIGH]), abs(right[_LOW]), abs(right[_HIGH]))
-            single = max(_ONE_ELEMENT * own[pair] * unit * largest, 16.0 * _SINGLE * largest)
-            if step > single:
+            it = largest if two.parts is not None or not digits else min(largest, largest_with(step, int(digits)))
+            single = _ONE_ELEMENT * own[pair] * it * 2.0 ** (1 - int(digits)) if digits else 0.0
+            if step > max(single, 16.0 * _SINGLE * largest):
                 parted[pair] = True
-                reason[pair] = f"few elements differ, by {step:.3g} or more; the largest is {largest:.3g}"
+                size_told = f"the largest is {largest:.3g}" if it == largest else f"they are no larger than {it:.3g}"
+                reason[pair] = f"few elements differ, by {step:.3g} or more; {size_told}"
         if ratio >= relative_out[pair]:
             relative_out[pair], allowed[pair] = ratio, bound / size if size else 0.0
     random = np.isin(families, list(_RANDOM))
     return Numbers(compared, relative_in, relative_out, allowed, parted & ~random, reason)
+
+
+def largest_with(step: float, digits: int) -> float:
+    """The largest that an element can be whose two values are `step` apart, if they are stored with so many digits.
+
+    The smaller one has a digit as low as the last one of the difference.
+
+    >>> largest_with(2.0**-7, 8), largest_with(183 * 2.0**-14, 8)
+    (2.0078125, 0.02679443359375)
+    """
+    mantissa, exponent = math.frexp(step)
+    bits = round(math.ldexp(mantissa, _SURE_BITS))
+    last = exponent - _SURE_BITS + (bits & -bits).bit_length() - 1
+    return math.ldexp(1.0, last + digits) + step
 
 
 def _terms(graph: Graph, operators: Any) -> Any:
@@ -146,10 +165,10 @@ def _strange(row: Any) -> str:
 
 
 def _edges(one: _Side, two: _Side, pairs: Any, side: int) -> tuple[Any, ...]:
-    """Of matched tensors on one side: the pair, distance, norm, unit of rounding, and both rows of prints."""
+    """Of matched tensors on one side: the pair, distance, norm, unit of rounding, digits, and both rows of prints."""
     if not len(one.rows) or not len(two.rows):
         none = np.zeros(0)
-        return none.astype(np.int64), none, none, none, none.reshape(0, 14), none.reshape(0, 14)
+        return none.astype(np.int64), none, none, none, none, none.reshape(0, 14), none.reshape(0, 14)
     starts_one, tensors_one = one.graph.side(side)
     starts_two, tensors_two = two.graph.side(side)
     a, b = pairs[:, 0], pairs[:, 1]
@@ -182,9 +201,10 @@ def _edges(one: _Side, two: _Side, pairs: Any, side: int) -> tuple[Any, ...]:
             good = good | part
     owner, rows_one, rows_two = owner[good], rows_one[good], rows_two[good]
     unit = np.maximum(one.unit[looks_one[good]], two.unit[looks_two[good]])
+    digits = np.maximum(one.digits[looks_one[good]], two.digits[looks_two[good]])
     apart = distance(rows_one, rows_two)
     size = np.maximum(rows_one[:, _NORM], rows_two[:, _NORM])
-    return owner, apart, size, unit, rows_one, rows_two
+    return owner, apart, size, unit, digits, rows_one, rows_two
 
 
 def _in_the_same_order(one: _Side, two: _Side, pairs: Any, side: int) -> Any:
@@ -217,7 +237,7 @@ def _unlike(one: _Side, two: _Side, a: int, b: int) -> tuple[bool, float]:
 
 def _inputs(ins: tuple[Any, ...], families: Any, count: int) -> tuple[Any, Any, Any, Any]:
     """Of each pair: the largest relative distance of an input, sum and product of the norms, and their range."""
-    owner, apart, size, _, _, _ = ins
+    owner, apart, size = ins[:3]
     relative, total, product, wide = np.zeros(count), np.zeros(count), np.ones(count), np.ones(count)
     if not len(owner):
         return relative, total, np.zeros(count), wide
@@ -230,7 +250,7 @@ def _inputs(ins: tuple[Any, ...], families: Any, count: int) -> tuple[Any, Any, 
     if steep.any():  # near 0 they make much of little: how much, the smallest of the arguments says
         last = np.full(count, -1, np.int64)
         last[owner] = np.arange(len(owner))
-        rows = ins[4][np.maximum(last, 0)]
+        rows = ins[5][np.maximum(last, 0)]
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             ranges = np.where(rows[:, _LOW] > 0, rows[:, _HIGH] / rows[:, _LOW], _UNBOUNDED)
         wide = np.where(steep, np.maximum(ranges, 1.0), 1.0)

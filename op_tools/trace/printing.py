@@ -8,7 +8,7 @@ import torch
 
 from ..call.description import Tensor
 from ..call.devices import accelerator_type
-from .device_prints import BookPrints, DevicePrints, book_agrees, kernel_of
+from .device_prints import BookPrints, DevicePrints, book_agrees, is_compiling, kernel_of
 from .format import TraceWriter
 from .places import Sharding
 from .prints import Batch, fingerprint
@@ -69,6 +69,8 @@ class Printing:
     def _gpu(self, device: torch.device) -> DevicePrints | None:
         if device not in self._on_gpus:
             kernel = kernel_of(device.index)
+            if kernel is None and is_compiling(device.index):
+                return None  # PyTorch's operators print until it is there
             self._on_gpus[device] = None if kernel is None else DevicePrints(kernel)
             alone = self.book is not None and self._of_book is None and self._world[1] == 1
             if kernel is not None and alone and book_agrees(device.index):

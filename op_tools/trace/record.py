@@ -16,6 +16,7 @@ from ..call.devices import accelerator_type, module_of
 from ..call.facts import NODES_WITHOUT_KERNEL
 from ..compat import MODULE_CALL, cuda_device, cuda_stream, top_saved_tensor_hooks
 from ..native import book as native
+from ..watch.compiled import Tally
 from . import format as columns
 from .book import Book, PythonBook, version_of
 from .format import BACKWARD, FORWARD, INPUT, OPTIMIZER, OUTPUT, TraceWriter
@@ -56,6 +57,7 @@ class Recorder:
         self._made_by_function = 0  # results of that which have been seen
         self._backward_function = -1  # the last one in a backward pass
         self.ran_graphs = False  # whether the operators of the present compiled code are recorded one by one
+        self.recorded = Tally()  # runs of compiled code whose operators are
         self._by_path: dict[str, int] = {}  # modules
         self._paths: dict[int, str] = {}
         self.modules = ModuleNames(self._register)
@@ -287,6 +289,7 @@ class Recorder:
         """Compiled code ran in a module; what it made is known when it is used."""
         if self.ran_graphs:
             self.ran_graphs = False
+            self.recorded = self.recorded.counting("backward" if backward else "forward")
             return
         inputs = self.inputs(given)
         self.book.forget()

@@ -1,20 +1,26 @@
 // Additions that the autograd engine makes itself: gradients of a tensor that several nodes use, and `.grad += new`.
 // A weight that autocast has cast for several calls gets the sum of their gradients through one conversion.
-// PyTorch tells its profilers of every operator; those that the engine runs are handed to Python, before and after.
+// PyTorch tells its profilers of operators; those that the engine runs are handed to Python, before and after.
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/record_function.h>
+#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <dlfcn.h>
 
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <typeinfo>
+#include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -45,7 +51,7 @@ Before before_sum = nullptr;
 After after_sum = nullptr;
 void* interceptor = nullptr;
 bool with_cpu = false;
-at::CallbackHandle of_nodes = 0, of_operators = 0;
+at::CallbackHandle of_nodes = 0;
 
 std::mutex lock;
 std::unordered_set<const void*> sums;  // addresses of what was added up since listening began
@@ -54,7 +60,7 @@ thread_local std::vector<Node*> running;  // the nodes that this thread is in, i
 thread_local bool busy = false;           // in an addition that was heard, or in Python because of it
 
 struct Heard : public at::ObserverContext {
-  explicit Heard(int64_t number, bool is_sum = false) : number(number), is_sum(is_sum) {}
+  explicit Heard(int64_t number, bool is_sum) : number(number), is_sum(is_sum) {}
   int64_t number;
   bool is_sum;
 };
@@ -156,13 +162,108 @@ void after_operator(const at::RecordFunction& function, at::ObserverContext* con
   busy = false;
 }
 
-std::unique_ptr<at::ObserverContext> before_node(const at::RecordFunction&) {
-  running.push_back(torch::autograd::get_current_node().get());
-  return std::make_unique<Heard>(0);
+// PyTorch packs up the arguments and results of every operator that somebody listens to, which takes longer than all that
+// is done with the few that are wanted. So a thread listens only where the graph says that the engine may add.
+struct Pass {
+  enum { kSends = 1, kHeard = 2 };
+  // After those that send, the engine may add: somebody else sends to the same place. What others do inside is heard: they
+  // put a gradient into `.grad`, or convert a sum for it.
+  ska::flat_hash_map<const Node*, int> nodes;
+};
+
+bool is_conversion(const Node& node) {
+  static std::atomic<const std::type_info*> known{nullptr};
+  const std::type_info* conversion = known;
+  if (conversion != nullptr) return *conversion == typeid(node);
+  if (node.name() != "ToCopyBackward0") return false;
+  known = &typeid(node);
+  return true;
+}
+
+Pass pass_from(Node* first) {
+  using Slot = std::pair<Node*, uint32_t>;
+  struct Hash {
+    size_t operator()(const Slot& slot) const { return (reinterpret_cast<size_t>(slot.first) >> 4) * 31 + slot.second; }
+  };
+  Pass pass;
+  ska::flat_hash_map<Slot, const Node*, Hash> slots;  // who sends there first; null where several do
+  ska::flat_hash_set<const Node*> seen;
+  std::vector<Node*> todo{first}, conversions;
+  seen.insert(first);
+  while (!todo.empty()) {
+    Node* node = todo.back();
+    todo.pop_back();
+    if (node->num_outputs() == 0 && dynamic_cast<AccumulateGrad*>(node) != nullptr) pass.nodes[node] |= Pass::kHeard;
+    else if (is_conversion(*node)) conversions.push_back(node);
+    for (const auto& edge : node->next_edges()) {
+      if (!edge.is_valid()) continue;
+      const auto slot = slots.emplace(Slot{edge.function.get(), edge.input_nr}, node);
+      if (!slot.second) {
+        if (slot.first->second != nullptr) pass.nodes[slot.first->second] |= Pass::kSends;
+        slot.first->second = nullptr;
+        pass.nodes[node] |= Pass::kSends;
+      }
+      if (seen.insert(edge.function.get()).second) todo.push_back(edge.function.get());
+    }
+  }
+  for (Node* node : conversions) {
+    const auto slot = slots.find({node, 0});
+    if (slot != slots.end() && slot->second == nullptr && leaf_behind(node) != nullptr) pass.nodes[node] |= Pass::kHeard;
+  }
+  return pass;
+}
+
+std::unordered_map<int, std::shared_ptr<const Pass>> passes;  // that are under way, by the engine's number
+std::atomic<int> listenings{0};
+
+// What is known of a node in the pass that is under way.
+int known_of(Node* node) {
+  thread_local std::shared_ptr<const Pass> latest;
+  thread_local int latest_number = -1, latest_listening = -1;
+  const int number = torch::autograd::get_current_graph_task_id();
+  if (number < 0) return 0;
+  if (number != latest_number || latest_listening != listenings) {
+    const std::lock_guard<std::mutex> held(lock);
+    auto& pass = passes[number];
+    if (pass == nullptr) pass = std::make_shared<const Pass>(pass_from(node));  // nodes run after all that send to them
+    latest = pass;
+    latest_number = number;
+    latest_listening = listenings;
+  }
+  const auto found = latest->nodes.find(node);
+  return found == latest->nodes.end() ? 0 : found->second;
+}
+
+// From here to the end of what the engine does with the present node: it gives its threads their state anew for each.
+void listen() {
+  at::addThreadLocalCallback(at::RecordFunctionCallback(before_operator, after_operator)
+                                 .needsInputs(true)
+                                 .needsOutputs(true)
+                                 .scopes({at::RecordScope::FUNCTION}));
+}
+
+struct Running : public at::ObserverContext {
+  bool sends = false;
+};
+
+std::unique_ptr<at::ObserverContext> before_node(const at::RecordFunction& function) {
+  auto made = std::make_unique<Running>();
+  const auto node = torch::autograd::get_current_node();
+  running.push_back(node.get());
+  try {
+    if (node == nullptr || function.seqNr() != static_cast<int64_t>(node->sequence_nr())) return made;  // a hook called it
+    const int known = known_of(node.get());
+    made->sends = (known & Pass::kSends) != 0;
+    if (known & Pass::kHeard) listen();
+  } catch (...) {  // the training goes on
+  }
+  return made;
 }
 
 void after_node(const at::RecordFunction&, at::ObserverContext* context) {
-  if (context != nullptr && !running.empty()) running.pop_back();
+  if (context == nullptr) return;
+  if (!running.empty()) running.pop_back();
+  if (static_cast<Running*>(context)->sends) listen();
 }
 
 using Wrap = struct _object* (*)(const at::TensorBase&);
@@ -197,14 +298,12 @@ __attribute__((visibility("default"))) int op_tools_sums_begin(int include_cpu) 
   {
     const std::lock_guard<std::mutex> held(lock);
     sums.clear();
+    passes.clear();
+    ++listenings;
   }
   try {
     of_nodes = at::addGlobalCallback(
         at::RecordFunctionCallback(before_node, after_node).scopes({at::RecordScope::BACKWARD_FUNCTION}));
-    of_operators = at::addGlobalCallback(at::RecordFunctionCallback(before_operator, after_operator)
-                                             .needsInputs(true)
-                                             .needsOutputs(true)
-                                             .scopes({at::RecordScope::FUNCTION}));
   } catch (...) {
     return 0;
   }
@@ -212,8 +311,9 @@ __attribute__((visibility("default"))) int op_tools_sums_begin(int include_cpu) 
 }
 
 __attribute__((visibility("default"))) void op_tools_sums_end() {
-  at::removeCallback(of_operators);
   at::removeCallback(of_nodes);
+  const std::lock_guard<std::mutex> held(lock);
+  passes.clear();
 }
 
 __attribute__((visibility("default"))) uint64_t op_tools_sums_thread() { return at::RecordFunction::currentThreadId(); }

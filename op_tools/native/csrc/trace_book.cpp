@@ -13,6 +13,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/flat_hash_map.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -63,19 +64,32 @@ enum Side { kInput, kOutput };
 enum TableNumber { kTensors, kOperators, kEdges, kMemory, kTables };
 
 struct Table {
-  std::vector<std::string> columns;
+  std::vector<size_t> widths;  // of the columns, once there is a row
+  std::string packed;          // rows that wait, one behind the other
   int64_t rows = 0, all = 0;
-  size_t at = 0;
-  template <typename T>
-  Table &put(T value) {
-    if (at == columns.size()) columns.emplace_back();
-    columns[at++].append(reinterpret_cast<const char *>(&value), sizeof(T));
-    return *this;
-  }
-  int64_t end() {
-    at = 0;
+  template <typename... Values>
+  int64_t add(Values... values) {
+    char row[(sizeof(Values) + ...)], *place = row;
+    ((std::memcpy(place, &values, sizeof(Values)), place += sizeof(Values)), ...);
+    if (widths.empty()) widths = {sizeof(Values)...};
+    packed.append(row, sizeof(row));
     ++rows;
     return all++;
+  }
+  // The rows that wait, column by column; none wait then.
+  std::string take() {
+    std::string columns;
+    columns.resize(packed.size());
+    const size_t wide = rows == 0 ? 0 : packed.size() / size_t(rows);
+    size_t from = 0;
+    char *place = columns.data();
+    for (const size_t width : widths) {
+      for (int64_t row = 0; row < rows; ++row, place += width) std::memcpy(place, packed.data() + size_t(row) * wide + from, width);
+      from += width;
+    }
+    packed.clear();
+    rows = 0;
+    return columns;
   }
 };
 
@@ -113,6 +127,10 @@ struct HashOfNumbers {
     return hash;
   }
 };
+
+template <typename Key, typename Value, typename Hash = std::hash<Key>>
+using Map = ska::flat_hash_map<Key, Value, Hash>;
+constexpr size_t kDeadTensors = 1024;  // that may be remembered: as long as they are, PyTorch cannot use their memory again
 
 struct Made {  // a call, by the numbers of the nodes that it made
   uint64_t since, now;
@@ -172,19 +190,21 @@ struct Book {
   int last_module = -1;
   std::chrono::steady_clock::time_point began = std::chrono::steady_clock::now();
   Table tables[kTables];
-  std::unordered_map<TensorImpl *, Seen> known;
-  std::unordered_map<Memory, TensorImpl *, HashOfMemory> by_memory;
-  std::unordered_map<StorageImpl *, int64_t> writers;  // the operator that wrote last
-  std::unordered_map<std::vector<int64_t>, int, HashOfNumbers> looks, layouts;
-  std::unordered_map<TensorImpl *, Role> roles;
-  std::unordered_map<const void *, TensorImpl *> roles_at;  // by address: `.data` is the parameter, too
-  std::unordered_map<Memory, int64_t, HashOfMemory> sent;   // gradients of this pass: the operator
+  Map<TensorImpl *, Seen> known;
+  Map<Memory, TensorImpl *, HashOfMemory> by_memory;
+  Map<StorageImpl *, int64_t> writers;  // the operator that wrote last
+  std::unordered_map<std::vector<int64_t>, int, HashOfNumbers> layouts;
+  Map<int64_t, int> looks;  // by layout, device and requires_grad
+  Map<TensorImpl *, Role> roles;
+  Map<const void *, TensorImpl *> roles_at;          // by address: `.data` is the parameter, too
+  Map<Memory, int64_t, HashOfMemory> sent;           // gradients of this pass: the operator
+  Map<TensorImpl *, int64_t> sent_to;                // of leaves whose gradient is converted on its way to them; -2: several
   std::vector<Parameter> parameters;
   std::vector<Block> blocks;
-  std::unordered_map<StorageImpl *, int64_t> present;  // storages that are blocks
+  Map<StorageImpl *, int64_t> present;  // storages that are blocks
   std::unordered_map<uint64_t, std::vector<Made>> calls;  // by thread: sums of gradients say whose they are
   int64_t block_count = 0;
-  size_t clean_at = 8192, since_sweep = 0;
+  size_t clean_at = kDeadTensors, since_sweep = 0;
   std::vector<int64_t> key;  // of the tensor that is looked up now
 
   // Run what must not stop the training: what goes wrong is told, and the pass goes on. `name` is the operator's, or -1.
@@ -209,36 +229,38 @@ struct Book {
 
   // -- tensors ----------------------------------------------------------------------------------------------
 
-  void find_key(const at::Tensor &tensor) {
+  // A number for dtype, sizes and strides; -1 where a tensor has none. Another dtype may stand for its own.
+  int layout_of(const at::Tensor &tensor, at::ScalarType dtype = at::ScalarType::Undefined) {
+    if (!is_strided(tensor)) return -1;
     key.clear();
-    key.push_back(int64_t(tensor.scalar_type()));
+    key.push_back(int64_t(dtype == at::ScalarType::Undefined ? tensor.scalar_type() : dtype));
     key.insert(key.end(), tensor.sizes().begin(), tensor.sizes().end());
     key.insert(key.end(), tensor.strides().begin(), tensor.strides().end());
-  }
-
-  Memory memory_of(const at::Tensor &tensor) {
-    const void *address = is_strided(tensor) ? address_of(tensor) : nullptr;
-    if (address == nullptr) return {};
-    find_key(tensor);
     auto found = layouts.find(key);
     if (found == layouts.end()) found = layouts.emplace(key, int(layouts.size())).first;
-    return {address, found->second};
+    return found->second;
   }
 
-  int look_of(const at::Tensor &tensor, PyObject *object) {
-    const bool regular = is_strided(tensor);
-    if (regular) {
-      find_key(tensor);
-      const auto device = tensor.device();
-      for (int64_t part : {int64_t(device.type()), int64_t(device.index()), int64_t(tensor.requires_grad())}) key.push_back(part);
+  Memory memory_of(const at::Tensor &tensor, int layout) {
+    const void *address = layout < 0 ? nullptr : address_of(tensor);
+    return address == nullptr ? Memory{} : Memory{address, layout};
+  }
+  Memory memory_of(const at::Tensor &tensor) { return memory_of(tensor, layout_of(tensor)); }
+
+  int look_of(const at::Tensor &tensor, PyObject *object, int layout, at::ScalarType dtype = at::ScalarType::Undefined) {
+    const auto device = tensor.device();
+    const int64_t key = (int64_t(layout) << 24) | (int64_t(device.type()) << 16) | (int64_t(uint8_t(device.index())) << 8) |
+                        int64_t(tensor.requires_grad());
+    if (layout >= 0) {
       auto found = looks.find(key);
       if (found != looks.end()) return found->second;
     }
-    const std::vector<int64_t> kept = key;  // Python may ask for other tensors
-    Owned there{object != nullptr ? Py_NewRef(object) : checked(wrap(tensor))};
+    Owned there{object != nullptr                          ? Py_NewRef(object)
+                : dtype == at::ScalarType::Undefined ? checked(wrap(tensor))
+                                                     : checked(wrap(tensor.to(dtype)))};
     Owned number{checked(PyObject_CallOneArg(find_look, there))};
     const int look = int(PyLong_AsLong(number));
-    if (regular) looks.emplace(kept, look);
+    if (layout >= 0) looks.emplace(key, look);
     return look;
   }
 
@@ -263,7 +285,8 @@ struct Book {
     const bool seen = at != known.end() && !at->second.tensor.expired();
     if (seen && at->second.version == version && !wrote) return at->second.number;
     StorageImpl *storage = held.has_storage() ? held.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl() : nullptr;
-    const Memory memory = memory_of(held);
+    const int layout = layout_of(held);
+    const Memory memory = memory_of(held, layout);
     if (!seen && !wrote && producer < 0 && memory.address != nullptr) {
       auto same = by_memory.find(memory);
       auto other = same == by_memory.end() ? known.end() : known.find(same->second);
@@ -279,38 +302,57 @@ struct Book {
       auto whole = known.find(tensor._base().unsafeGetTensorImpl());
       if (whole != known.end() && !whole->second.tensor.expired()) base = whole->second.number;
     }
-    if (look < 0) look = look_of(tensor, object);  // may run Python
-    Role *role = role_of(tensor);
-    Table &table = tables[kTensors];
-    table.put(uint8_t(role != nullptr ? role->kind : producer < 0 ? kGiven : kActivation));
-    table.put(int32_t(role != nullptr ? role->name : 0)).put(int32_t(look)).put(int32_t(producer));
-    table.put(int16_t(std::min<int64_t>(output, 32767))).put(int32_t(base));
-    table.put(int32_t(role != nullptr ? role->module : module));
-    const int64_t made = table.end();
+    if (look < 0) look = look_of(tensor, object, &tensor == &held ? layout : layout_of(tensor));  // may run Python
+    const Role *role = role_of(tensor);
+    const int64_t made = tensor_row(role, look, producer, output, base, role != nullptr ? role->module : module);
     known.insert_or_assign(key, Seen{weak(tensor), version, made});
     if (memory.address != nullptr) by_memory[memory] = key;
     if (known.size() > clean_at) clean();
-    if (prints && print && !printer.take(tensor, made)) {
-      Owned there{object != nullptr ? Py_NewRef(object) : checked(wrap(tensor.variable_data()))};
-      Owned pair{checked(Py_BuildValue("(LO)", static_cast<long long>(made), there.object))};
-      if (PyList_Append(fresh, pair) < 0) throw PythonError{};
-    }
+    if (print) take_print(tensor, made, object);
+    return made;
+  }
+
+  int64_t tensor_row(const Role *role, int look, int64_t producer, int64_t output, int64_t base, int module) {
+    const int kind = role != nullptr ? role->kind : producer < 0 ? kGiven : kActivation;
+    return tables[kTensors].add(uint8_t(kind), int32_t(role != nullptr ? role->name : 0), int32_t(look), int32_t(producer),
+                                int16_t(std::min<int64_t>(output, 32767)), int32_t(base), int32_t(module));
+  }
+
+  void take_print(const at::Tensor &tensor, int64_t number, PyObject *object) {
+    if (!prints || printer.take(tensor, number)) return;
+    Owned there{object != nullptr ? Py_NewRef(object) : checked(wrap(tensor.variable_data()))};
+    Owned pair{checked(Py_BuildValue("(LO)", static_cast<long long>(number), there.object))};
+    if (PyList_Append(fresh, pair) < 0) throw PythonError{};
+  }
+
+  // The number of what a tensor becomes in a wider dtype, which nobody else will see: its print is that of the tensor.
+  int64_t converted(const at::Tensor &tensor, at::ScalarType dtype, int64_t producer, int64_t output, int module) {
+    const int look = look_of(tensor, nullptr, layout_of(tensor, dtype), dtype);
+    const int64_t made = tensor_row(nullptr, look, producer, output, -1, module);
+    take_print(tensor, made, nullptr);
     return made;
   }
 
   void clean() {
-    for (auto at = known.begin(); at != known.end();) at = at->second.tensor.expired() ? known.erase(at) : std::next(at);
-    for (auto at = by_memory.begin(); at != by_memory.end();)
-      at = known.count(at->second) ? std::next(at) : by_memory.erase(at);
-    clean_at = 2 * known.size() + 8192;
+    forget_if(known, [](const auto &entry) { return entry.second.tensor.expired(); });
+    forget_if(by_memory, [this](const auto &entry) { return known.find(entry.second) == known.end(); });
+    clean_at = 2 * known.size() + kDeadTensors;
+  }
+
+  template <typename Entries, typename Condition>
+  static void forget_if(Entries &entries, Condition gone) {
+    for (auto at = entries.begin(); at != entries.end();) {
+      if (gone(*at)) at = entries.erase(at);
+      else ++at;
+    }
   }
 
   void name(const at::Tensor &tensor, int text, int kind, int module) {
     roles.insert_or_assign(tensor.unsafeGetTensorImpl(), Role{weak(tensor), text, kind, module});
     const Memory memory = memory_of(tensor);
     if (memory.address != nullptr && kind != kGradient) roles_at[memory.address] = tensor.unsafeGetTensorImpl();
-    if (roles.size() > 4 * (parameters.size() + 4096))
-      for (auto at = roles.begin(); at != roles.end();) at = at->second.tensor.expired() ? roles.erase(at) : std::next(at);
+    if (roles.size() > 4 * parameters.size() + kDeadTensors)
+      forget_if(roles, [](const auto &entry) { return entry.second.tensor.expired(); });
   }
 
   // -- operators and memory ---------------------------------------------------------------------------------
@@ -334,20 +376,17 @@ struct Book {
                        int64_t stream, int group, int64_t forward) {
     write_frees();
     const std::chrono::duration<double> since = std::chrono::steady_clock::now() - began;
-    Table &table = tables[kOperators];
-    table.put(int32_t(step)).put(uint8_t(phase)).put(int32_t(name)).put(int32_t(module)).put(int32_t(location));
-    table.put(int32_t(stack)).put(int32_t(arguments)).put(int32_t(region)).put(int64_t(stream)).put(int32_t(group));
-    table.put(int32_t(forward)).put(double(since.count())).put(int32_t(0));
-    return table.end();
+    return tables[kOperators].add(int32_t(step), uint8_t(phase), int32_t(name), int32_t(module), int32_t(location),
+                                  int32_t(stack), int32_t(arguments), int32_t(region), int64_t(stream), int32_t(group),
+                                  int32_t(forward), double(since.count()), int32_t(0));
   }
 
   void edge(int64_t op, int side, int64_t place, int64_t tensor) {
-    Table &table = tables[kEdges];
-    table.put(int32_t(op)).put(uint8_t(side)).put(int16_t(std::min<int64_t>(place, 32767))).put(int32_t(tensor)).end();
+    tables[kEdges].add(int32_t(op), uint8_t(side), int16_t(std::min<int64_t>(place, 32767)), int32_t(tensor));
   }
 
   void memory_row(int64_t op, int64_t block, int64_t bytes, int kind, int module) {
-    tables[kMemory].put(int32_t(op)).put(int32_t(block)).put(bytes).put(uint8_t(kind)).put(int32_t(module)).end();
+    tables[kMemory].add(int32_t(op), int32_t(block), bytes, uint8_t(kind), int32_t(module));
   }
 
   void allocated(int64_t op, int module, const at::Tensor &tensor, int kind) {
@@ -413,13 +452,16 @@ struct Book {
       auto at = known.find(grad.unsafeGetTensorImpl());
       if (at == known.end() || at->second.tensor.expired() || at->second.version != version_of(grad)) {
         auto from = sent.find(memory_of(grad));
-        const int64_t producer = from == sent.end() ? function : from->second;
+        auto to = sent_to.find(locked.get());
+        const int64_t known_sender = from != sent.end() ? from->second : to != sent_to.end() ? to->second : -1;
+        const int64_t producer = known_sender < 0 ? function : known_sender;
         const int64_t made = number(grad, grad, nullptr, -1, producer, int64_t(place), -1, true, true);
         if (producer == function && function >= 0) edge(function, kOutput, int64_t(place), made);
       }
       allocated(tables[kOperators].all - 1, module, grad, kGradient);
     }
     sent.clear();
+    sent_to.clear();
     write_frees(true);
   }
 };

@@ -38,7 +38,8 @@ int kind_of(PyObject *code) {
 
 PyObject *self_of(PyFrameObject *frame) {
 #if PY_VERSION_HEX >= 0x030C0000
-  PyObject *found = PyFrame_GetVarString(frame, "self");
+  static PyObject *name = PyUnicode_InternFromString("self");
+  PyObject *found = PyFrame_GetVar(frame, name);
   if (found == nullptr) PyErr_Clear();
   return found;
 #else
@@ -154,6 +155,11 @@ struct HeldBook {  // a book that hooks keep
   Book *book;
 };
 
+struct Wider {
+  at::ScalarType dtype = at::ScalarType::Undefined;
+  TensorImpl *leaf = nullptr;  // that gets it, if there is one
+};
+
 struct CallState {
   HeldBook held;
   int name, location, step, module;
@@ -161,12 +167,17 @@ struct CallState {
   size_t nodes = 0, heard = 0;
   bool queued = false, stand_ins = false;
   std::vector<at::Tensor> grad_outputs, grad_inputs;
+  std::vector<Wider> wider;  // of gradients that are converted after they have left the call
   std::vector<std::vector<const void *>> passed_on;
   ~CallState() {
     if (!Py_IsInitialized()) return;
     const auto gil = PyGILState_Ensure();
     Py_DECREF(held.object);
     PyGILState_Release(gil);
+  }
+
+  static at::Tensor in_its_dtype(const at::Tensor &grad, const Wider &as) {
+    return as.dtype == at::ScalarType::Undefined ? grad : grad.to(as.dtype);
   }
 
   void finish() {
@@ -177,6 +188,8 @@ struct CallState {
     variable_list outputs(grad_outputs.size()), inputs(grad_inputs.size());
     outputs.swap(grad_outputs);
     inputs.swap(grad_inputs);
+    std::vector<Wider> becomes(wider.size());
+    becomes.swap(wider);
     if (book.closed) return;
     book.last_module = module;
     const int64_t op = book.add_operator(step, kBackward, name, module, location, 0, 0, region_now(), stream_now(), 0, forward);
@@ -185,6 +198,13 @@ struct CallState {
         book.edge(op, kInput, int64_t(i), book.number(outputs[i], outputs[i], nullptr, -1, -1, 0, -1, false, true));
     for (size_t i = 0; i < inputs.size(); ++i) {
       if (!inputs[i].defined()) continue;
+      if (becomes[i].dtype != at::ScalarType::Undefined) {
+        book.edge(op, kOutput, int64_t(i), book.converted(inputs[i], becomes[i].dtype, op, int64_t(i), module));
+        if (becomes[i].leaf == nullptr) continue;
+        auto entry = book.sent_to.emplace(becomes[i].leaf, op);
+        if (!entry.second) entry.first->second = -2;
+        continue;
+      }
       const int64_t made = book.number(inputs[i], inputs[i], nullptr, -1, op, int64_t(i), module, false, true);
       book.edge(op, kOutput, int64_t(i), made);
       book.sent[book.memory_of(inputs[i])] = op;
@@ -199,7 +219,26 @@ struct Target {  // an edge over which gradients leave a call, and the nodes on 
   std::vector<int> inputs;
   bool to_leaf;
   std::vector<NodePointer> through;
+  at::ScalarType dtype = at::ScalarType::Undefined;  // of those inputs
+  c10::DeviceType device = c10::DeviceType::CPU;
+  TensorImpl *leaf = nullptr;
 };
+
+bool is_cast(const Node &node) {
+  static const std::type_index *cast = nullptr;  // under the GIL
+  if (cast != nullptr) return *cast == std::type_index(typeid(node));
+  if (node.name() != "ToCopyBackward0") return false;
+  cast = new std::type_index(typeid(node));
+  return true;
+}
+
+// Whether a conversion would only add zeros to each element.
+bool only_widens(const at::Tensor &grad, const Target &target) {
+  const auto from = grad.scalar_type(), to = target.dtype;
+  const bool half = from == at::kBFloat16 || from == at::kHalf;
+  return ((half && (to == at::kFloat || to == at::kDouble)) || (from == at::kFloat && to == at::kDouble)) &&
+         grad.device().type() == target.device && grad.is_non_overlapping_and_dense();
+}
 struct StandIn {  // of a node that made what a result is a whole view of
   uint32_t output;
   size_t index;
@@ -255,11 +294,22 @@ struct Hook : public torch::autograd::FunctionPostHook {
     for (const auto &target : targets) {
       if (target.edge >= to_inputs.size() || !to_inputs[target.edge].defined()) continue;
       at::Tensor grad = to_inputs[target.edge];
-      for (const auto &node : target.through) grad = (*node)(variable_list{grad})[0];
+      Wider becomes;
+      for (const auto &node : target.through) {
+        if (is_cast(*node) && only_widens(grad, target)) becomes = {target.dtype, target.leaf};
+        else grad = (*node)(variable_list{grad})[0];
+      }
       if (target.to_leaf) grad = grad.detach();  // a gradient that somebody else holds would be copied into `.grad`
       for (int index : target.inputs) {
         at::Tensor &there = call.grad_inputs[index];
-        there = there.defined() ? there.add(grad) : grad;
+        Wider &as = call.wider[index];
+        if (!there.defined()) {
+          there = grad;
+          as = becomes;
+          continue;
+        }
+        there = call.in_its_dtype(there, as).add(call.in_its_dtype(grad, becomes));
+        as = {};
       }
     }
     if (++call.heard >= call.nodes) {
@@ -276,25 +326,54 @@ struct Hook : public torch::autograd::FunctionPostHook {
 };
 
 using Edge = std::pair<Node *, uint32_t>;
+constexpr size_t kFew = 8;  // nodes that are looked through one by one
 
 struct Attaching {
-  std::map<Edge, std::vector<int>> targets;
-  std::unordered_map<TensorImpl *, std::vector<int>> leaves;
+  const variable_list &given;
   uint64_t since;
+  std::vector<std::pair<Edge, int>> targets;         // of inputs, in order: most calls have few
+  std::vector<std::pair<TensorImpl *, int>> leaves;  // of inputs, in order
+
+  Attaching(const variable_list &inputs, uint64_t since) : given(inputs), since(since) {
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (!inputs[i].requires_grad()) continue;
+      const auto &node = inputs[i].grad_fn();
+      if (node) targets.push_back({{node.get(), inputs[i].output_nr()}, int(i)});
+      else leaves.push_back({inputs[i].unsafeGetTensorImpl(), int(i)});
+    }
+    std::sort(targets.begin(), targets.end());
+    std::sort(leaves.begin(), leaves.end());
+  }
+
+  template <typename Key>
+  static std::vector<int> those_of(const std::vector<std::pair<Key, int>> &pairs, const Key &key) {
+    std::vector<int> found;
+    for (auto at = std::lower_bound(pairs.begin(), pairs.end(), std::make_pair(key, -1)); at != pairs.end() && at->first == key; ++at)
+      found.push_back(at->second);
+    return found;
+  }
+  bool is_input(const Edge &edge) const { return !those_of(targets, edge).empty(); }
+  bool is_input(Node *node) const {
+    auto first = std::lower_bound(targets.begin(), targets.end(), std::make_pair(Edge{node, 0}, -1));
+    return first != targets.end() && first->first.first == node;
+  }
 
   // Whether an edge ends here: at inputs, or at a leaf that is none.
-  bool ends(const torch::autograd::Edge &edge, std::vector<int> &inputs, bool &to_leaf) const {
-    auto found = targets.find({edge.function.get(), edge.input_nr});
-    to_leaf = false;
-    if (found != targets.end()) {
-      inputs = found->second;
-      return true;
+  bool ends(const torch::autograd::Edge &edge, Target &target) const {
+    target.inputs = those_of(targets, {edge.function.get(), edge.input_nr});
+    target.to_leaf = false;
+    if (target.inputs.empty()) {
+      const auto *leaf = dynamic_cast<const torch::autograd::AccumulateGrad *>(edge.function.get());
+      if (leaf == nullptr) return false;
+      target.to_leaf = true;
+      target.leaf = leaf->variable.unsafeGetTensorImpl();
+      target.inputs = those_of(leaves, target.leaf);
     }
-    const auto *leaf = dynamic_cast<const torch::autograd::AccumulateGrad *>(edge.function.get());
-    if (leaf == nullptr) return false;
-    auto of_leaf = leaves.find(leaf->variable.unsafeGetTensorImpl());
-    inputs = of_leaf == leaves.end() ? std::vector<int>{} : of_leaf->second;
-    to_leaf = true;
+    if (!target.inputs.empty()) {
+      const at::Tensor &input = given[size_t(target.inputs.front())];
+      target.dtype = input.scalar_type();
+      target.device = input.device().type();
+    }
     return true;
   }
 
@@ -313,7 +392,7 @@ struct Attaching {
       target.through.push_back(node);
       const auto following = node->next_edges().empty() ? torch::autograd::Edge() : node->next_edge(0);
       if (!following.is_valid()) break;
-      if (ends(following, target.inputs, target.to_leaf)) return !target.inputs.empty();
+      if (ends(following, target)) return !target.inputs.empty();
       node = following.function;
     }
     target.through.clear();
@@ -323,28 +402,26 @@ struct Attaching {
 
 // Hook the nodes between the results of a call and its inputs.
 void attach(const std::shared_ptr<CallState> &state, const variable_list &inputs, const variable_list &outputs, uint64_t since) {
-  Attaching graph;
-  graph.since = since;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    if (!inputs[i].requires_grad()) continue;
-    const auto &node = inputs[i].grad_fn();
-    if (node) graph.targets[{node.get(), inputs[i].output_nr()}].push_back(int(i));
-    else graph.leaves[inputs[i].unsafeGetTensorImpl()].push_back(int(i));
-  }
+  const Attaching graph(inputs, since);
   if (graph.targets.empty() && graph.leaves.empty()) return;
   std::vector<std::pair<NodePointer, std::unique_ptr<Hook>>> found;
-  std::unordered_map<Node *, size_t> numbers;
+  Map<Node *, size_t> numbers;  // of those after the first few
+  auto known = [&](Node *node) -> Hook * {
+    for (size_t i = 0; i < std::min(found.size(), kFew); ++i)
+      if (found[i].first.get() == node) return found[i].second.get();
+    auto at = found.size() > kFew ? numbers.find(node) : numbers.end();
+    return at == numbers.end() ? nullptr : found[at->second].second.get();
+  };
   auto hook_of = [&](const NodePointer &node) -> Hook & {
-    auto entry = numbers.try_emplace(node.get(), found.size());
-    if (entry.second) {
-      found.emplace_back(node, std::make_unique<Hook>());
-      found.back().second->state = state;
-    }
-    return *found[entry.first->second].second;
+    if (Hook *hook = known(node.get())) return *hook;
+    if (found.size() >= kFew) numbers.emplace(node.get(), found.size());
+    found.emplace_back(node, std::make_unique<Hook>());
+    found.back().second->state = state;
+    return *found.back().second;
   };
   for (size_t i = 0; i < outputs.size(); ++i) {
     const auto node = outputs[i].grad_fn();
-    if (node && !graph.targets.count({node.get(), outputs[i].output_nr()}))  // not an input handed back as it is
+    if (node && !graph.is_input({node.get(), outputs[i].output_nr()}))  // not an input handed back as it is
       hook_of(node).sources.emplace_back(outputs[i].output_nr(), i);
   }
   if (found.empty()) return;
@@ -355,7 +432,7 @@ void attach(const std::shared_ptr<CallState> &state, const variable_list &inputs
       const size_t own = number++;
       if (!edge.is_valid()) continue;
       Target target{own, {}, false, {}};
-      if (graph.ends(edge, target.inputs, target.to_leaf)) {
+      if (graph.ends(edge, target)) {
         if (!target.inputs.empty()) found[at].second->targets.push_back(std::move(target));
         continue;
       }
@@ -363,9 +440,7 @@ void attach(const std::shared_ptr<CallState> &state, const variable_list &inputs
         found[at].second->targets.push_back(std::move(target));
         continue;
       }
-      const auto first = graph.targets.lower_bound({edge.function.get(), 0});
-      const bool is_end = first != graph.targets.end() && first->first.first == edge.function.get();
-      if (is_end || edge.function->sequence_nr() < since) continue;
+      if (graph.is_input(edge.function.get()) || edge.function->sequence_nr() < since) continue;
       hook_of(edge.function);
       if (found.size() > 2000) return;
     }
@@ -374,9 +449,9 @@ void attach(const std::shared_ptr<CallState> &state, const variable_list &inputs
     if (!outputs[i].grad_fn() || !outputs[i].is_view()) continue;
     const auto &base = outputs[i]._base();
     const auto node = base.grad_fn();
-    if (!node || node == outputs[i].grad_fn() || node->sequence_nr() < since || !numbers.count(node.get())) continue;
+    if (!node || node == outputs[i].grad_fn() || node->sequence_nr() < since || known(node.get()) == nullptr) continue;
     const bool whole = outputs[i].numel() == base.numel() && base.is_contiguous() && outputs[i].scalar_type() == base.scalar_type();
-    if (!whole || graph.targets.count({node.get(), base.output_nr()})) continue;
+    if (!whole || graph.is_input({node.get(), base.output_nr()})) continue;
     hook_of(node).stand_ins.push_back({base.output_nr(), i, outputs[i].sizes().vec(), outputs[i].strides().vec(),
                                        outputs[i].storage_offset() - base.storage_offset()});
     state->stand_ins = true;
@@ -384,6 +459,7 @@ void attach(const std::shared_ptr<CallState> &state, const variable_list &inputs
   state->nodes = found.size();
   state->grad_outputs.resize(outputs.size());
   state->grad_inputs.resize(inputs.size());
+  state->wider.resize(inputs.size());
   state->passed_on.resize(outputs.size());
   for (auto &[node, hook] : found) node->add_post_hook(std::move(hook));
 }

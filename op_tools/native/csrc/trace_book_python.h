@@ -240,13 +240,8 @@ PyObject *book_take(PyObject *self, PyObject *which) {
   for (int i = 0; i < kTables; ++i) {
     if (PyUnicode_CompareWithASCIIString(which, names[i]) != 0) continue;
     Table &table = book_of(self).tables[i];
-    std::string all;
-    for (auto &column : table.columns) {
-      all += column;
-      column.clear();
-    }
     const int64_t rows = table.rows;
-    table.rows = 0;
+    const std::string all = table.take();
     return Py_BuildValue("(Ly#)", static_cast<long long>(rows), all.data(), static_cast<Py_ssize_t>(all.size()));
   }
   return Py_BuildValue("(iy#)", 0, "", static_cast<Py_ssize_t>(0));

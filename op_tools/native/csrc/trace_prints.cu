@@ -65,36 +65,78 @@ struct InOrder {  // elements that lie one after the other
   const T *data;
   __device__ T operator()(int at) const { return data[at]; }
 };
+// Division by a number that stays the same, of numbers below 2^31.
+struct Divider {
+  unsigned size, factor;
+  int shift;
+  __device__ explicit Divider(Word by) : size(unsigned(by)), shift(0) {
+    while ((1ull << shift) < size) ++shift;
+    factor = unsigned((((1ull << shift) - size) << 32) / size + 1);
+  }
+  __device__ unsigned operator()(unsigned number) const {
+    return unsigned(((Bits(number) * factor >> 32) + number) >> shift);
+  }
+};
+
 template <typename T>
 struct InSteps {
   const Strided &entry;
   Word begin;
+  Divider by[kDims - 1];
+  __device__ InSteps(const Strided &entry, Word begin)
+      : entry(entry), begin(begin), by{Divider(size(0)), Divider(size(1)), Divider(size(2))} {}
+  __device__ Word size(int d) const { return d + 1 < entry.dims && entry.numel < (Word(1) << 31) ? entry.sizes[d] : 1; }
   __device__ T operator()(int at) const {
-    Bits left = Bits(begin + at);
+    const T *data = reinterpret_cast<const T *>(entry.data);
     Word place = 0;
+    if (entry.numel < (Word(1) << 31)) {
+      unsigned left = unsigned(begin) + unsigned(at);
+#pragma unroll
+      for (int d = 0; d + 1 < kDims; ++d) {
+        if (d + 1 >= entry.dims) break;
+        const unsigned next = by[d](left);
+        place += Word(left - next * by[d].size) * entry.strides[d];
+        left = next;
+      }
+      return data[place + Word(left) * entry.strides[entry.dims - 1]];
+    }
+    Bits left = Bits(begin + at);
     int d = 0;
     for (; d + 1 < entry.dims; ++d) {
       const Bits size = Bits(entry.sizes[d]);
       place += Word(left % size) * entry.strides[d];
       left /= size;
     }
-    return reinterpret_cast<const T *>(entry.data)[place + Word(left) * entry.strides[d]];
+    return data[place + Word(left) * entry.strides[d]];
   }
 };
 
-// The sum, least or largest of all threads, in a fixed order: lanes by halves, then warps by halves.
+__device__ inline double joined(bool is_low, bool is_high, double mine, double other) {
+  const double sum = __dadd_rn(mine, other);
+  return is_low ? (other < mine ? other : mine) : is_high ? (other > mine ? other : mine) : sum;
+}
+
+// The sum, least or largest of all threads, in a fixed order: lanes by halves, then warps by halves. In each round a lane
+// hands over half of the numbers that it has and keeps the others; in the end two lanes have one number of the warp.
 __device__ inline void reduce(double *mine, double (*shared)[kThreads / 32], double *row) {
+  const int lane = threadIdx.x % 32;
+  double held[16];
 #pragma unroll
-  for (int k = 0; k < kWidth; ++k) {
+  for (int k = 0; k < 16; ++k) held[k] = k < kWidth ? mine[k] : 0.0;
 #pragma unroll
-    for (int apart = 16; apart > 0; apart /= 2) {
-      const double other = __shfl_xor_sync(0xFFFFFFFFu, mine[k], apart);
-      if (k == kLow) mine[k] = other < mine[k] ? other : mine[k];
-      else if (k == kHigh) mine[k] = other > mine[k] ? other : mine[k];
-      else mine[k] = __dadd_rn(mine[k], other);
+  for (int half = 8; half > 0; half /= 2) {
+    const int apart = 2 * half;
+    const bool upper = (lane & apart) != 0;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const double other = __shfl_xor_sync(0xFFFFFFFFu, upper ? held[i] : held[i + half], apart);
+      const int k = ((lane >> 1) & ~(half - 1)) + i;  // which of the numbers this lane keeps here
+      held[i] = joined(k == kLow, k == kHigh, upper ? held[i + half] : held[i], other);
     }
-    if (threadIdx.x % 32 == 0) shared[k][threadIdx.x / 32] = mine[k];
   }
+  const int k = lane >> 1;
+  held[0] = joined(k == kLow, k == kHigh, held[0], __shfl_xor_sync(0xFFFFFFFFu, held[0], 1));
+  if (k < kWidth && lane % 2 == 0) shared[k][threadIdx.x / 32] = held[0];
   __syncthreads();
   if (threadIdx.x < kWidth) {
     const int k = threadIdx.x;
@@ -111,15 +153,24 @@ __device__ inline void reduce(double *mine, double (*shared)[kThreads / 32], dou
   }
 }
 
+// What depends on how elements are held. Of a float the square is exact in double precision, and it is at most 2^36 times
+// the grid: adding a large number rounds it to a whole one.
+__device__ inline double with_square(float value, double sum) { return __fma_rn(double(value), double(value), sum); }
+__device__ inline double with_square(double value, double sum) { return __dadd_rn(sum, __dmul_rn(value, value)); }
+__device__ inline double on_grid(float value, double scale) {
+  constexpr double kLarge = 6755399441055744.0;  // 1.5 * 2^52
+  return __dadd_rn(__fma_rn(double(value), scale, kLarge), -kLarge);
+}
+__device__ inline double on_grid(double value, double scale) { return rint(__dmul_rn(value, scale)); }
+
 template <typename Held, typename Read>
 __device__ void print_chunk(const Read read, int count, double *row) {
   __shared__ double shared[kWidth][kThreads / 32];
   __shared__ double most[kThreads / 32];
   Held values[kEach];
   double mine[kWidth] = {};
-  mine[kLow] = infinity();
-  mine[kHigh] = -infinity();
-  double largest = 0.0;
+  Held low = Held(infinity()), high = -Held(infinity()), size = 0;
+  int nan = 0, inf = 0;
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
     const int at = j * kThreads + threadIdx.x;
@@ -128,20 +179,23 @@ __device__ void print_chunk(const Read read, int count, double *row) {
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
     if (j * kThreads + int(threadIdx.x) < count) {
-      double value = values[j];
-      if (value - value != 0.0) {
-        if (value != value) mine[kNan] += 1.0;
-        else mine[kInf] += 1.0;
-        values[j] = 0;
-        value = 0.0;
+      Held value = values[j];
+      if (value - value != Held(0)) {
+        if (value != value) ++nan;
+        else ++inf;
+        values[j] = value = 0;
       }
-      mine[kSquares] = __dadd_rn(mine[kSquares], __dmul_rn(value, value));
-      mine[kLow] = value < mine[kLow] ? value : mine[kLow];
-      mine[kHigh] = value > mine[kHigh] ? value : mine[kHigh];
-      const double size = value < 0.0 ? -value : value;
-      largest = size > largest ? size : largest;
+      mine[kSquares] = with_square(value, mine[kSquares]);
+      low = value < low ? value : low;
+      high = value > high ? value : high;
     }
   }
+  mine[kLow] = low;
+  mine[kHigh] = high;
+  mine[kNan] = nan;
+  mine[kInf] = inf;
+  if (high >= low) size = high > -low ? high : -low;
+  double largest = size;
   for (int apart = 16; apart > 0; apart /= 2) {
     const double other = __shfl_xor_sync(0xFFFFFFFFu, largest, apart);
     largest = other > largest ? other : largest;
@@ -153,13 +207,18 @@ __device__ void print_chunk(const Read read, int count, double *row) {
   int exponent = kGridBits - (int(__double_as_longlong(largest) >> 52) - 1022);
   exponent = exponent < -1000 ? -1000 : exponent > 1000 ? 1000 : exponent;
   const double scale = power_of_two(exponent);
+  // whole numbers: exact in any order, so two elements are added or subtracted once for all projections
 #pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const double whole = rint(__dmul_rn(double(values[j]), scale));
-    const Bits signs = hashed(kThreads + j);
+  for (int j = 0; j < kEach; j += 2) {
+    const double one = on_grid(values[j], scale), two = on_grid(values[j + 1], scale);
+    const double sum = one + two, difference = one - two;
+    const Bits first = hashed(kThreads + j), second = hashed(kThreads + j + 1);
 #pragma unroll
-    for (int k = 0; k < kProjections; ++k) mine[k] += (signs >> k) & 1 ? -whole : whole;  // whole numbers: exact
-    mine[kSum] += whole;
+    for (int k = 0; k < kProjections; ++k) {
+      const double both = ((first ^ second) >> k) & 1 ? difference : sum;
+      mine[k] += (first >> k) & 1 ? -both : both;
+    }
+    mine[kSum] += sum;
   }
   const Bits weights = hashed(threadIdx.x);
   const double back = power_of_two(-exponent);

@@ -123,9 +123,10 @@ def test_operators_of_aot_eager_are_those_of_the_eager_run(tmp_path: Path, devic
     model = _model().to(device)
     x = torch.randn(24, 16, generator=torch.Generator().manual_seed(1)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=True)
-    with op_tools.OpTrace(to=tmp_path / "compiled"):
+    with op_tools.OpTrace(to=tmp_path / "compiled") as tool:
         torch.compile(model, backend="aot_eager")(x).square().mean().backward()
         optimizer.step()
+    assert not tool.findings()  # it is not said that this code was left alone
     compiled = Graph(load(tmp_path / "compiled"))
     diff = Diff(eager, compiled)
     inside = [n for n in range(eager.count) if int(eager.operators["module"][n]) >= 0]

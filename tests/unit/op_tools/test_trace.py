@@ -15,6 +15,8 @@ import torch
 from op_tools.cli import main
 from op_tools.trace import format as columns
 from op_tools.trace.align import align, aligned
+from op_tools.trace.commands import _misplaced
+from op_tools.trace.diverge import largest_with
 from op_tools.trace.format import SUFFIX, TraceError, TraceWriter, files_of, read
 from op_tools.trace.graph import Graph
 from op_tools.trace.merge import merged
@@ -275,3 +277,22 @@ def test_a_block_of_infinite_size_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes().splitlines(True)[0] + b'{"table": "operators", "rows": 1, "bytes": 1e999}\n')
     with pytest.raises(TraceError, match="damaged after byte"):
         read(path)
+
+
+def test_one_wrong_element_is_told_from_a_rounding_of_the_largest() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x = (torch.randn(4000, generator=draw) * 10.0 ** (6 * torch.rand(4000, generator=draw) - 3)).bfloat16()
+    for ulps in (1, 2, 3):
+        other = (x.view(torch.int16) + ulps).view(torch.bfloat16)  # a rounding of each element by itself
+        steps = (x.double() - other.double()).abs().tolist()
+        sizes = torch.maximum(x.double().abs(), other.double().abs()).tolist()
+        assert all(largest_with(step, 8) >= size for step, size in zip(steps, sizes))
+    wrong = [largest_with(float(a) / 2, 8) / float(a) for a in x.double().abs() if float(a)]
+    assert sorted(wrong)[len(wrong) * 9 // 10] < 30  # most elements that lost a half are known to be small
+
+
+def test_an_option_behind_the_script_is_not_ignored_in_silence() -> None:
+    assert "--steps 0:1 is behind the script" in _misplaced(["train.py", "--steps", "0:1"])
+    assert "--prints off" in _misplaced(["-m", "pkg.train", "--prints", "off"])
+    assert not _misplaced(["--steps", "0:1", "train.py", "--steps", "100"])  # the script's own
+    assert not _misplaced(["show"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -11,8 +13,9 @@ import torch
 
 from ditorch_common.toolchain import find_compiler
 from op_tools import settings
-from op_tools.native import book
+from op_tools.native import book, compiling
 from op_tools.native.compiling import SOURCES
+from op_tools.trace import device_prints
 from op_tools.trace.prints import CHUNK, fingerprint
 
 _AROUND = r"""
@@ -33,6 +36,7 @@ static long long __double_as_longlong(double x) { return cast<long long>(x); }
 static float __uint_as_float(unsigned x) { return cast<float>(x); }
 static double __dadd_rn(double a, double b) { return a + b; }
 static double __dmul_rn(double a, double b) { return a * b; }
+static double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 static float from_half(unsigned short bits) { _Float16 h; std::memcpy(&h, &bits, 2); return float(h); }
 static ucontext_t scheduler, fibers[256];
 static double exchanged[256];
@@ -162,6 +166,21 @@ def test_the_kernel_finds_the_prints_of_the_cpu(kernel: ctypes.CDLL, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_elements_of_all_sizes_have_the_prints_of_the_cpu(kernel: ctypes.CDLL, dtype: torch.dtype) -> None:
+    least, most = torch.finfo(dtype).smallest_normal / 2, min(torch.finfo(dtype).max, 1e150)
+    for size in (least, 1.0, most):
+        x = (torch.randn(9000, generator=torch.Generator().manual_seed(1)).clamp(-1, 1).double() * size).to(dtype)
+        x[::5] = -0.0
+        assert _print_of(kernel, x) == fingerprint(x).tolist(), size
+    assert _print_of(kernel, -x.abs() - 1) == fingerprint(-x.abs() - 1).tolist()
+    tiny = torch.full((300,), 1.0).to(dtype)
+    tiny[7:] = least  # halves of the grid, and far below it
+    tiny[9] = 2.0**-37
+    tiny[10] = 3 * 2.0**-37
+    assert _print_of(kernel, tiny) == fingerprint(tiny).tolist()
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
 def test_what_is_no_number_is_counted(kernel: ctypes.CDLL, dtype: torch.dtype) -> None:
     x = torch.linspace(-3, 5, 9000).to(dtype)
     x[[3, 8500]], x[[7, 9, 8999]] = float("nan"), float("-inf")
@@ -224,3 +243,24 @@ def test_the_book_prints_tensors_of_every_layout_by_itself(kernel: ctypes.CDLL) 
         assert prints[number] == fingerprint(tensor).tolist() or tensor.isnan().any(), (tensor.dtype, tensor.stride())
     assert prints[numbers[-1]][-2:] == [3, 0]
     one.close()
+
+
+def test_nobody_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def build() -> None:
+        compiling._building.now.set()  # as when the compiler has begun
+        ended.wait(60)
+
+    library = compiling.Library("slow", build)
+    monkeypatch.setattr(device_prints.front, "LIBRARY", library)
+    began = time.perf_counter()
+    try:
+        assert device_prints.is_compiling(0)
+        assert device_prints.kernel_of(0) is None
+        assert time.perf_counter() - began < 30
+        assert library.building
+    finally:
+        ended.set()
+    library.wait()
+    compiling._libraries.remove(library)
