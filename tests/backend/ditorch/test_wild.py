@@ -216,6 +216,27 @@ def test_attention_where_a_program_allows_cuda_kernels_alone(kinds: list[str], d
 
 
 @on_soft
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize(
+    "names", ["EFFICIENT_ATTENTION", "FLASH_ATTENTION", "CUDNN_ATTENTION", "MATH EFFICIENT_ATTENTION"]
+)
+def test_a_checkpoint_attends_alike_in_backward_outside_of_sdpa_kernel(names: str, dropout: float) -> None:
+    """CUDA chooses the same kernel again; soft chose another one, which saved another number of tensors."""
+    choices = [getattr(torch.nn.attention.SDPBackend, name) for name in names.split()]
+    start = torch.randn(1, 2, 6, 4, device="cuda", dtype=torch.float64)
+    value = torch.randn_like(start).requires_grad_()
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(start, start, x * 1.0, dropout_p=dropout)
+
+    with torch.nn.attention.sdpa_kernel(choices):
+        result = torch.utils.checkpoint.checkpoint(attend, value, use_reentrant=False)
+    result.sum().backward()
+    # Linear in the values: only the same dropout gives the sum back.
+    assert value.grad is not None and torch.allclose((value.grad * value).sum(), result.sum())
+
+
+@on_soft
 @pytest.mark.parametrize("packed", [False, True])
 def test_packed_sequences_do_not_see_each_other(packed: bool) -> None:
     q, k, v = (torch.randn(7, 2, 4, device="cuda") for _ in range(3))
