@@ -54,7 +54,7 @@ spec = importlib.util.spec_from_file_location("_wild_imports", os.environ["WILD_
 imports = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(imports)
 random.seed(0)
-imports.AfterImport("numpy", lambda numpy: numpy.random.seed(0)).install()
+imports.AfterImport("numpy", lambda numpy: importlib.import_module("numpy.random").seed(0)).install()
 imports.AfterImport("ditorch", lambda ditorch: __import__("torch").manual_seed(0)).install()
 made = lambda module: setattr(module, "check_integrity", lambda *file: True)
 imports.AfterImport("torchvision.datasets.cifar", made).install()

@@ -23,12 +23,12 @@ from typing import Any
 TEXT = "the quick brown fox jumps over the lazy dog and then sleeps in the warm sun; " * 40
 
 
-def mnist(folder: Path, root: str, count: str = "256") -> None:
-    """Random digits in the files of MNIST, and of FashionMNIST."""
+def mnist(folder: Path, root: str, count: str = "256", *classes: str) -> None:
+    """Random digits in the files of MNIST and FashionMNIST, or of a script's own class."""
     import numpy
 
     draw = numpy.random.default_rng(0)
-    for name in ("MNIST", "FashionMNIST"):
+    for name in classes or ("MNIST", "FashionMNIST"):
         raw = folder / root / name / "raw"
         raw.mkdir(parents=True, exist_ok=True)
         for part in ("train", "t10k"):

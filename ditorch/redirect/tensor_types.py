@@ -94,9 +94,9 @@ class DefaultType:
         """A default device says nothing to the old constructor. What is put there stays: Python cannot take it off."""
         original = torch.Tensor.__new__
 
-        def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            made = original(cls, *args, **kwargs)
-            wanted = self.active and cls is torch.Tensor and "device" not in kwargs
+        def new(*args: Any, **kwargs: Any) -> Any:  # torch.compile takes no other signature in its place
+            made = original(*args, **kwargs)
+            wanted = self.active and args[0] is torch.Tensor and "device" not in kwargs
             return made.to(self.devices.indexed(None)) if wanted else made
 
         torch.Tensor.__new__ = new  # type: ignore[method-assign]

@@ -301,6 +301,7 @@ torch.set_default_tensor_type("torch.cuda.DoubleTensor")
 print(*places(), torch.Tensor([1.0]).dtype, torch.nn.Parameter(torch.Tensor(2)).device)
 torch.set_default_tensor_type(torch.FloatTensor)
 print(*places(), torch.Tensor([1.0]).dtype)
+import torch._dynamo
 """
     here = "cpu" if ditorch.backend.device_type == "cpu" else "cuda:0"
     assert run("-c", program).splitlines() == [
