@@ -330,7 +330,7 @@ def boxes(folder: Path, root: str) -> None:
         pixels = draw.integers(0, 255, (64, 64, 3), dtype="uint8")
         Image.fromarray(pixels).save(folder / root / "images" / f"{number}.jpg")
         (folder / root / "labels" / f"{number}.txt").write_text(f"{number % 2} 0.5 0.5 0.4 0.4\n")
-    told = {"path": str(folder / root), "train": "images", "val": "images", "names": {0: "a", 1: "b"}}
+    told = {"path": str(folder / root), "train": "images", "val": "images", "names": ["a", "b"]}
     (folder / root / "data.yaml").write_text(json.dumps(told))
 
 
