@@ -46,7 +46,8 @@ REASONS = {
     "CUDA source": r"of CUDA source|nvcc|NVRTC|CUDA_HOME|selective_scan_cuda|causal_conv1d_cuda",
 }
 UNEXPLAINED, OWN = "device layer?", "its own: the same error where cuda means the CPU"
-ELSEWHERE = ("CUDA source", "Triton", "a download", "no package", "no checkout")
+MEMORY = "killed by the system: no memory left"
+ELSEWHERE = ("CUDA source", "Triton", "a download", "no package", "no checkout", MEMORY)
 """Reasons for which a command says nothing about the device layer."""
 SEED = """
 import importlib.util, os, random
@@ -54,7 +55,7 @@ spec = importlib.util.spec_from_file_location("_wild_imports", os.environ["WILD_
 imports = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(imports)
 random.seed(0)
-imports.AfterImport("numpy", lambda numpy: numpy.random.seed(0)).install()
+imports.AfterImport("numpy", lambda numpy: importlib.import_module("numpy.random").seed(0)).install()
 imports.AfterImport("ditorch", lambda ditorch: __import__("torch").manual_seed(0)).install()
 made = lambda module: setattr(module, "check_integrity", lambda *file: True)
 imports.AfterImport("torchvision.datasets.cifar", made).install()
@@ -236,6 +237,8 @@ def attempt(command: Command, checkouts: Path, seeds: str, outcome: Outcome | No
         outcome.mine = losses(command, output)
         if code:
             outcome.reason, outcome.last = why(output)
+            if code == -signal.SIGKILL:
+                outcome.reason = MEMORY
             if outcome.reason == UNEXPLAINED:
                 code, output = copied(command, source, "cpu", seeds)
                 if code and kind_of(why(output)[1]) == kind_of(outcome.last):

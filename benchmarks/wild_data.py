@@ -23,12 +23,12 @@ from typing import Any
 TEXT = "the quick brown fox jumps over the lazy dog and then sleeps in the warm sun; " * 40
 
 
-def mnist(folder: Path, root: str, count: str = "256") -> None:
-    """Random digits in the files of MNIST, and of FashionMNIST."""
+def mnist(folder: Path, root: str, count: str = "256", *classes: str) -> None:
+    """Random digits in the files of MNIST and FashionMNIST, or of a script's own class."""
     import numpy
 
     draw = numpy.random.default_rng(0)
-    for name in ("MNIST", "FashionMNIST"):
+    for name in classes or ("MNIST", "FashionMNIST"):
         raw = folder / root / name / "raw"
         raw.mkdir(parents=True, exist_ok=True)
         for part in ("train", "t10k"):
@@ -119,8 +119,8 @@ def cora(folder: Path, root: str) -> None:
     (folder / root / "cora.cites").write_text("\n".join(links) + "\n")
 
 
-def language_model(folder: Path, root: str, kind: str = "llama") -> None:
-    """A model of two tiny layers (llama or bert) with a tokenizer of words, as from_pretrained reads them."""
+def language_model(folder: Path, root: str, kind: str = "llama", width: str = "32") -> None:
+    """A model of two small layers (llama or bert) with a tokenizer of words, as from_pretrained reads them."""
     import tokenizers
     import torch
     import transformers
@@ -131,7 +131,7 @@ def language_model(folder: Path, root: str, kind: str = "llama") -> None:
     trainer = tokenizers.trainers.WordLevelTrainer(special_tokens=list(marks.values()))
     words.train_from_iterator([TEXT], trainer)
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, **marks).save_pretrained(folder / root)
-    size: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    size: dict[str, Any] = {"hidden_size": int(width), "intermediate_size": 64, "num_hidden_layers": 2}
     size |= {"num_attention_heads": 2, "max_position_embeddings": 512, "vocab_size": words.get_vocab_size()}
     torch.manual_seed(0)
     if kind == "llama":
@@ -152,6 +152,13 @@ def samples(folder: Path, root: str, *columns: str) -> None:
             told: dict[str, Any] = {"label": number % 2 == 0, "score": number / 16}
             rows.append(json.dumps(texts | {name: value for name, value in told.items() if name in columns}))
         (folder / root / f"{part}.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def word_counts(folder: Path, file: str, count: str) -> None:
+    """How many documents have a word, after how many there are: the words of `TEXT`, and made ones."""
+    words = [*dict.fromkeys(TEXT.replace(";", "").split()), *(f"word{number}" for number in range(int(count)))]
+    lines = [str(10 * len(words)), *(f"{word}\t{place + 1}" for place, word in enumerate(words))]
+    (folder / file).write_text("\n".join(lines) + "\n")
 
 
 def cifar(folder: Path, root: str, count: str = "64") -> None:
@@ -224,6 +231,20 @@ def spectrograms(folder: Path, root: str) -> None:
             files.append(str(file))
         speakers.append([f"p{speaker}", draw.random(256, dtype="float32"), *files])
     (folder / root / "train.pkl").write_bytes(pickle.dumps(speakers))
+
+
+def chorales(folder: Path, file: str) -> None:
+    """Pieces of 88 notes by time, as pyro keeps those that it has read."""
+    import torch
+
+    draw = torch.Generator().manual_seed(0)
+    parts = {}
+    for part in ("train", "valid", "test"):
+        lengths = torch.randint(8, 16, (12,), generator=draw)
+        pieces = [(torch.rand(int(length), 88, generator=draw) < 0.05).float() for length in lengths]
+        parts[part] = {"sequence_lengths": lengths, "sequences": pieces}
+    (folder / file).parent.mkdir(parents=True, exist_ok=True)
+    (folder / file).write_bytes(pickle.dumps(parts))
 
 
 def voices(folder: Path, root: str, *lists: str) -> None:
@@ -309,7 +330,7 @@ def boxes(folder: Path, root: str) -> None:
         pixels = draw.integers(0, 255, (64, 64, 3), dtype="uint8")
         Image.fromarray(pixels).save(folder / root / "images" / f"{number}.jpg")
         (folder / root / "labels" / f"{number}.txt").write_text(f"{number % 2} 0.5 0.5 0.4 0.4\n")
-    told = {"path": str(folder / root), "train": "images", "val": "images", "names": {0: "a", 1: "b"}}
+    told = {"path": str(folder / root), "train": "images", "val": "images", "names": ["a", "b"]}
     (folder / root / "data.yaml").write_text(json.dumps(told))
 
 
@@ -388,6 +409,7 @@ WORDS = ["."]
 RECIPES: dict[str, Callable[..., None]] = {
     "language_model": language_model,
     "samples": samples,
+    "word_counts": word_counts,
     "mnist": mnist,
     "images": images,
     "pairs": pairs,
@@ -399,6 +421,7 @@ RECIPES: dict[str, Callable[..., None]] = {
     "planetoid": planetoid,
     "springs": springs,
     "spectrograms": spectrograms,
+    "chorales": chorales,
     "voices": voices,
     "views": views,
     "patches": patches,

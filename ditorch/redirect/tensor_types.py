@@ -67,6 +67,41 @@ def dtype_of(wanted: Any) -> torch.dtype | None:
     return None
 
 
+class DefaultType:
+    """A type of the accelerator as the default: what names no device is made there, by ``torch.Tensor(...)`` too.
+
+    Example: ``DefaultType(devices).enter(); torch.Tensor([1.0]).is_cuda``
+    """
+
+    def __init__(self, devices: Devices) -> None:
+        self.devices = devices
+        self.active = False
+        self.installed = False
+
+    def enter(self) -> None:
+        torch.set_default_device(self.devices.type)
+        self.active = True
+        if not self.installed:
+            self.installed = True
+            self._install()
+
+    def leave(self) -> None:
+        if self.active:
+            torch.set_default_device(None)
+            self.active = False
+
+    def _install(self) -> None:
+        """A default device says nothing to the old constructor. What is put there stays: Python cannot take it off."""
+        original = torch.Tensor.__new__
+
+        def new(*args: Any, **kwargs: Any) -> Any:  # torch.compile takes no other signature in its place
+            made = original(*args, **kwargs)
+            wanted = self.active and args[0] is torch.Tensor and "device" not in kwargs
+            return made.to(self.devices.indexed(None)) if wanted else made
+
+        torch.Tensor.__new__ = new  # type: ignore[method-assign]
+
+
 def install(ledger: Ledger, devices: Devices) -> None:
     """Put the types into ``torch.cuda`` and let them be the default tensor type.
 
@@ -75,14 +110,17 @@ def install(ledger: Ledger, devices: Devices) -> None:
     for name, made in make_types(devices).items():
         ledger.replace(torch.cuda, name, made, "makes tensors on the accelerator")
 
+    default = DefaultType(devices)
+
     def make_setter(original: Any) -> Any:
         def set_default_tensor_type(t: Any) -> None:
             dtype = dtype_of(t)
             if dtype is None:
                 original(t)
+                default.leave()
             else:
                 torch.set_default_dtype(dtype)
-                torch.set_default_device(devices.type)
+                default.enter()
 
         return set_default_tensor_type
 

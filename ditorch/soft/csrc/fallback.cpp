@@ -6,6 +6,8 @@
 // storage back.
 #include "soft.h"
 
+#include <ATen/Context.h>
+#include <ATen/TracerMode.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/_efficientzerotensor.h>
 #include <c10/core/CPUAllocator.h>
@@ -13,6 +15,7 @@
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <shared_mutex>
@@ -40,6 +43,7 @@ struct Plan {
   bool across_devices = false; // copies may go from one soft device to another
   int generator_arg = -1;
   int64_t host_outputs = 0; // bit i: output i stays on the CPU, as CUDA leaves it
+  bool widens = false; // the CPU lacks a dtype that CUDA has: a wider one is taken in its place
   c10::SmallVector<bool, 8> written; // by argument
 };
 
@@ -75,6 +79,19 @@ HostTensors host_tensor_rule(const std::string& base, const c10::OperatorHandle&
   return HostTensors::none;
 }
 
+// Dense operators that CUDA has in half precision or for truth values, and the CPU has not. (FFTs in half precision ask
+// for the type of the device before they get here.)
+bool widens(const std::string& base) {
+  static const std::unordered_set<std::string> names = {
+      "aten::abs", "aten::abs_", "aten::avg_pool3d", "aten::avg_pool3d_backward", "aten::multi_margin_loss",
+      "aten::multi_margin_loss_backward", "aten::multilabel_margin_loss_forward", "aten::multilabel_margin_loss_backward",
+      "aten::polygamma", "aten::polygamma_", "aten::round", "aten::round_", "aten::rrelu_with_noise",
+      "aten::rrelu_with_noise_", "aten::rrelu_with_noise_backward", "aten::_upsample_bilinear2d_aa",
+      "aten::_upsample_bilinear2d_aa_backward", "aten::_upsample_bicubic2d_aa", "aten::_upsample_bicubic2d_aa_backward",
+  };
+  return names.count(base) > 0;
+}
+
 Plan make_plan(const c10::OperatorHandle& op) {
   Plan plan;
   const auto& schema = op.schema();
@@ -82,6 +99,7 @@ Plan make_plan(const c10::OperatorHandle& op) {
   plan.name = schema.overload_name().empty() ? base : base + "." + schema.overload_name();
   plan.host_tensors = host_tensor_rule(base, op);
   plan.across_devices = base == "aten::copy_" || base == "aten::copy";
+  plan.widens = widens(base);
   const auto& arguments = schema.arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
     const auto* alias = arguments[i].alias_info();
@@ -449,6 +467,66 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack, c10::DispatchKey k
   }
 }
 
+c10::ScalarType wider(c10::ScalarType dtype) {
+  if (dtype == c10::kBool) {
+    return c10::kByte;
+  }
+  return dtype == c10::kHalf || dtype == c10::kBFloat16 ? c10::kFloat : dtype;
+}
+
+// The call with wider copies of its tensors, whose results are narrowed again.
+void run_wider(const c10::OperatorHandle& op, const Plan& plan, Stack* stack, c10::DispatchKey key, Stack arguments) {
+  auto narrow = c10::ScalarType::Undefined;
+  c10::SmallVector<std::pair<at::Tensor, at::Tensor>, 2> written; // each with its copy
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto tensor = arguments[i].isTensor() ? arguments[i].toTensor() : at::Tensor();
+    if (!tensor.defined() || wider(tensor.scalar_type()) == tensor.scalar_type()) {
+      continue;
+    }
+    narrow = narrow == c10::ScalarType::Undefined ? tensor.scalar_type() : narrow;
+    arguments[i] = tensor.to(wider(tensor.scalar_type()));
+    if (plan.written[i]) {
+      written.emplace_back(tensor, arguments[i].toTensor());
+    }
+  }
+  stack->insert(stack->end(), arguments.begin(), arguments.end());
+  run_on_host(op, stack, key);
+  for (const auto& [tensor, copy] : written) {
+    tensor.resize_(copy.sizes()).copy_(copy);
+  }
+  for (auto i = stack->size() - op.schema().returns().size(); i < stack->size(); ++i) {
+    auto& result = (*stack)[i];
+    const auto tensor = result.isTensor() ? result.toTensor() : at::Tensor();
+    const auto* target = std::find_if(
+        written.begin(), written.end(), [&](const auto& pair) { return pair.second.is_same(tensor); });
+    if (target != written.end()) {
+      result = target->first;
+    } else if (tensor.defined() && tensor.scalar_type() == wider(narrow)) {
+      result = tensor.to(narrow);
+    }
+  }
+}
+
+// The CPU's own kernel first: dtypes that it has give what it gives.
+void run_widening(const c10::OperatorHandle& op, const Plan& plan, Stack* stack, c10::DispatchKey key) {
+  const auto below = stack->size() - op.schema().arguments().size();
+  Stack arguments(stack->begin() + static_cast<std::ptrdiff_t>(below), stack->end());
+  try {
+    run_on_host(op, stack, key);
+    return;
+  } catch (const c10::NotImplementedError&) {
+    const bool narrow = std::any_of(arguments.begin(), arguments.end(), [](const IValue& value) {
+      return value.isTensor() && value.toTensor().defined() &&
+          wider(value.toTensor().scalar_type()) != value.toTensor().scalar_type();
+    });
+    if (!narrow) {
+      throw;
+    }
+  }
+  stack->resize(below);
+  run_wider(op, plan, stack, key, std::move(arguments));
+}
+
 void run(
     const c10::OperatorHandle& op, const Plan& plan, Stack* stack, c10::DispatchKey key = c10::DispatchKey::CPU) {
   const auto& schema = op.schema();
@@ -461,13 +539,36 @@ void run(
     const Stack arguments(stack->end() - static_cast<std::ptrdiff_t>(schema.arguments().size()), stack->end());
     token = hook->before(op, call.device(), arguments);
   }
-  run_on_host(op, stack, key);
+  if (C10_UNLIKELY(plan.widens)) {
+    run_widening(op, plan, stack, key);
+  } else {
+    run_on_host(op, stack, key);
+  }
   if (C10_UNLIKELY(token != nullptr)) {
     const Stack outputs(stack->end() - static_cast<std::ptrdiff_t>(schema.returns().size()), stack->end());
     hook->after(token, outputs);
   }
   call.translate_results(*stack, schema.returns().size());
 }
+
+// The tracer (torch.jit.trace) does not record `convolution` but what that calls, which must get the soft tensors.
+struct Convolution final : public c10::OperatorKernel {
+  explicit Convolution(Plan plan) : plan(std::move(plan)) {}
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet /*keys*/, Stack* stack) {
+    if (C10_LIKELY(!at::tracer::impl::is_dispatch_enabled())) {
+      run(op, plan, stack);
+      return;
+    }
+    static const auto traced = c10::Dispatcher::singleton().findSchemaOrThrow("aten::_convolution", "");
+    const auto& context = at::globalContext();
+    const bool deterministic = context.deterministicCuDNN() || context.deterministicAlgorithms();
+    for (const bool flag : {context.benchmarkCuDNN(), deterministic, context.userEnabledCuDNN(), /*TF32=*/true}) {
+      stack->emplace_back(flag);
+    }
+    traced.callBoxed(stack);
+  }
+  Plan plan;
+};
 
 // Kernel of one operator, its plan made once.
 struct Kernel final : public c10::OperatorKernel {
@@ -642,6 +743,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     auto plan = make_plan(*op);
     const auto registered = plan.name;
     g_planned.insert(registered);
+    if (registered == "aten::convolution") {
+      m.impl(registered.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Convolution>(std::move(plan))));
+      continue;
+    }
     m.impl(registered.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(std::move(plan))));
   }
 }

@@ -125,7 +125,34 @@ void record_stream(at::Tensor& /*self*/, c10::Stream /*stream*/) {} // work neve
 
 std::atomic<bool (*)(const at::Tensor&)> g_is_distributed{nullptr};
 
-// Attention takes the path that the CPU takes for the same tensors, unless the program allows CUDA's kernels alone.
+// While it lives, the CPU may choose among all its kernels of attention, whatever sdpa_kernel() left.
+class AllKernelsOfAttention {
+ public:
+  AllKernelsOfAttention()
+      : flash_(at::globalContext().userEnabledFlashSDP()), math_(at::globalContext().userEnabledMathSDP()) {
+    set(true, true);
+  }
+  ~AllKernelsOfAttention() {
+    set(flash_, math_);
+  }
+  AllKernelsOfAttention(const AllKernelsOfAttention&) = delete;
+  AllKernelsOfAttention& operator=(const AllKernelsOfAttention&) = delete;
+
+ private:
+  void set(bool flash, bool math) {
+    auto& context = at::globalContext();
+    if (!flash_ || !math_) { // otherwise there is nothing to change for others who read them
+      context.setSDPUseFlash(flash);
+      context.setSDPUseMath(math);
+    }
+  }
+  bool flash_;
+  bool math_;
+};
+
+// Attention takes the path that the CPU takes for the same tensors without a word from the program, wherever one of the
+// kernels that the program allows would do it on CUDA. So the recomputation of a checkpoint, which runs in the backward
+// pass and outside of sdpa_kernel(), takes the path of the forward pass and saves as many tensors.
 int64_t sdp_choice(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                    const std::optional<at::Tensor>& mask, double dropout, bool causal, std::optional<double> scale,
                    bool enable_gqa) {
@@ -142,21 +169,19 @@ int64_t sdp_choice(const at::Tensor& query, const at::Tensor& key, const at::Ten
   if (mask.has_value() && mask->defined()) {
     host_mask = host(*mask);
   }
+  auto choose = [&] {
+    return at::_fused_sdp_choice(host(query), host(key), host(value), host_mask, dropout, causal, scale, enable_gqa);
+  };
   const auto& context = at::globalContext();
-  if (!context.userEnabledMathSDP()) { // as sdpa_kernel() leaves it: the CPU would refuse what only CUDA's kernels do
-    const bool gradient_of_mask = host_mask.has_value() && host_mask->requires_grad();
-    const bool flash = context.userEnabledFlashSDP();
-    const bool same_width = query.size(-1) == value.size(-1);
-    if (!flash || dropout > 0.0 || gradient_of_mask || !same_width) {
-      if (context.userEnabledMemEfficientSDP() || (flash && !host_mask.has_value() && same_width)) {
-        return static_cast<int64_t>(at::SDPBackend::efficient_attention);
-      }
-      if (context.userEnabledCuDNNSDP() && !gradient_of_mask) {
-        return static_cast<int64_t>(at::SDPBackend::cudnn_attention);
-      }
-    }
+  const bool gradient_of_mask = host_mask.has_value() && host_mask->requires_grad();
+  const bool easy_mask = !host_mask.has_value() || (dropout == 0.0 && !gradient_of_mask);
+  const bool by_flash = context.userEnabledFlashSDP() && query.size(-1) == value.size(-1) && easy_mask;
+  const bool by_cudnn = context.userEnabledCuDNNSDP() && !gradient_of_mask;
+  if (context.userEnabledMemEfficientSDP() || by_flash || by_cudnn) {
+    const AllKernelsOfAttention guard;
+    return choose();
   }
-  return at::_fused_sdp_choice(host(query), host(key), host(value), host_mask, dropout, causal, scale, enable_gqa);
+  return choose();
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {

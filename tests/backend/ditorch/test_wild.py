@@ -216,6 +216,101 @@ def test_attention_where_a_program_allows_cuda_kernels_alone(kinds: list[str], d
 
 
 @on_soft
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize(
+    "names", ["EFFICIENT_ATTENTION", "FLASH_ATTENTION", "CUDNN_ATTENTION", "MATH EFFICIENT_ATTENTION"]
+)
+def test_a_checkpoint_attends_alike_in_backward_outside_of_sdpa_kernel(names: str, dropout: float) -> None:
+    """CUDA chooses the same kernel again; soft chose another one, which saved another number of tensors."""
+    choices = [getattr(torch.nn.attention.SDPBackend, name) for name in names.split()]
+    start = torch.randn(1, 2, 6, 4, device="cuda", dtype=torch.float64)
+    value = torch.randn_like(start).requires_grad_()
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(start, start, x * 1.0, dropout_p=dropout)
+
+    with torch.nn.attention.sdpa_kernel(choices):
+        result = torch.utils.checkpoint.checkpoint(attend, value, use_reentrant=False)
+    result.sum().backward()
+    # Linear in the values: only the same dropout gives the sum back.
+    assert value.grad is not None
+    assert torch.allclose((value.grad * value).sum(), result.sum())
+
+
+@on_soft
+def test_truth_values_have_an_absolute_value() -> None:
+    """CUDA has dtypes that the CPU lacks; a script counts errors with `(a != b).abs().sum()`."""
+    wrong = torch.tensor([True, False, True], device="cuda")
+    assert wrong.abs().dtype == torch.bool
+    assert wrong.abs().sum().item() == 2
+    out = torch.empty(0, dtype=torch.bool, device="cuda")
+    assert torch.abs(wrong, out=out) is out
+    assert out.tolist() == wrong.clone().abs_().tolist() == [True, False, True]
+    assert F.softsign(wrong).tolist() == [0.5, 0.0, 0.5]
+
+
+@on_soft
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["avg_pool3d", "antialias", "multi_margin", "multilabel_margin", "round", "rrelu"])
+def test_half_precision_where_the_cpu_has_none(name: str, dtype: torch.dtype) -> None:
+    calls: dict[str, Any] = {
+        "avg_pool3d": lambda x: F.avg_pool3d(x, 2),
+        "antialias": lambda x: F.interpolate(x[0], size=(2, 2), mode="bilinear", antialias=True),
+        "multi_margin": lambda x: F.multi_margin_loss(x.flatten(1), torch.tensor([1], device=x.device)),
+        "multilabel_margin": lambda x: F.multilabel_margin_loss(
+            x[0, 0, 0], torch.tensor([[1, -1, 0, 0]] * 4).to(x.device)
+        ),
+        "round": lambda x: x.round(decimals=1) * x,
+        "rrelu": lambda x: F.rrelu(x, 0.25, 0.25, training=True),
+    }
+    x = torch.randn(1, 2, 4, 4, 4).to(dtype)
+    mine, wide = x.cuda().requires_grad_(), x.float().requires_grad_()
+    result, wanted = calls[name](mine), calls[name](wide)
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.cpu(), wanted.to(dtype), rtol=1e-2, atol=1e-2)
+    result.sum().backward()
+    wanted.sum().backward()
+    assert mine.grad is not None
+    assert wide.grad is not None
+    torch.testing.assert_close(mine.grad.cpu(), wide.grad.to(dtype), rtol=2e-2, atol=2e-2)
+
+
+@on_soft
+@pytest.mark.filterwarnings("ignore")
+def test_a_traced_convolution_is_part_of_the_graph() -> None:
+    """TensorBoard's add_graph traces: PyTorch records what `convolution` calls, which soft had hidden."""
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.ConvTranspose2d(4, 2, 3)
+    ).cuda()
+    x = torch.randn(2, 3, 8, 8, device="cuda")
+    traced = torch.jit.trace(net.eval(), x)
+    assert str(traced.inlined_graph).count("aten::_convolution") == 2
+    other = torch.randn(1, 3, 8, 8, device="cuda")
+    assert torch.equal(traced(other), net(other))
+
+
+@redirected
+def test_the_default_tensor_type_makes_tensors_there() -> None:
+    """`torch.Tensor(...)` goes by the default type alone; back to the CPU's type, everything is made there again."""
+    program = """
+import warnings; warnings.simplefilter("ignore")
+import ditorch, torch
+def places():
+    return [made.device for made in (torch.Tensor([1.0]), torch.Tensor(2, 3), torch.zeros(2), torch.FloatTensor([1]))]
+torch.set_default_tensor_type("torch.cuda.DoubleTensor")
+print(*places(), torch.Tensor([1.0]).dtype, torch.nn.Parameter(torch.Tensor(2)).device)
+torch.set_default_tensor_type(torch.FloatTensor)
+print(*places(), torch.Tensor([1.0]).dtype)
+import torch._dynamo
+"""
+    here = "cpu" if ditorch.backend.device_type == "cpu" else "cuda:0"
+    assert run("-c", program).splitlines()[-2:] == [
+        f"{here} {here} {here} cpu torch.float64 {here}",
+        "cpu cpu cpu cpu torch.float32",
+    ]
+
+
+@on_soft
 @pytest.mark.parametrize("packed", [False, True])
 def test_packed_sequences_do_not_see_each_other(packed: bool) -> None:
     q, k, v = (torch.randn(7, 2, 4, device="cuda") for _ in range(3))
