@@ -29,13 +29,13 @@ from ..view import console, rows, store
 from ..view.rows import label_of
 from .coverage import Coverage
 from .ladder import BACKWARD, FORWARD, ComparedCall, Job, asked
+from .lineage import Lineage
 from .memory import PART as MEMORY
 from .wrong_elements import picture_of, source_around
 
 _MAX_SAVED: Final = 200  # wrong calls that are saved to disk
 _MAX_BLAMES: Final = 10_000
 _MAX_TRACED: Final = 10  # wrong events whose consequences are counted
-_MAX_EVENTS: Final = 400_000
 _MAX_SHOWN: Final = 5_000  # rows of the table at the end
 _CSV_END: Final = ("r.module", "s.location", "r.phase", "r.step", "r.excess")  # columns after those of the comparison
 _CAUSE: Final = "with the same inputs the CPU computes a different result"
@@ -183,10 +183,7 @@ class Teller:
                 self.known[call.op, phase, row.reason] += 1
             elif IN_TF32 in row.error_info:
                 self.known[call.op, phase, IN_TF32] += 1
-        key = (call.op, call.numbers, BACKWARD if call.traits.by_engine else job.phase)
-        if key in self.coverage.compared:
-            self.coverage.compared[key] += 1
-        else:
+        if not self.coverage.add_known(call.op, call.numbers, BACKWARD if call.traits.by_engine else job.phase):
             self.coverage.add(live, job.phase, call.kind)
         which, where = (call.id, call.record_site, phase), (call.site.module, call.site.step)
         self._tool.record_all(
@@ -396,59 +393,6 @@ class Blame:
         if self.step:
             parts.append(f"step {self.step}")
         return ", ".join(parts)
-
-
-class Lineage:
-    """Which event made which value, for as many events as fit a fixed memory.
-
-    >>> lineage = Lineage()
-    >>> first = lineage.made_from([], [100])
-    >>> second = lineage.made_from([100], [200])
-    >>> lineage.ancestors_among(second, {first}) == {first}
-    True
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._maker: dict[int, int] = {}  # address -> event
-        self._parents: dict[int, tuple[int, ...]] = {}
-        self._next = 0
-
-    def made_from(self, inputs: Iterable[int], outputs: Iterable[int], also: Sequence[int] = ()) -> int:
-        """Number a new event that read and wrote these addresses; `also` are events it follows from."""
-        with self._lock:
-            event = self._next
-            self._next += 1
-            maker = self._maker
-            if len(self._parents) >= _MAX_EVENTS:  # a long run: what lies far back is forgotten
-                self._parents.clear()
-                maker.clear()
-            parents = {maker[p] for p in inputs if p in maker}
-            parents.update(also)
-            self._parents[event] = tuple(parents)
-            for pointer in outputs:
-                if pointer:
-                    maker[pointer] = event
-        return event
-
-    def ancestors_among(self, event: int, wanted: set[int]) -> set[int]:
-        """Which of the wanted events had a part in this one's inputs (`lineage.ancestors_among(e, wrong)`)."""
-        if not wanted:
-            return set()
-        oldest, seen, stack = min(wanted), {event}, [event]
-        while stack:
-            new = [p for p in self._parents.get(stack.pop(), ()) if p >= oldest and p not in seen]
-            seen.update(new)
-            stack += new
-        return (seen - {event}) & wanted
-
-    def reached_by(self, event: int) -> int:
-        """How many later events used values that come from this one (`lineage.reached_by(event)`)."""
-        reached = {event}
-        for later, parents in self._parents.items():
-            if later > event and any(p in reached for p in parents):
-                reached.add(later)
-        return len(reached) - 1
 
 
 def report(wrong: Sequence[Blame], lineage: Lineage, compared: Counter[str]) -> list[str]:
