@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-_MAX_EVENTS: Final = 400_000
+_MAX_EVENTS: Final = 200_000
 _MAX_ADDRESSES: Final = 50_000
 
 
@@ -25,8 +25,8 @@ class Lineage:
         self._lock = threading.Lock()
         self._most = most
         self._maker: dict[int, int] = {}  # address -> event
-        self._parents = array("q")  # of all events that are known, one after the other
-        self._ends = array("q")  # of each event: where its parents end
+        self._parents = array("i")  # of all events that are known, one after the other, counted from the first
+        self._ends = array("i")  # of each event: where its parents end
         self._first = 0  # the first event that is known
 
     def made_from(self, inputs: Iterable[int], outputs: Iterable[int], also: Sequence[int] = ()) -> int:
@@ -36,7 +36,8 @@ class Lineage:
             if len(self._ends) >= self._most:  # a long run: what lies far back is forgotten
                 self._forget(self._most // 2)
             event = self._first + len(self._ends)
-            self._parents.extend({maker[p] for p in inputs if p in maker}.union(also))
+            parents = {maker[p] for p in inputs if p in maker}.union(also)
+            self._parents.extend([parent - self._first for parent in parents if parent >= self._first])
             self._ends.append(len(self._parents))
             for pointer in outputs:
                 if pointer:
@@ -46,8 +47,9 @@ class Lineage:
         return event
 
     def _forget(self, count: int) -> None:
-        del self._parents[: self._ends[count - 1]]
-        self._ends = array("q", [end - self._ends[count - 1] for end in self._ends[count:]])
+        start = self._ends[count - 1]
+        self._parents = array("i", [parent - count for parent in self._parents[start:]])
+        self._ends = array("i", [end - start for end in self._ends[count:]])
         self._first += count
         self._maker = {address: event for address, event in self._maker.items() if event >= self._first}
 
@@ -55,7 +57,7 @@ class Lineage:
         at = event - self._first
         if not 0 <= at < len(self._ends):
             return ()
-        return self._parents[self._ends[at - 1] if at else 0 : self._ends[at]]
+        return [self._first + parent for parent in self._parents[self._ends[at - 1] if at else 0 : self._ends[at]]]
 
     def ancestors_among(self, event: int, wanted: set[int]) -> set[int]:
         """Which of the wanted events had a part in this one's inputs (`lineage.ancestors_among(e, wrong)`)."""
