@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import resource
 import sys
 from typing import Any
@@ -76,14 +77,17 @@ def test_an_optimizer_with_new_numbers_in_every_step_leaves_nothing_behind(
     monkeypatch.setattr(store, "_MAX_SITES", 2_000)
     monkeypatch.setattr(INTERCEPTOR, "descriptions", description.Descriptions())
     monkeypatch.setattr(uncertainty, "_structures", Recent(200))
-    model = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(6)]).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)  # two calls have new numbers
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).to(device)
+    others = [torch.ones(2, device=device, requires_grad=True) for _ in range(50)]
+    for each in others:
+        each.grad = torch.ones_like(each)
+    optimizer = torch.optim.AdamW([*model.parameters(), *others], foreach=True)  # two calls have new numbers
     x, marks, steps = torch.randn(4, 4, device=device), [], 20
     with getattr(op_tools, name)() as tool:
         for step in range(4 * steps):
             model(x).square().mean().backward()
             optimizer.step()
-            optimizer.zero_grad()
+            model.zero_grad()
             if step % steps == steps - 1:
                 if name == "OpAutoCompare":
                     tool._judging.wait()
@@ -91,7 +95,7 @@ def test_an_optimizer_with_new_numbers_in_every_step_leaves_nothing_behind(
                     tool.writer.drain()
                 gc.collect()
                 marks.append(sys.getallocatedblocks())
-    grown = min([later - earlier for earlier, later in zip(marks, marks[1:])])
+    grown = min([later - earlier for earlier, later in itertools.pairwise(marks)])
     assert grown < 60 * steps, f"{grown / steps:.0f} objects a step"
 
 
