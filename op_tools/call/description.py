@@ -182,7 +182,7 @@ class Descriptions:
         """Describe arguments and append their tensors to `tensors`; addresses only where they are asked for."""
         try:
             key = key_of(args, kwargs, tensors)
-            found = None if key is None else self._kept.get(key)
+            found = None if key is None else self.known.get(key) or self._kept.get(key)
         except Exception:  # tensors without strides, symbolic numbers
             key = found = None
         if key is None:

@@ -67,20 +67,12 @@ class Coverage:
         self.compared: Counter[_Key] = Counter()
         self.missed: Counter[tuple[_Key, str]] = Counter()
         self._calls: dict[_Key, _Call] = {}
-        self._keys = Recent[Hashable, _Key](_MAX_KINDS // 4)  # by the numbers of descriptions
+        self.keys = Recent[Hashable, _Key](_MAX_KINDS // 4)  # by the numbers of descriptions
         self._lock = threading.Lock()
 
     def add(self, call: Any, phase: str, chosen_as: Hashable = None) -> None:
         """A phase of a call was compared; one thread at a time."""
         self.compared[self._key(call, phase, chosen_as)] += 1
-
-    def add_known(self, op: str, numbers: tuple[int, int], phase: str) -> bool:
-        """The same for a call with such numbers of descriptions; False where none of them was added so far."""
-        key = self._keys.get((op, numbers, phase))
-        if key is None or key not in self.compared:
-            return False
-        self.compared[key] += 1
-        return True
 
     def miss(self, call: Any, phase: str, reason: str) -> None:
         """A phase of a call was not compared."""
@@ -91,7 +83,7 @@ class Coverage:
         inputs, outputs = call.inputs, call.outputs
         phase = BACKWARD if call.traits.by_engine else phase
         short = (call.op, (inputs.number, outputs.number), phase)
-        key: _Key | None = self._keys.get(short)
+        key: _Key | None = self.keys.get(short)
         if key is None:
             key = (call.op, (*map(_look, inputs.args), _look(inputs.kwargs), *map(_look, outputs.args)), phase)
             if key not in self._calls:
@@ -99,7 +91,7 @@ class Coverage:
                     return (call.op, None, phase)
                 self._calls[key] = _Call(call.traits, inputs, outputs, chosen_as)
             if inputs.number and outputs.number:
-                self._keys[short] = key
+                self.keys[short] = key
         return key
 
     def compared_by_op(self) -> Counter[str]:

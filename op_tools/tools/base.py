@@ -416,7 +416,9 @@ class Tool(Shown):
         """Number of the call's place and signature in the store; its description is stored once."""
         inputs, outputs = call.inputs, call.outputs
         quick = (call.op, call.location, inputs.number, outputs.number)
-        found = self._sites.get(quick)
+        found = self._sites.young.get(quick)
+        if found is None:
+            found = self._sites.get(quick)
         if found is None:
             assert self._store is not None
             key = (call.op, call.location, inputs.args, inputs.kwargs, outputs.args)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from op_tools.call.site import module_path
 from op_tools.compare import choose
+from op_tools.compare.blame import Blame, report
 from op_tools.compare.choose import Chooser, kind_of, parse_budget
-from op_tools.compare.lineage import Lineage
-from op_tools.compare.teller import Blame, report
+from op_tools.compare.teller import Lineage
 from op_tools.settings import SettingsError
 
 
