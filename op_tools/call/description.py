@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ..compat import no_torch_function
+from .recent import Recent
 
 Tensor = torch.Tensor
 
@@ -98,11 +99,23 @@ def _tensor_meta(tensor: Tensor, ptrs: list[int]) -> TensorMeta:
         layout = (tensor.shape, tensor.stride(), tensor.numel())
         meta = _new_meta(TensorMeta, (*layout, tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout))
         ptrs.append(tensor.data_ptr())
-        return meta
+        shared: TensorMeta = _shared(_metas, meta)
+        return shared
     except Exception:  # sparse, nested, fake and functorch tensors lack some of these
         ptrs.append(pointer_of(tensor))
         shape = tuple(int(n) for n in tensor.size()) if not tensor.is_nested else ()
         return TensorMeta(shape, None, tensor.numel(), tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout)
+
+
+_MAX_SHARED = 20_000
+_metas: dict[TensorMeta, TensorMeta] = {}
+
+
+def _shared(known: dict[Any, Any], value: Any) -> Any:
+    """An equal object that there is already: tensors of one shape are described a thousand times."""
+    if len(known) >= _MAX_SHARED:
+        known.clear()
+    return known.setdefault(value, value)
 
 
 def _describe_part(value: Any, ptrs: list[int]) -> Part:
@@ -139,28 +152,37 @@ def describe(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> 
 # What describes itself by its text and may be part of a dict key; floats are not: -0.0 == 0.0, nan != nan.
 PLAIN_TYPES = frozenset(_LEAF_TYPES - {float, complex} | {str})
 _SLICE_ENDS = {int, type(None)}
-_MAX_DESCRIPTIONS = 5_000
+_AT_ONCE = 20_000  # parts of keys: the kinds of calls in a first step have room; later ones must come twice
+_MAX_PARTS = 100_000
+_MAX_ONCE = 4_096
 _numbers = itertools.count(1)
 
 
 class Descriptions:
     """Descriptions of calls that look like earlier ones: a dict lookup, and nothing new to keep.
 
+    An optimizer gives other numbers to some calls in every step. Such a call never comes again: it gets no number, so
+    nobody keeps anything of it.
+
     >>> seen = Descriptions()
     >>> seen.of((torch.ones(2),), {}, [], False) is seen.of((torch.zeros(2),), {}, [], False)
     True
     """
 
-    __slots__ = ("known",)
+    __slots__ = ("_kept", "_once", "_parts", "_room", "known")
 
     def __init__(self) -> None:
-        self.known: dict[tuple[Any, ...], Described] = {}
+        self._kept = Recent[tuple[Any, ...], Described](_MAX_PARTS)
+        self.known = self._kept.young  # for `native.front`
+        self._once = Recent[int, None](_MAX_ONCE)  # hashes of keys
+        self._parts: dict[Any, Any] = {}
+        self._room = _AT_ONCE
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], pointers: bool) -> Described:
         """Describe arguments and append their tensors to `tensors`; addresses only where they are asked for."""
         try:
             key = key_of(args, kwargs, tensors)
-            found = None if key is None else self.known.get(key)
+            found = None if key is None else self.known.get(key) or self._kept.get(key)
         except Exception:  # tensors without strides, symbolic numbers
             key = found = None
         if key is None:
@@ -169,10 +191,10 @@ class Descriptions:
             tensors.extend(tensors_in(kwargs))
             return describe(args, kwargs)
         if found is None:
-            if len(self.known) >= _MAX_DESCRIPTIONS:
-                self.known.clear()
-            found = describe(args, kwargs)._replace(data_ptrs=(), number=next(_numbers))
-            self.known[key] = found
+            found = describe(args, kwargs)._replace(data_ptrs=())
+            if self._is_worth_it(key):
+                found = found._replace(number=next(_numbers))
+                self._kept.keep(tuple([_shared(self._parts, part) for part in key]), found, len(key))
         if not pointers:
             return found
         try:
@@ -180,6 +202,17 @@ class Descriptions:
         except Exception:
             addresses = tuple(map(pointer_of, tensors))
         return Described(found.args, found.kwargs, addresses, found.number)
+
+    def _is_worth_it(self, key: tuple[Any, ...]) -> bool:
+        """Whether a key that is new is kept: while there is room, and later when it comes a second time."""
+        if self._room > 0:
+            self._room -= len(key)
+            return True
+        number = hash(key)
+        if number in self._once:
+            return True
+        self._once[number] = None
+        return False
 
     def of_result(self, result: Any, tensors: list[Tensor]) -> Described:
         """Describe what a call returned, for `native.front`; its tensors replace those in `tensors`."""

@@ -17,6 +17,7 @@ import torch
 from ..call.description import Described, Group, Part, TensorMeta
 from ..call.facts import may_mutate
 from ..call.operators.registry import KERNELS, Kind, function_facts, last_name
+from ..call.recent import Recent
 from ..call.traits import OpTraits
 from ..judge.references import NOT_JUDGED
 from .ladder import BACKWARD, FORWARD
@@ -32,7 +33,7 @@ _LEFT_OUT: Final = "left out, and no call of its kind was compared"
 
 _BEFORE: Final = "compiled before the tool was started (TORCH_COMPILE_DISABLE=1 runs its operators one by one)"
 
-_Key = tuple[str, Hashable, str]  # operator, kind of arguments, phase
+_Key = tuple[str, Hashable, str]  # operator, arguments and results, phase
 
 
 class _Call(NamedTuple):
@@ -66,6 +67,7 @@ class Coverage:
         self.compared: Counter[_Key] = Counter()
         self.missed: Counter[tuple[_Key, str]] = Counter()
         self._calls: dict[_Key, _Call] = {}
+        self.keys = Recent[Hashable, _Key](_MAX_KINDS // 4)  # by the numbers of descriptions
         self._lock = threading.Lock()
 
     def add(self, call: Any, phase: str, chosen_as: Hashable = None) -> None:
@@ -80,12 +82,16 @@ class Coverage:
     def _key(self, call: Any, phase: str, chosen_as: Hashable = None) -> _Key:
         inputs, outputs = call.inputs, call.outputs
         phase = BACKWARD if call.traits.by_engine else phase
-        number = (inputs.number, outputs.number) if inputs.number else (inputs.args, inputs.kwargs)
-        key = (call.op, number, phase)
-        if key not in self._calls:
-            if len(self._calls) >= _MAX_KINDS:
-                return (call.op, None, phase)
-            self._calls[key] = _Call(call.traits, inputs, outputs, chosen_as)
+        short = (call.op, (inputs.number, outputs.number), phase)
+        key: _Key | None = self.keys.get(short)
+        if key is None:
+            key = (call.op, (*map(_look, inputs.args), _look(inputs.kwargs), *map(_look, outputs.args)), phase)
+            if key not in self._calls:
+                if len(self._calls) >= _MAX_KINDS:
+                    return (call.op, None, phase)
+                self._calls[key] = _Call(call.traits, inputs, outputs, chosen_as)
+            if inputs.number and outputs.number:
+                self.keys[short] = key
         return key
 
     def compared_by_op(self) -> Counter[str]:
@@ -229,6 +235,19 @@ def _returns_views(call: _Call, inputs: Sequence[TensorMeta], outputs: Sequence[
     ]
     pointers = [pointer for t, pointer in zip(outputs, call.outputs.data_ptrs) if t.numel]
     return all(any(start <= pointer < end for start, end in ranges) for pointer in pointers)
+
+
+def _look(part: Any) -> Hashable:
+    """A described argument without fractions: they say nothing of the work, and an optimizer has new ones each step."""
+    if isinstance(part, Group):
+        return (part.keys, *map(_look, part.items))
+    if isinstance(part, str) and not part.isdecimal():
+        try:
+            float(part)
+            return "fraction"
+        except ValueError:
+            pass
+    return part  # type: ignore[no-any-return]
 
 
 def _tensors(described: Described) -> Iterator[TensorMeta]:

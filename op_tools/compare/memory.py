@@ -68,12 +68,13 @@ class Outside:
             if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             known = (before.tree, after.tree, sizes, list(_gaps(before.tree, after.tree, ours, theirs)))
-            if sum([0 if gap.mask is None else gap.mask.numel() for gap in known[3]]) <= _MAX_MASK:
-                self._plans[key] = known
-            if not known[3] and before.layout is not None and after.layout is not None:
-                if len(self.without_gaps) >= _MAX_PLANS:
-                    self.without_gaps.clear()
-                self.without_gaps.add((before.layout, after.layout))
+            if before.layout is not None and after.layout is not None:  # otherwise no other call has these trees
+                if sum([0 if gap.mask is None else gap.mask.numel() for gap in known[3]]) <= _MAX_MASK:
+                    self._plans[key] = known
+                if not known[3]:
+                    if len(self.without_gaps) >= _MAX_PLANS:
+                        self.without_gaps.clear()
+                    self.without_gaps.add((before.layout, after.layout))
         for gap in known[3]:
             if before.ids and after.ids and before.ids[gap.before] != after.ids[gap.after]:
                 continue  # the argument was given other memory

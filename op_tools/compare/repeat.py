@@ -77,7 +77,7 @@ class Repeater:
             if repeated is not None:
                 return dataclasses.replace(repeated, states=drawn.states)
             drew = False
-        if not drew and len(self._never) < _MAX_KINDS:
+        if not drew and call.inputs.number and len(self._never) < _MAX_KINDS:
             self._never.add((call.op, call.inputs.number))
         return None
 

@@ -11,6 +11,7 @@ import json
 import math
 import re
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,18 +28,19 @@ from ..judge.pair import right_because
 from ..judge.verdict import NOT_COMPARABLE, RIGHT, WEAK, WRONG, Judgement, Row
 from ..view import console, rows, store
 from ..view.rows import label_of
+from .blame import Blame, report
 from .coverage import Coverage
 from .ladder import BACKWARD, FORWARD, ComparedCall, Job, asked
 from .memory import PART as MEMORY
 from .wrong_elements import picture_of, source_around
 
 _MAX_SAVED: Final = 200  # wrong calls that are saved to disk
+_MAX_EVENTS: Final = 200_000
+_MAX_ADDRESSES: Final = 50_000
 _MAX_BLAMES: Final = 10_000
 _MAX_TRACED: Final = 10  # wrong events whose consequences are counted
-_MAX_EVENTS: Final = 400_000
 _MAX_SHOWN: Final = 5_000  # rows of the table at the end
 _CSV_END: Final = ("r.module", "s.location", "r.phase", "r.step", "r.excess")  # columns after those of the comparison
-_CAUSE: Final = "with the same inputs the CPU computes a different result"
 
 
 class Reporter(Protocol):
@@ -183,9 +185,9 @@ class Teller:
                 self.known[call.op, phase, row.reason] += 1
             elif IN_TF32 in row.error_info:
                 self.known[call.op, phase, IN_TF32] += 1
-        key = (call.op, call.numbers, BACKWARD if call.traits.by_engine else job.phase)
-        if key in self.coverage.compared:
-            self.coverage.compared[key] += 1
+        known = self.coverage.keys.young.get((call.op, call.numbers, BACKWARD if call.traits.by_engine else job.phase))
+        if known is not None:
+            self.coverage.compared[known] += 1
         else:
             self.coverage.add(live, job.phase, call.kind)
         which, where = (call.id, call.record_site, phase), (call.site.module, call.site.step)
@@ -365,39 +367,6 @@ class _ParameterNames:
 # --- blame --------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Blame:
-    """One wrong event, with all that is needed to find it in the user's code.
-
-    >>> Blame(7, 3, "torch.add", "forward", "out of bound", 9.0).where
-    'call 3'
-    """
-
-    event: int
-    call_id: int
-    op: str
-    phase: str
-    reason: str
-    excess: float
-    location: str = ""
-    module: str = ""
-    step: int = 0
-    folder: str = ""
-    memory: bool = False  # it writes where it must not
-
-    @property
-    def where(self) -> str:
-        """Call, step and module in words (`blame.where`)."""
-        if not self.call_id:
-            return "a copy that the tool made"
-        parts = [f"call {self.call_id}"]
-        if self.module:
-            parts.insert(0, f"module {self.module}")
-        if self.step:
-            parts.append(f"step {self.step}")
-        return ", ".join(parts)
-
-
 class Lineage:
     """Which event made which value, for as many events as fit a fixed memory.
 
@@ -408,87 +377,61 @@ class Lineage:
     True
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = _MAX_EVENTS) -> None:
         self._lock = threading.Lock()
+        self._most = most
         self._maker: dict[int, int] = {}  # address -> event
-        self._parents: dict[int, tuple[int, ...]] = {}
-        self._next = 0
+        self._parents = array("i")  # of all events that are known, one after the other, counted from the first
+        self._ends = array("i")  # of each event: where its parents end
+        self._first = 0  # the first event that is known
 
     def made_from(self, inputs: Iterable[int], outputs: Iterable[int], also: Sequence[int] = ()) -> int:
         """Number a new event that read and wrote these addresses; `also` are events it follows from."""
         with self._lock:
-            event = self._next
-            self._next += 1
             maker = self._maker
-            if len(self._parents) >= _MAX_EVENTS:  # a long run: what lies far back is forgotten
-                self._parents.clear()
-                maker.clear()
-            parents = {maker[p] for p in inputs if p in maker}
-            parents.update(also)
-            self._parents[event] = tuple(parents)
+            if len(self._ends) >= self._most:  # a long run: what lies far back is forgotten
+                self._forget(self._most // 2)
+            event = self._first + len(self._ends)
+            parents = {maker[p] for p in inputs if p in maker}.union(also)
+            self._parents.extend([parent - self._first for parent in parents if parent >= self._first])
+            self._ends.append(len(self._parents))
             for pointer in outputs:
                 if pointer:
                     maker[pointer] = event
+            if len(maker) > _MAX_ADDRESSES:  # those that were written to longest ago are free by now, most likely
+                self._maker = dict(sorted(maker.items(), key=lambda item: item[1])[_MAX_ADDRESSES // 2 :])
         return event
+
+    def _forget(self, count: int) -> None:
+        start = self._ends[count - 1]
+        self._parents = array("i", [parent - count for parent in self._parents[start:]])
+        self._ends = array("i", [end - start for end in self._ends[count:]])
+        self._first += count
+        self._maker = {address: event for address, event in self._maker.items() if event >= self._first}
+
+    def _parents_of(self, event: int) -> Sequence[int]:
+        at = event - self._first
+        if not 0 <= at < len(self._ends):
+            return ()
+        return [self._first + parent for parent in self._parents[self._ends[at - 1] if at else 0 : self._ends[at]]]
 
     def ancestors_among(self, event: int, wanted: set[int]) -> set[int]:
         """Which of the wanted events had a part in this one's inputs (`lineage.ancestors_among(e, wrong)`)."""
         if not wanted:
             return set()
         oldest, seen, stack = min(wanted), {event}, [event]
-        while stack:
-            new = [p for p in self._parents.get(stack.pop(), ()) if p >= oldest and p not in seen]
-            seen.update(new)
-            stack += new
+        with self._lock:
+            while stack:
+                new = [p for p in self._parents_of(stack.pop()) if p >= oldest and p not in seen]
+                seen.update(new)
+                stack += new
         return (seen - {event}) & wanted
 
     def reached_by(self, event: int) -> int:
         """How many later events used values that come from this one (`lineage.reached_by(event)`)."""
         reached = {event}
-        for later, parents in self._parents.items():
-            if later > event and any(p in reached for p in parents):
-                reached.add(later)
+        with self._lock:
+            for later in range(max(event + 1, self._first), self._first + len(self._ends)):
+                if not reached.isdisjoint(self._parents_of(later)):
+                    reached.add(later)
         return len(reached) - 1
-
-
-def report(wrong: Sequence[Blame], lineage: Lineage, compared: Counter[str]) -> list[str]:
-    """The lines at the end of a run: first wrong, largest error, causes (`report(blames, lineage, counts)`)."""
-    if not wrong:
-        return []
-    ordered = sorted(wrong, key=lambda b: b.event)
-    events = {b.event for b in ordered}
-    first = ordered[0]
-    lines = [f"first wrong: {first.op} ({first.phase}), {first.where}", *_details(first)]
-    causes = lineage.ancestors_among(first.event, events)
-    cause = "what the ranks sent gives another result" if first.op.startswith("torch.distributed.") else _CAUSE
-    cause = "on the CPU it leaves that memory alone" if first.memory else cause
-    lines.append(
-        f"  root cause: {cause}"
-        + ("; these inputs come from wrong results" if causes else "; nothing wrong went into them")
-    )
-    lines.append(f"  downstream calls affected: {lineage.reached_by(first.event)}")
-    largest = max(ordered, key=lambda b: b.excess)
-    if largest is not first:
-        lines += [f"largest error: {largest.op} ({largest.phase}), {largest.where}", *_details(largest)]
-        causes = lineage.ancestors_among(largest.event, events)
-        if causes:
-            origin = next(b for b in ordered if b.event == min(causes))
-            if origin.call_id == largest.call_id:
-                lines.append("  its own forward is wrong, and a backward may use what the forward left")
-            else:
-                lines.append(f"  wrong by itself, on inputs that come from {origin.op} (call {origin.call_id})")
-    calls = Counter(b.op for b in ordered)
-    shown = ", ".join(f"{op} {n} of {max(n, compared[op])}" for op, n in calls.most_common(5))
-    lines.append(f"wrong by operator: {shown}")
-    modules = Counter(b.module for b in ordered if b.module)
-    if modules:
-        lines.append("wrong by module: " + ", ".join(f"{m} {n}" for m, n in modules.most_common(8)))
-    return lines
-
-
-def _details(blame: Blame) -> list[str]:
-    lines = [f"  {blame.location}"] if blame.location else []
-    lines.append(f"  {blame.reason}")
-    if blame.folder:
-        lines.append(f"  reproduce it: python {blame.folder}/reproduce.py")
-    return lines

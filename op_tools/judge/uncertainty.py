@@ -14,6 +14,7 @@ from ..call import facts
 from ..call.arguments import compared_arguments
 from ..call.description import Tensor, tensors_in
 from ..call.equality import leaves_of
+from ..call.recent import Recent
 from . import formulas, orders
 from .formulas import FormulaQuery, Terms, weights_of_products
 from .golden import GoldenResult, Run
@@ -67,9 +68,7 @@ class Uncertainty:
             return known
         structure, reusable = self._trace()
         if key is not None and reusable:
-            if len(_structures) >= _MAX_KNOWN:
-                _structures.clear()
-            _structures[key] = structure
+            _structures.keep(key, structure, 1 + len(self.result.source.tensors))
         return structure
 
     def _trace(self) -> tuple[Structure, bool]:
@@ -289,8 +288,8 @@ def _movement(here: Tensor, there: Tensor) -> tuple[Tensor, Tensor | None]:
 # --- structures are remembered: a training run makes the same calls again and again --------------------------
 
 
-_MAX_KNOWN: Final = 2048
-_structures: Final[dict[Any, Structure]] = {}
+_MAX_KNOWN: Final = 4096  # tensors that the calls are given
+_structures: Final = Recent[Any, Structure](_MAX_KNOWN)
 
 
 def remembers(result: GoldenResult, part: str) -> bool:

@@ -15,6 +15,7 @@ from .. import lifecycle, settings
 from ..call.description import Described, Finding, TensorMeta, labelled
 from ..call.devices import NO_DOUBLE
 from ..call.filter import OpFilter
+from ..call.recent import Recent
 from ..call.traits import OpTraits
 from ..compat import in_func_transform
 from ..settings import SettingsError
@@ -28,7 +29,7 @@ _Self = TypeVar("_Self", bound="Tool")
 _RUNS = itertools.count(1)  # not the id of the tool: a later one may have the same
 _MAX_FINDINGS = 10_000
 _IN_TRANSFORM = "inside torch.func transforms"
-_MAX_SITES = 20_000
+_MAX_SITES = 5_000
 _MAX_SHOWN = 200  # rows in a notebook
 _FINDING_COLUMNS = {
     "tool": "TEXT",
@@ -201,7 +202,7 @@ class Tool(Shown):
                     self._new_rows = self._store.table(self.table_name, {"run": "INTEGER", **self.columns})
                     self._add_finding = self._store.table("findings", _FINDING_COLUMNS).append
                     runs.begin(self._store, self._run_key, self.name)
-                    self._sites: dict[tuple[str, str, int, int], int] = {}
+                    self._sites = Recent[tuple[str, str, int, int], int](_MAX_SITES)
                     self._reported.clear()
                     self.calls = Counter()
                     self._findings_now = []
@@ -415,14 +416,14 @@ class Tool(Shown):
         """Number of the call's place and signature in the store; its description is stored once."""
         inputs, outputs = call.inputs, call.outputs
         quick = (call.op, call.location, inputs.number, outputs.number)
-        found = self._sites.get(quick)
+        found = self._sites.young.get(quick)
+        if found is None:
+            found = self._sites.get(quick)
         if found is None:
             assert self._store is not None
             key = (call.op, call.location, inputs.args, inputs.kwargs, outputs.args)
             found = self._store.site(key, call.op, call.location, lambda: _as_json(inputs=inputs, outputs=outputs))
             if inputs.number and outputs.number:
-                if len(self._sites) >= _MAX_SITES:
-                    self._sites.clear()
                 self._sites[quick] = found
         return found
 

@@ -9,13 +9,14 @@ from typing import Any
 
 from .. import settings
 from ..compare import wrong_elements
+from ..compare.blame import Blame
 from ..compare.choose import Chooser
 from ..compare.judges.collectives import Collectives
 from ..compare.judging import Judging
 from ..compare.ladder import Judge
 from ..compare.regions import CompiledRegions
 from ..compare.second_look import SecondLooks
-from ..compare.teller import Blame, Teller
+from ..compare.teller import Teller
 from ..copies.operands import Fetcher
 from ..judge.verdict import WRONG
 from ..view import console

@@ -31,4 +31,4 @@ def noted(tool: Tool, op: str, flush: Callable[[Any], Any], rows: Any, run: int)
         call.id, call.location = number, location
         tool.failed(call, error)
 
-    return (op, tool.calls, rows, flush, tool._sites, find_site, failed, run)
+    return (op, tool.calls, rows, flush, tool._sites.young, find_site, failed, run)

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Final
 
 import numpy as np
 
+from ..call.recent import Recent
 from ..settings import SettingsError
 
 VERSION: Final = 2  # 2: fingerprints by chunks
@@ -24,6 +25,7 @@ SUFFIX: Final = ".optrace"
 NAMED: Final = b"op_tools trace "
 PROJECTIONS: Final = 8
 _ROWS: Final = 16_384  # of a table that wait to be written
+_MAX_PASSING: Final = 1 << 20  # characters of texts that may never come again
 _MAX_LINE: Final = 1 << 20
 _MAX_WORLD: Final = 1 << 24  # ranks
 _MAX_RATIO: Final = 200  # of a file unpacked to the file: zlib packs rows of numbers to a fiftieth at best
@@ -105,6 +107,8 @@ class TraceWriter:
         self._lock = threading.RLock()
         self.texts: dict[str, int] = {"": 0}  # their numbers
         self._new_texts: list[str] = [""]
+        self._count = 1  # of texts
+        self._passing = Recent[str, int](_MAX_PASSING)
         self._rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in TABLES}
         self._texts_at = {
             name: [i for i, kind in enumerate(columns.values()) if kind == "text"] for name, columns in TABLES.items()
@@ -122,10 +126,26 @@ class TraceWriter:
         number = self.texts.get(text)
         if number is None:
             with self._lock:
-                number = self.texts.setdefault(text, len(self.texts))
-                if number == len(self.texts) - 1:
-                    self._new_texts.append(text)
+                number = self.texts.get(text)
+                if number is None:
+                    number = self.texts[text] = self._number(text)
         return number
+
+    def passing_text(self, text: str) -> int:
+        """The number of a text that may never come again: it is forgotten after a while, and written again then."""
+        number: int | None = self.texts.get(text)
+        if number is None:
+            with self._lock:
+                number = self._passing.get(text)
+                if number is None:
+                    number = self._number(text)
+                    self._passing.keep(text, number, len(text))
+        return number
+
+    def _number(self, text: str) -> int:
+        self._new_texts.append(text)
+        self._count += 1
+        return self._count - 1
 
     def add(self, table: str, row: tuple[Any, ...]) -> int:
         """Append one row, with numbers for texts (`trace.text`); returns its number."""

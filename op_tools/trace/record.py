@@ -14,6 +14,7 @@ from .. import settings
 from ..call.description import Described, Tensor, short
 from ..call.devices import accelerator_type, module_of
 from ..call.facts import NODES_WITHOUT_KERNEL
+from ..call.recent import Recent
 from ..compat import MODULE_CALL, cuda_device, cuda_stream, top_saved_tensor_hooks
 from ..native import book as native
 from ..watch.compiled import Tally
@@ -33,6 +34,7 @@ from .places import (
 )
 from .printing import PLAIN, Printing
 
+_MAX_KINDS: Final = 5_000
 _PASSES_ON: Final = (*sorted(NODES_WITHOUT_KERNEL), "ToCopyBackward0")  # nodes that move or convert a gradient
 
 
@@ -51,7 +53,7 @@ class Recorder:
         self._looks: dict[Any, int] = {}
         self._accelerator = accelerator_type()
         self._regions: dict[Any, int] = {}
-        self._arguments: dict[int, int] = {}  # texts of descriptions, by their number
+        self._arguments = Recent[int, int](_MAX_KINDS)  # texts of descriptions, by their number
         self._odd_parameters: list[tuple[int, int, Any]] = []  # wrapper tensors: text of the gradient, module, itself
         self._in_function = -1  # the last operator that was compiled code
         self._made_by_function = 0  # results of that which have been seen
@@ -76,7 +78,7 @@ class Recorder:
         if self.native is not None:
             self._library.set_up(
                 *(MODULE_CALL, kind_of_code, self._numbered, self.writer.texts, self.writer.text, self.arguments),
-                *(self._arguments, self._region, top_saved_tensor_hooks, _PASSES_ON, self._accelerator),
+                *(self._arguments.young, self._region, top_saved_tensor_hooks, _PASSES_ON, self._accelerator),
             )
         return self.native
 
@@ -205,9 +207,9 @@ class Recorder:
 
     def arguments(self, described: Described) -> int:
         """The number of the text of a call's arguments."""
-        number = self._arguments.get(described.number)
+        number: int | None = self._arguments.get(described.number)
         if number is None:
-            number = self.writer.text(arguments_of(described))
+            number = self.writer.passing_text(arguments_of(described))
             if described.number:
                 self._arguments[described.number] = number
         return number

@@ -16,6 +16,7 @@ import torch
 
 from .. import settings
 from ..call.description import Described, Finding, TensorMeta, labelled, short
+from ..call.recent import Recent
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -25,7 +26,7 @@ CAPTURE_COLUMNS: Final = ["name", "device", "dtype", "numel", "shape", "stride",
 DEFAULT_COLUMNS: Final = ["name", "shape", "stride", "numel", "dtype", "device", "requires_grad", "layout", "data_ptr"]
 TIME_COLUMNS: Final = ["name", "forward_id", "forward_elasped", "backward_elasped", "unit"]
 CAST_COLUMNS: Final = ["name", "target", "action", "config"]
-_MAX_TEMPLATES: Final = 20_000
+_MAX_TEMPLATES: Final = 4 << 20  # characters
 _PROGRESS_SECONDS: Final = 30.0  # between lines of progress that do not go to a terminal
 _MAX_GROUPS: Final = 10_000
 _MAX_TOLD_AT_ONCE: Final = 10  # findings in a run without a full console
@@ -84,7 +85,7 @@ class TableCache:
     """Tables that differ only in addresses are laid out once; later ones are filled in."""
 
     def __init__(self) -> None:
-        self._templates: dict[Hashable, list[str]] = {}
+        self._templates = Recent[Hashable, list[str]](_MAX_TEMPLATES)
 
     def render(
         self,
@@ -99,10 +100,9 @@ class TableCache:
         full_key = (key, tuple([len(t) for t in texts]))
         template = self._templates.get(full_key)
         if template is None:
-            if len(self._templates) >= _MAX_TEMPLATES:
-                self._templates.clear()
             blank = tensor_table(op, rows(), ["\0" * len(t) for t in texts], columns)
-            template = self._templates[full_key] = re.split("\0+", blank)
+            template = re.split("\0+", blank)
+            self._templates.keep(full_key, template, len(blank))
         return template[0] + "".join([text + piece for text, piece in zip(texts, template[1:])])
 
 

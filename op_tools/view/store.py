@@ -24,10 +24,11 @@ from typing import Any, Final, TextIO
 from ditorch_common.private import complete
 
 from .. import lifecycle, settings
+from ..call.recent import Recent
 
 _BATCH_ROWS: Final = 4_000
 ASK_EVERY: Final = 64  # rows: so often whoever adds them calls `flush_when_due`
-_MAX_SITES: Final = 50_000
+_MAX_SITES: Final = 50_000  # parts of what tells them
 _FLUSH_SECONDS: Final = 0.2  # between two writes: what a killed process loses is not much older, also on busy cores
 
 Rows = deque[tuple[Any, ...]]
@@ -49,7 +50,7 @@ class Store:
         self._max_rows = max_rows
         self._rows_written = 0
         self._tables: dict[str, tuple[str, Rows]] = {}  # by name: how to insert, and the rows that wait
-        self._sites: dict[Hashable, int] = {}
+        self._sites = Recent[Hashable, int](_MAX_SITES)
         self._site_numbers = itertools.count()
         self._lock = threading.Lock()
         self._wake = threading.Event()
@@ -86,9 +87,8 @@ class Store:
         """The number of a call site and signature; its description is written the first time only."""
         number = self._sites.get(key)
         if number is None:
-            if len(self._sites) >= _MAX_SITES:
-                self._sites.clear()
-            number = self._sites[key] = next(self._site_numbers)
+            number = next(self._site_numbers)
+            self._sites.keep(key, number, _size_of(key))
             self._site.append((number, op, location, json.dumps(describe())))
         return number
 
@@ -184,6 +184,10 @@ class Store:
         with self._lock, contextlib.suppress(sqlite3.Error):
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self._connection.close()
+
+
+def _size_of(key: Any) -> int:
+    return 1 + sum(map(_size_of, key)) if isinstance(key, tuple) else 1
 
 
 def _storable(value: Any) -> Any:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _SOURCE: Final = compiling.SOURCES / "gradient_sums.cpp"
 _CALLBACK: Final = "at::addGlobalCallback, of operators in backward passes"
 _MAX_CALLS: Final = 20_000  # of a thread, whose results may get a sum of gradients
+_FEW_CALLS: Final = 1_000  # after so many, those that are gone are forgotten
 _MAX_COUNTED: Final = 8  # gradients in a sum; more are not told apart
 
 
@@ -74,17 +75,20 @@ NAMES: Final = tuple([traits.name for traits in _TRAITS.values()])
 class _Calls:
     """The calls of one thread by the numbers of their nodes."""
 
-    __slots__ = ("calls", "ends", "starts")
+    __slots__ = ("_room", "calls", "ends", "starts")
 
     def __init__(self) -> None:
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.calls: list[weakref.ref[Call]] = []
+        self._room = _FEW_CALLS
 
     def note(self, start: int, end: int, call: Call) -> None:
-        if len(self.calls) >= _MAX_CALLS:
-            for some in (self.starts, self.ends, self.calls):
-                del some[: _MAX_CALLS // 2]
+        if len(self.calls) >= self._room:
+            kept = [n for n, ref in enumerate(self.calls) if ref() is not None][-_MAX_CALLS // 2 :]
+            self.starts, self.ends = [self.starts[n] for n in kept], [self.ends[n] for n in kept]
+            self.calls = [self.calls[n] for n in kept]
+            self._room = max(_FEW_CALLS, 2 * len(kept))
         self.starts.append(start)
         self.ends.append(end)
         self.calls.append(weakref.ref(call))

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import resource
+import sys
 from typing import Any
 
 import pytest
 import torch
 
 import op_tools
+from op_tools.call import description
+from op_tools.call.recent import Recent
+from op_tools.judge import uncertainty
+from op_tools.view import store
+from op_tools.watch import sums
+from op_tools.watch.intercept import INTERCEPTOR
 
 TOOLS = ["OpObserve", "OpTimeMeasure", "OpCapture", "OpOverflowCheck", "OpFallback", "OpDtypeCast", "OpAutoCompare"]
 LOOKING = "OpAutoCompare with a look on the device"
@@ -58,6 +66,37 @@ def test_memory_is_flat(device: str, name: str) -> None:
     host, on_device = grow(name, device, 300)
     assert host < 24 << 20
     assert on_device <= 8 << 20  # after so few steps OpOverflowCheck may have three batches of 2 MiB more under way
+
+
+@pytest.mark.parametrize("name", [name for name in [*TOOLS, "OpTrace"] if name != "OpOverflowCheck"])  # it has batches
+def test_an_optimizer_with_new_numbers_in_every_step_leaves_nothing_behind(
+    device: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(description, "_AT_ONCE", 2_000)  # what is bounded is full soon
+    monkeypatch.setattr(sums, "_FEW_CALLS", 50)
+    monkeypatch.setattr(store, "_MAX_SITES", 2_000)
+    monkeypatch.setattr(INTERCEPTOR, "descriptions", description.Descriptions())
+    monkeypatch.setattr(uncertainty, "_structures", Recent(200))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).to(device)
+    others = [torch.ones(2, device=device, requires_grad=True) for _ in range(50)]
+    for each in others:
+        each.grad = torch.ones_like(each)
+    optimizer = torch.optim.AdamW([*model.parameters(), *others], foreach=True)  # two calls have new numbers
+    x, marks, steps = torch.randn(4, 4, device=device), [], 20
+    with getattr(op_tools, name)() as tool:
+        for step in range(4 * steps):
+            model(x).square().mean().backward()
+            optimizer.step()
+            model.zero_grad()
+            if step % steps == steps - 1:
+                if name == "OpAutoCompare":
+                    tool._judging.wait()
+                elif name == "OpCapture":
+                    tool.writer.drain()
+                gc.collect()
+                marks.append(sys.getallocatedblocks())
+    grown = min([later - earlier for earlier, later in itertools.pairwise(marks)])
+    assert grown < 60 * steps, f"{grown / steps:.0f} objects a step"
 
 
 @pytest.mark.slow

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from op_tools.call.site import module_path
 from op_tools.compare import choose
+from op_tools.compare.blame import Blame, report
 from op_tools.compare.choose import Chooser, kind_of, parse_budget
-from op_tools.compare.teller import Blame, Lineage, report
+from op_tools.compare.teller import Lineage
 from op_tools.settings import SettingsError
 
 
@@ -53,9 +54,8 @@ def test_an_address_belongs_to_its_last_maker() -> None:
     assert first != second
 
 
-def test_memory_of_the_past_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("op_tools.compare.teller._MAX_EVENTS", 10)
-    lineage = Lineage()
+def test_memory_of_the_past_is_bounded() -> None:
+    lineage = Lineage(most=10)
     for i in range(100):
         lineage.made_from([i], [i + 1])
     assert len(lineage._parents) <= 10
