@@ -46,6 +46,11 @@ def leave_signals_to_parent() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
+def wait_for_children(wanted: bool) -> None:
+    """In a process that forks workers: whether somebody waits for those that end (`wait_for_children(False)`)."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL if wanted else signal.SIG_IGN)
+
+
 class Terminated(SystemExit):
     """SIGTERM came: `finally` and `with` blocks run, tools write what they have, and the signal ends the process."""
 

@@ -203,6 +203,10 @@ class Descriptions:
             addresses = tuple(map(pointer_of, tensors))
         return Described(found.args, found.kwargs, addresses, found.number)
 
+    def make_room(self) -> None:
+        """A tool starts: the kinds of calls of its first step get numbers when they come (`seen.make_room()`)."""
+        self._room = _AT_ONCE
+
     def _is_worth_it(self, key: tuple[Any, ...]) -> bool:
         """Whether a key that is new is kept: while there is room, and later when it comes a second time."""
         if self._room > 0:

@@ -59,5 +59,11 @@ class Recent(Generic[K, V]):
                 self.keep(key, found)
         return found
 
+    def clear(self) -> None:
+        """Forget everything (`recent.clear()`)."""
+        self._older = {}
+        self.young.clear()
+        self._weight = 0
+
     def __len__(self) -> int:
         return len(self.young) + len(self._older)

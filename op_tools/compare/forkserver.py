@@ -109,7 +109,7 @@ def serve(control: int) -> NoReturn:
     from . import worker
 
     lifecycle.leave_signals_to_parent()  # this process ends when the run does
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers here
+    lifecycle.wait_for_children(False)
     torch.set_num_threads(1)
     conversation = socket.socket(fileno=control)
     while True:
@@ -125,7 +125,7 @@ def serve(control: int) -> NoReturn:
                 importlib.import_module(name)
         if os.fork() == 0:
             conversation.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            lifecycle.wait_for_children(True)
             worker.main(files[0], files[1], size)
         for file in files:
             os.close(file)

@@ -164,7 +164,7 @@ class Plan:
         known = self._rows
         if not known or self.gave_up:
             return None
-        left, right = ([v] if isinstance(v, Tensor) else list(leaves_of(v)) for v in (device, golden))
+        left, right = map(_leaves, (device, golden))
         if not len(left) == len(right) == len(known):
             return None
         if not all(v is None or isinstance(v, Tensor) for v in (*left, *right)):
@@ -184,6 +184,14 @@ class Plan:
         """Take over what the full way has found out about a call that is right."""
         known = [found for pair, row in zip(pairs, rows) if (found := _known_row(pair, row)) is not None]
         self._rows = tuple(known) if len(known) == len(rows) else ()
+
+
+def _leaves(value: Any) -> Sequence[Any]:
+    """What is compared on its own; quicker than `leaves_of` for a tensor, or a list of them."""
+    if isinstance(value, Tensor):
+        return (value,)
+    flat = isinstance(value, (list, tuple)) and all(v is None or isinstance(v, Tensor) for v in value)
+    return value if flat else list(leaves_of(value))
 
 
 def _looks(value: Tensor) -> tuple[Any, ...]:

@@ -367,6 +367,7 @@ class Interceptor(TorchFunctionMode):
                 self._patches = patches.Installed(self, backward.WatchedEngine)
                 self._interpreter.ease()
             self.tools = sorted([*self.tools, tool], key=lambda t: t.order)
+            self.descriptions.make_room()
             self.sums.tools_changed(self.tools)
             self._start_plans({})
             if not self.is_on() and not (self._patches is not None and self._patches.code.starts_inside()):

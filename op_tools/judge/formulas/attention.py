@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from ...call.description import Tensor
-from .query import FORMULAS, Formula, FormulaQuery, Terms, arguments, incoming, position_of, single
+from .query import FORMULAS, WITH_DROPOUT, Formula, FormulaQuery, Terms, arguments, incoming, position_of, single
 
 if TYPE_CHECKING:
     from ..golden import Source
@@ -62,7 +62,7 @@ def _attended(source: Source) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
 
 _ATTENTION: Final = "scaled_dot_product_flash_attention_for_cpu"
 # With dropout the golden run goes step by step. A device's fused kernel still takes the result that it has stored.
-FUSED_WITH_DROPOUT: Final = Formula(("scaled_dot_product_attention",), _attention_backward)
+WITH_DROPOUT.append(Formula(("scaled_dot_product_attention",), _attention_backward))
 FORMULAS.register(_ATTENTION, Formula(("scaled_dot_product_attention",), _attention))
 FORMULAS.register(
     f"{_ATTENTION}+{_ATTENTION}_backward", Formula(("scaled_dot_product_attention",), _attention_backward)

@@ -1,20 +1,26 @@
-"""What a formula for sigma is asked and answers, and how it is registered."""
+"""What a formula for sigma is asked and answers, how it is registered and found; and products of matrices.
+
+Products are most of what is asked: they need no other file.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+import torch
+
 from ...call.description import Tensor
-from ...call.operators.registry import Registry, kernel_names
+from ...call.operators.registry import FUNCTIONS, Registry, kernel_names, last_name
 from ...native.measuring import Bound
 from ..rounding import STORED_TERMS, Precision, Structure
 
 if TYPE_CHECKING:
     from ..golden import Source
 
-import torch
+_MIN_TERMS: Final = 32  # of a long sum of products: enough to know its size within a factor
 
 
 class Terms(NamedTuple):
@@ -60,6 +66,7 @@ class Formula(NamedTuple):
     terms: Callable[[FormulaQuery], Terms | None]
 
 
+WITH_DROPOUT: Final[list[Formula]] = []  # of backwards whose golden run, with dropout, goes step by step
 FORMULAS: Final = Registry[Formula]("formula for", kernel_names)
 
 
@@ -94,3 +101,80 @@ def position_of(query: FormulaQuery, *candidates: Any) -> int:
     if len(found) != 1:
         raise ValueError("the same tensor in two arguments")
     return found[0]
+
+
+@functools.cache
+def _by_kernels() -> dict[tuple[str, ...], Formula]:
+    return {tuple(kernels.split("+")): formula for kernels, formula in FORMULAS.by_name.items()}
+
+
+def terms(query: FormulaQuery) -> Terms | None:
+    """The terms of one result, or None where no formula applies (`terms(FormulaQuery(...))`)."""
+    structure = query.structure
+    known = _by_kernels().get(structure.kernels)
+    if known is None and query.source.draws and query.backward:
+        known = next((f for f in WITH_DROPOUT if last_name(query.source.name) in f.functions), None)
+    if known is None:
+        if not structure.sums_of_products or not structure.contracts:
+            return None
+    elif last_name(query.source.name) not in known.functions:
+        return None
+    try:
+        with torch.no_grad():
+            found = _products(query) if known is None else known.terms(query)
+    except (RuntimeError, LookupError, TypeError, ValueError, AttributeError):  # arguments that were not foreseen
+        return None
+    return found if found is not None and found.squares.shape == query.golden.shape else None
+
+
+# --- products of matrices ---------------------------------------------------------------------------------------
+
+
+def _products(query: FormulaQuery) -> Terms | None:
+    """Some of the squared terms of each sum: fewer than all, and nearly always enough."""
+    name, source = last_name(query.source.name), query.source
+    if query.backward and name == "linear" and source.tensors[query.number] is arguments(source, *_LINEAR)[2]:
+        sent = incoming(query)  # the bias gets the sum of the gradients
+        squares = sent.reshape(-1, sent.shape[-1]).square().sum(0)
+    else:
+        left, right = _factors_of(name, query)
+        if left.shape[-1] != right.shape[-2] or left.shape[:-2] != right.shape[:-2]:
+            return None
+        # a GPU has the time for all of them
+        step = max(1, left.shape[-1] // _MIN_TERMS) if left.is_cpu else 1
+        squares = torch.matmul(single(left[..., ::step]).square(), single(right[..., ::step, :]).square())
+    of_squares, of_result = weights_of_products(query.precision, query.structure)
+    if query.source.rounded_to is not None:  # autocast rounds the factors first
+        of_squares *= 0.9
+    return Terms(squares.reshape(query.golden.shape), of_squares, of_result)
+
+
+def _factors_of(name: str, query: FormulaQuery) -> tuple[Tensor, Tensor]:
+    """The matrices whose product a result is."""
+    given, linear = _operands(name, query.source), name == "linear"
+    left, right = given[0].detach(), given[1].detach()
+    right = right.t() if linear else right
+    if left.dim() < 2 or right.dim() < 2 or not left.is_floating_point() or not right.is_floating_point():
+        raise ValueError("not two matrices")
+    rows = left.dim() > 2 and right.dim() == 2
+    left = left.reshape(-1, left.shape[-1]) if rows else left
+    if not query.backward:
+        return left, right
+    grad = gradient(query)
+    grad = grad.reshape(-1, grad.shape[-1]) if rows else grad
+    if position_of(query, *given) == 0:
+        return grad, right.transpose(-2, -1)
+    return (grad.transpose(-2, -1), left) if linear else (left.transpose(-2, -1), grad)
+
+
+def _operands(name: str, source: Source) -> Sequence[Tensor]:
+    """The two matrices that a function multiplies, as they were given."""
+    if name == "linear":
+        return arguments(source, *_LINEAR)[:2]
+    known = FUNCTIONS.by_name.get(name)
+    if known is None or known.factors_at is None:
+        raise ValueError("not known to multiply two matrices")
+    return source.args[known.factors_at : known.factors_at + 2]
+
+
+_LINEAR: Final = ("input", "weight", "bias")

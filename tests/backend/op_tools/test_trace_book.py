@@ -16,6 +16,7 @@ from op_tools.compat import running_pass
 from op_tools.native import book
 from op_tools.trace.format import TABLES, Trace, read
 from op_tools.trace.record import Recorder
+from op_tools.watch import sums
 
 _VARIES = {"time", "stream", "step"}
 
@@ -102,6 +103,7 @@ def test_an_error_while_a_backward_is_recorded_is_said_once(
 ) -> None:
     if book.LIBRARY.wait() is None:
         pytest.skip(f"no compiler here, or it failed: {book.LIBRARY.failure}")
+    assert sums.LIBRARY.wait() is not None, sums.LIBRARY.failure
     layer = nn.Linear(4, 5).to(device)
     x = torch.randn(3, 4).to(device)
     look_of = Recorder._plain_look
