@@ -13,6 +13,7 @@ order otherwise, and no two runs agree. Captures are removed while the run goes 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -47,6 +48,7 @@ _SIZES: Final = {  # words, context, batch, width, layers, heads
 }
 _WINDOW: Final = 50  # steps over which memory is looked at
 _KEPT: Final = 2.0  # seconds that a capture stays on the disk
+_KEPT_EMPTY: Final = 20.0  # seconds that its folder does after that: gradients of the call may follow
 
 
 class Block(torch.nn.Module):
@@ -157,7 +159,7 @@ class Course:
 
 
 class Sweeper:
-    """Removes captures that were written some seconds ago, and counts them."""
+    """Removes captures that were written some seconds ago, counts them, and removes the folders that they leave."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._over = folder, threading.Event()
@@ -167,13 +169,23 @@ class Sweeper:
 
     def _work(self) -> None:
         while not self._over.wait(0.5):
-            self._sweep(time.time() - _KEPT)
+            self._sweep(time.time())
 
-    def _sweep(self, before: float) -> None:
-        for path in self._folder.rglob("*.pth"):
-            found = path.stat()
-            if found.st_mtime < before:
-                path.unlink()
+    def _sweep(self, now: float) -> None:
+        for folder, _, names in os.walk(self._folder / "op_capture_results", topdown=False):
+            for name in names:
+                if name.endswith((".pth", ".json")):
+                    self._remove(Path(folder, name), now - _KEPT)
+            # a folder that stays is listed in every sweep: with their number, the memory for that would grow
+            with contextlib.suppress(OSError):  # not empty
+                if os.stat(folder).st_mtime < now - _KEPT_EMPTY:
+                    os.rmdir(folder)
+
+    def _remove(self, path: Path, before: float) -> None:
+        found = path.stat()
+        if found.st_mtime < before:
+            path.unlink()
+            if path.suffix == ".pth":
                 self.files += 1
                 self.bytes += found.st_size
 
