@@ -29,6 +29,7 @@ from ..call.recent import Recent
 _BATCH_ROWS: Final = 4_000
 ASK_EVERY: Final = 64  # rows: so often whoever adds them calls `flush_when_due`
 _MAX_SITES: Final = 50_000  # parts of what tells them
+_MAX_VARIABLES: Final = 999  # in a statement: what every SQLite takes
 _FLUSH_SECONDS: Final = 0.2  # between two writes: what a killed process loses is not much older, also on busy cores
 
 Rows = deque[tuple[Any, ...]]
@@ -127,9 +128,16 @@ class Store:
             rows.clear()
 
     def _insert(self, insert: str, batch: list[tuple[Any, ...]]) -> None:
+        """Insert rows, many with a statement: for each one that runs, the GIL is handed over and taken back."""
+        head, values = insert.split(" VALUES ")
+        at_once = max(1, _MAX_VARIABLES // values.count("?"))
+        most = len(batch) - len(batch) % at_once
+        chunks = [list(itertools.chain.from_iterable(batch[i : i + at_once])) for i in range(0, most, at_once)]
         self._connection.execute("BEGIN")
         try:
-            self._connection.executemany(insert, batch)
+            if chunks:
+                self._connection.executemany(f"{head} VALUES {', '.join([values] * at_once)}", chunks)
+            self._connection.executemany(insert, batch[most:])
             self._connection.execute("COMMIT")
         except BaseException:
             with contextlib.suppress(sqlite3.Error):
