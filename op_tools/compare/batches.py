@@ -6,31 +6,25 @@ the GIL from it: the training only appends to a list, and one thread sends what 
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 from ..copies.operands import padded
 from .ladder import Job
-from .pool import Lease, Pool, Sending
+from .pool import Pool, Sending
+from .process import Lease
 from .worker import Message
 
 _SECONDS: Final = 0.1  # between two batches
 _FULL_SECONDS: Final = 0.02  # until processes that all have enough to do are asked again
 _AT_ONCE: Final = 32  # parts in one message
+_LOOKED_AT: Final = 64  # parts for which there is no process at the moment, until others are not looked at
 MAX_BYTES: Final = 3 << 29  # of parts that wait
-_SMALL: Final = 1 << 15  # bytes that are copied before the GIL could be handed over and taken back
-_copy_without_gil: Final = ctypes.CDLL(None).memmove
-_copy_without_gil.argtypes, _copy_without_gil.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t], None
-
-
-def _move(target: int, source: int, nbytes: int) -> None:
-    (_copy_without_gil if nbytes > _SMALL else ctypes.memmove)(target, source, nbytes)
 
 
 class Batches:
@@ -41,7 +35,7 @@ class Batches:
 
     def __init__(
         self,
-        lease: Callable[[Pool, Job], Lease | None],
+        lease: Callable[[Pool, Job, bool], Lease | None],
         back: Callable[[Job], None],
         failed: Callable[[str], None] = lambda why: None,
     ) -> None:
@@ -133,17 +127,16 @@ class Batches:
                     self._change.notify_all()
 
     def _send(self, parts: Sequence[Job]) -> None:
-        """Send parts to all processes in turn: none waits while another one has enough to do."""
+        """Send parts to the processes, to each as much as it will do soon: those that start later get their share."""
         assert self._pool is not None
-        queues: dict[int, deque[tuple[Job, Sending]]] = {}
-        for part in parts:
-            lease = self._lease(self._pool, part)
-            if lease is None:
-                self._done([part])
-                self._back(part)
-            else:
-                queues.setdefault(id(lease.worker), deque()).append((part, self._sending(part, lease)))
-        while queues:
+        waiting, queues = deque(parts), dict[int, deque[tuple[Job, Sending]]]()
+        while waiting or queues:
+            if waiting and not self._pool.is_ready():
+                self._done(waiting)
+                for part in waiting:
+                    self._back(part)
+                waiting.clear()
+            self._deal(waiting, queues)
             sent = 0
             for number, queue in list(queues.items()):
                 batch = [sending for _, sending in itertools.islice(queue, _AT_ONCE)]
@@ -154,10 +147,23 @@ class Batches:
                     self._back(part)
                 if not queue:
                     del queues[number]
-            if not sent:
+            if not sent and (waiting or queues):
                 time.sleep(_FULL_SECONDS)
 
-    def _done(self, parts: Sequence[Job]) -> None:
+    def _deal(self, waiting: deque[Job], queues: dict[int, deque[tuple[Job, Sending]]]) -> None:
+        """Choose processes for parts, until all have enough to do."""
+        assert self._pool is not None
+        later: list[Job] = []
+        while waiting and len(later) < _LOOKED_AT:
+            part = waiting.popleft()
+            lease = self._lease(self._pool, part, True)
+            if lease is None:
+                later.append(part)
+            else:
+                queues.setdefault(id(lease.worker), deque()).append((part, self._sending(part, lease)))
+        waiting.extendleft(reversed(later))
+
+    def _done(self, parts: Collection[Job]) -> None:
         for part in parts:
             self._unsent.pop(id(part), None)
         with self._change:
@@ -169,18 +175,5 @@ class Batches:
         assert part.snapshot is not None
         message = Message(part.number, part.phase, part.call.wire(), part.nbytes, 0, unasked=part.unasked)
         operands = (part.before, part.snapshot)
-        storages = [*part.before.storages, *part.snapshot.storages]
-        size = sum([padded(s.nbytes) for s in storages])
-
-        def copy(first: int, start: int) -> list[tuple[int, int]]:
-            for each in operands:
-                if each.event is not None:
-                    each.event.synchronize()
-            spans = []
-            for storage in storages:
-                _move(first + start, storage.data_ptr(), storage.nbytes)
-                spans.append((start, storage.nbytes))
-                start += padded(storage.nbytes)
-            return spans
-
-        return Sending(lease, message, operands, size, copy, part)
+        size = sum([padded(s.nbytes) for each in operands for s in each.storages])
+        return Sending(lease, message, operands, size, part)

@@ -17,6 +17,10 @@ import sys
 from pathlib import Path
 from typing import Final, NoReturn
 
+import torch
+
+from ditorch_common.toolchain import cache_root
+
 from .. import lifecycle, settings
 
 _ONE_THREAD: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -70,7 +74,7 @@ class ForkServer:
         try:
             self._process = subprocess.Popen(
                 _command(theirs.fileno()),
-                env={**settings.environment(), **dict.fromkeys(_ONE_THREAD, "1"), "CUDA_VISIBLE_DEVICES": ""},
+                env={**_environment(), **dict.fromkeys(_ONE_THREAD, "1"), "CUDA_VISIBLE_DEVICES": ""},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -104,8 +108,6 @@ class ForkServer:
 
 def serve(control: int) -> NoReturn:
     """Fork a worker for each message, until the other side closes."""
-    import torch
-
     from . import worker
 
     lifecycle.leave_signals_to_parent()  # this process ends when the run does
@@ -138,6 +140,20 @@ def available() -> bool:
         return True
     except (AttributeError, OSError):  # an old kernel, or a sandbox that forbids it
         return False
+
+
+def _environment() -> dict[str, str]:
+    """That of the run; where PyTorch lies without compiled Python files, with a folder for them in the build cache.
+
+    Compiling them takes two thirds of the time of `import torch`. Images for containers often leave them out.
+    """
+    found = dict(settings.environment())
+    compiled = getattr(torch.__spec__, "cached", None)
+    if compiled is None or not os.path.exists(compiled):
+        with contextlib.suppress(OSError):
+            found["PYTHONPYCACHEPREFIX"] = str(cache_root(found) / "bytecode")
+            found.pop("PYTHONDONTWRITEBYTECODE", None)
+    return found
 
 
 def _command(control: int) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import threading
@@ -18,8 +19,10 @@ from ...copies.operands import Operands
 from ...judge.verdict import NOT_COMPARABLE, RIGHT, WEAK, Judgement, Row
 from .. import cores, pool
 from ..batches import Batches
+from ..forkserver import ForkServer
 from ..ladder import BACKWARD, FORWARD, PENDING, ComparedCall, Job, Judge, Setup
-from ..pool import Lease, Pool
+from ..pool import Pool
+from ..process import Lease
 from ..trees import needs_gradients, sendable
 from ..worker import Answer, Message, Options
 
@@ -51,6 +54,7 @@ class Workers(Judge):
         super().__init__(setup)
         self.processes, self._patience = processes, patience
         self.pool: Pool | None = None
+        self._server: ForkServer | None = None  # until there is a pool
         self._lock = threading.Lock()
         self._busy, self._began = 0.0, time.monotonic()  # seconds of comparing in this process, and since when
         self._device: torch.device | None = None
@@ -62,9 +66,18 @@ class Workers(Judge):
     def expects(self, call: ComparedCall) -> bool:
         if self._device is None:
             self._device = call.live.device
-            if not self._patience:
+            if self._patience:
+                self._prepare()
+            else:
                 self._start()
         return False
+
+    def _prepare(self) -> None:
+        """Let the process start that others are forked from: it needs seconds for its imports, and a core."""
+        with contextlib.suppress(OSError), self._lock:  # what is wrong is said when processes are needed
+            if self.pool is None and self._server is None:
+                self._server = ForkServer()
+                _active.add(self)
 
     def _start(self) -> None:
         setup = self.setup
@@ -74,7 +87,8 @@ class Workers(Judge):
                 return
             try:
                 device = self._device or torch.device("cpu")
-                self.pool = Pool(self.processes, options, device, self._answered, self._started)
+                server, self._server = self._server, None
+                self.pool = Pool(self.processes, options, device, self._answered, self._started, server)
                 _active.add(self)
             except (OSError, ValueError, RuntimeError, pickle.PicklingError) as error:
                 self.processes = 0  # no memory, files or threads left
@@ -87,8 +101,8 @@ class Workers(Judge):
             if lease is not None:
                 job.call.notes[self] = lease
 
-    def _lease(self, pool: Pool, job: Job) -> Lease | None:
-        return pool.lease(job.nbytes, (job.call.op, job.call.numbers, job.phase))
+    def _lease(self, pool: Pool, job: Job, may_wait: bool = False) -> Lease | None:
+        return pool.lease(job.nbytes, (job.call.op, job.call.numbers, job.phase), may_wait)
 
     def claims(self, parts: Sequence[Job]) -> bool:
         if not self.processes or not all(map(self._may_send, parts)):
@@ -223,6 +237,10 @@ class Workers(Judge):
         self._batches.close()
         if self.pool is not None:
             self.pool.close()
+        with self._lock:
+            server, self._server = self._server, None
+        if server is not None:
+            server.end()
         _active.discard(self)
 
     def release(self) -> None:
@@ -242,7 +260,17 @@ def _finish_at_exit() -> None:
 
 
 lifecycle.at_exit(lifecycle.Exit.WORKERS, _finish_at_exit)
-lifecycle.after_fork_in_child(_active.clear)
+
+
+def _forget_in_child() -> None:
+    """A forked child must not keep the process alive that workers are forked from."""
+    for workers in list(_active):
+        if workers._server is not None:
+            workers._server.forget()
+    _active.clear()
+
+
+lifecycle.after_fork_in_child(_forget_in_child)
 
 
 def _ranks_here() -> int:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import ditorch
 import op_tools
-from op_tools.compare import forkserver
+from op_tools.compare import forkserver, process
 from op_tools.compare import pool as compare_pool
 from op_tools.compare.judges.workers import Workers
 from op_tools.watch import sums
@@ -169,7 +169,7 @@ def test_a_process_that_was_stopped_does_not_keep_the_run_from_ending(
 ) -> None:
     (helper,) = one_process.judge(Workers).pool._processes
     os.kill(helper.process.pid, signal.SIGSTOP)
-    monkeypatch.setattr(compare_pool, "_STALLED_SECONDS", 1.0)
+    monkeypatch.setattr(process, "_STALLED_SECONDS", 1.0)
     x = torch.randn(64, 64, device=device)
     for _ in range(10):
         x = torch.tanh(x)
@@ -281,7 +281,7 @@ def test_processes_are_for_runs_that_last(device: str, monkeypatch: pytest.Monke
 def test_gradients_that_are_larger_than_the_shared_memory(
     device: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.setattr(compare_pool, "_RING", 1 << 16)
+    monkeypatch.setattr(compare_pool, "RING", 1 << 16)
     tool = request.getfixturevalue("one_process")
     x = torch.randn(8, 4, 8, 8, device=device, requires_grad=True)
     y = torch.relu(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import threading
 from typing import Any
 
@@ -12,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from op_tools.call.description import tensors_in
+from op_tools.compare import process
+from op_tools.compare.process import write_pieces
 from op_tools.compare.ring import Ring
 from op_tools.compare.trees import needs_gradients, sendable
 from op_tools.compare.worker import Answer, Message, Options, Worker
@@ -21,6 +24,32 @@ from op_tools.judge.verdict import Rules
 from op_tools.view.rows import Row
 
 OPTIONS = Options(Rules(), 1 << 20, 1 << 30, 10.0)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs Linux")
+@given(
+    gaps_and_sizes=st.lists(st.tuples(st.sampled_from([0, 1, 63, 4096, 4097]), st.integers(0, 300)), max_size=40),
+    most=st.integers(1, 5),
+    short=st.integers(1, 50),
+)
+def test_pieces_are_written_to_their_places(gaps_and_sizes: list[tuple[int, int]], most: int, short: int) -> None:
+    """Whatever lies between them, and where the system writes less than it was given."""
+    pieces, place, rng = list[tuple[int, torch.Tensor]](), 0, torch.Generator().manual_seed(most)
+    for gap, size in gaps_and_sizes:
+        place += gap
+        pieces.append((place, torch.randint(1, 255, (size,), dtype=torch.uint8, generator=rng)))
+        place += size
+    pieces = pieces[len(pieces) // 2 :] + pieces[: len(pieces) // 2]  # a ring begins again somewhere
+    memory, write = os.memfd_create("test"), os.pwritev
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "_MAX_PIECES", most)
+        patch.setattr(os, "pwritev", lambda file, buffers, at: write(file, [memoryview(buffers[0])[:short]], at))
+        try:
+            write_pieces(memory, pieces)
+            for start, piece in pieces:
+                assert os.pread(memory, len(piece), start) == bytes(piece.tolist())
+        finally:
+            os.close(memory)
 
 
 @given(
