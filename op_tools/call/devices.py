@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
-from ..compat import count_dispatch_modes, no_dispatch_modes, no_torch_function, set_grad_enabled
+from ..compat import count_dispatch_modes, cuda_stream_captures, no_dispatch_modes, no_torch_function, set_grad_enabled
 
 # What stands in for these dtypes on a device that does not have them, and what is said then.
 NARROWER: Final = {torch.float64: torch.float32, torch.complex128: torch.complex64}
@@ -66,6 +67,16 @@ def accelerator_type() -> str:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return "cpu" if found is None else found.type
     return "cpu"
+
+
+def stream_captures(device_type: str) -> Callable[[], bool] | None:
+    """What tells whether the current stream is being captured into a graph; None where a device has no such graphs.
+
+    Graphs that ditorch emulates record below a dispatch mode: whoever sees that mode need not ask.
+    """
+    if device_type == "cuda" and cuda_stream_captures is not None:
+        return cuda_stream_captures
+    return getattr(module_of(device_type), "is_current_stream_capturing", None)
 
 
 def synchronize(device_type: str) -> None:

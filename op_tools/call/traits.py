@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -55,6 +56,14 @@ class OpTraits:
     def may_write(self) -> bool:
         """Whether a call without keyword arguments may write to its arguments; `out` and `inplace` come on top."""
         return questions.may_mutate(self.name, {})
+
+    @functools.cached_property
+    def names_inplace(self) -> bool:
+        """Whether it writes to its argument only where `inplace` says so, which modes get by name (`F.relu`)."""
+        function = self.function
+        if getattr(function, "__module__", "") != "torch.nn.functional" or not isinstance(function, FunctionType):
+            return False
+        return "inplace" in function.__code__.co_varnames[: function.__code__.co_argcount]
 
     @functools.cached_property
     def is_optimizer(self) -> bool:

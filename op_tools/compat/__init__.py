@@ -292,6 +292,7 @@ def _no_cuda(*_: Any) -> int:
 
 
 cuda_device: Final[Callable[[], int]] = getattr(torch._C, "_cuda_getDevice", _no_cuda)
+cuda_stream_captures: Final[Callable[[], bool] | None] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 cuda_stream: Final[Callable[[int], int]] = getattr(torch._C, "_cuda_getCurrentRawStream", _no_cuda)
 
 DYNAMO_WRAPPERS: Final = frozenset({"compile_wrapper", "_fn"})  # functions that Dynamo puts around compiled ones

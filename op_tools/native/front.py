@@ -13,7 +13,7 @@ import torch
 
 from ..call import description, site
 from ..compat import TensorBase, count_dispatch_modes, count_function_modes
-from . import compiling
+from . import compiling, tensors
 
 _SOURCE: Final = compiling.SOURCES / "front.cpp"
 _IN_KERNELS: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # in the order of `statistics.cu`
@@ -23,6 +23,10 @@ _FLOATING: Final = {
     for one in _DTYPES
     if one.is_floating_point or one.is_complex
 }
+
+
+# Each value of these is one object as long as the process runs.
+_CONSTANTS: Final = frozenset([torch.dtype, torch.layout, torch.memory_format])
 
 
 def _build(include: str, key: str) -> Path | None:
@@ -44,8 +48,22 @@ LIBRARY: Final = compiling.Library("front", _load)
 
 def ready() -> Any:
     """The compiled steps, put in the place of their twins; None until they are there (`ready().bound_to(mode)`)."""
+    tensors.LIBRARY.begin()
     front = LIBRARY.get()
     if front is not None:
         description.key_of = front.key_of
         site.call_site = front.call_site
+        tensors.LIBRARY.get()
+        use_reader()
     return front
+
+
+_reading = False
+
+
+def use_reader() -> None:
+    """Read tensors in machine code from now on, if what does that has been compiled by now (`use_reader()`)."""
+    global _reading
+    if not _reading and LIBRARY.loaded is not None and tensors.LIBRARY.loaded is not None:
+        LIBRARY.loaded.set_reader(tensors.LIBRARY.loaded, TensorBase, _CONSTANTS)
+        _reading = True

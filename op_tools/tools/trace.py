@@ -90,7 +90,8 @@ class OpTrace(Tool):
         return self._recorder
 
     def light(self, traits: OpTraits) -> tuple[Any, ...] | None:
-        writes = traits.may_write or traits.mutates or traits.is_optimizer or traits.collective
+        may_write = traits.may_write and not traits.names_inplace  # `native.front` looks at what has that name
+        writes = may_write or traits.mutates or traits.is_optimizer or traits.collective
         if type(self) is not OpTrace or self.gated or self.only is not None or self._stacks > 1 or writes:
             return None
         recorder = self._started()

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from .. import lifecycle, settings
 from ..call import site
 from ..call.description import Described, Descriptions, Tensor, TensorMeta, tensors_in
-from ..call.devices import names_device
+from ..call.devices import accelerator_type, names_device, stream_captures
 from ..call.placement import is_on_device
 from ..call.traits import OpTraits, traits_of
 from ..compat import (
@@ -387,7 +387,7 @@ class Interceptor(TorchFunctionMode):
                 self.descriptions.of_result,
                 ids,
                 self.regions.starts,
-                self.capturing,
+                self.capturing and stream_captures(accelerator_type()),
             )
             self._front.set_plans(plans, self._make_plan, self.watch, shared)
 
@@ -410,6 +410,7 @@ class Interceptor(TorchFunctionMode):
             self.step += 1
             if self._front is None and self._plans is not None:
                 self._start_plans({})
+            front.use_reader()
 
     def passes_ended(self, graph_is_kept: bool) -> None:
         """Backward passes have ended, and none is under way (`INTERCEPTOR.passes_ended(False)`)."""

@@ -39,6 +39,7 @@ PyObject *watcher = nullptr;
 PyObject *around = nullptr;  // what calls without Python need to know of the interceptor, see front_light.h
 PyObject *name_light, *name_step, *name_append, *name_type;
 
+void forget_all();
 PyObject *watch_lightly(PyObject *light, PyObject *function, PyObject *args, PyObject *kwargs, bool &watched);
 
 PyObject *set_plans(PyObject *, PyObject *args) {
@@ -52,6 +53,7 @@ PyObject *set_plans(PyObject *, PyObject *args) {
   watcher = new_watcher;
   around = new_around;
   for (PyObject *one : old) Py_XDECREF(one);
+  forget_all();
   Py_RETURN_NONE;
 }
 
@@ -392,6 +394,8 @@ PyObject *key_of(PyObject *, PyObject *const *given, Py_ssize_t count) {
   return key.tuple();
 }
 
+#include "front_words.h"
+
 #include "front_light.h"
 
 #include "front_ledger.h"
@@ -403,6 +407,7 @@ PyMethodDef methods[] = {
     {"set_up", set_up, METH_VARARGS, "The class of tensors, what may be part of a key, and what tells code apart."},
     {"key_of", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(key_of)), METH_FASTCALL,
      "A tuple that is equal for arguments that look alike."},
+    {"set_reader", set_reader, METH_VARARGS, "What reads a tensor, the class of tensors in C++, and classes of constants."},
     {"set_up_ledger", set_up_ledger, METH_VARARGS, "The class of tensors in C++, floating dtypes, and the usual layout."},
     {"launch_statistics", launch_statistics, METH_VARARGS, "Measure tensors on a GPU with one kernel."},
     {nullptr, nullptr, 0, nullptr},

@@ -42,22 +42,19 @@ PyObject *description_of(PyObject *args, PyObject *kwargs, PyObject *tensors, Py
   return found;
 }
 
-PyObject *addresses_of(PyObject *inputs, PyObject *outputs) {
-  const Py_ssize_t first = PyList_GET_SIZE(inputs), count = first + PyList_GET_SIZE(outputs);
-  PyObject *bytes = PyBytes_FromStringAndSize(nullptr, count * 8);
-  if (bytes == nullptr) return nullptr;
-  char *place = PyBytes_AS_STRING(bytes);
-  for (Py_ssize_t i = 0; i < count; ++i, place += 8) {
-    PyObject *tensor = i < first ? PyList_GET_ITEM(inputs, i) : PyList_GET_ITEM(outputs, i - first);
-    Owned number{PyObject_CallOneArg(call_data_ptr, tensor)};
-    uint64_t address = number == nullptr ? 0 : PyLong_AsUnsignedLongLong(number);
+void add_addresses(std::vector<uint64_t> &addresses, const Words &like) {
+  for (int32_t i = 0; i < like.tensors; ++i) addresses.push_back(like.read[i].address);
+}
+
+void add_addresses(std::vector<uint64_t> &addresses, PyObject *tensors) {
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
+    Owned number{PyObject_CallOneArg(call_data_ptr, PyList_GET_ITEM(tensors, i))};
+    addresses.push_back(number == nullptr ? 0 : PyLong_AsUnsignedLongLong(number));
     if (PyErr_Occurred()) {  // some tensors have no address
       PyErr_Clear();
-      address = 0;
+      addresses.back() = 0;
     }
-    std::memcpy(place, &address, 8);
   }
-  return bytes;
 }
 
 // A device event that is recorded now, by the backward clock; a null pointer where that fails.
@@ -75,6 +72,7 @@ PyObject *now() {  // as time.perf_counter_ns
 struct Watched {
   PyObject *light, *id, *location, *inputs;  // borrowed
   Owned tensors, began, begun;
+  std::vector<uint64_t> addresses;  // of tensors among the arguments, then of results
   void *events[2] = {nullptr, nullptr};  // before and after
   void (*release)(void *, void *) = nullptr;
   long long sequence = 0;
@@ -91,10 +89,11 @@ long long sequence_of(PyObject *light) {
 }
 
 // One row in the order of the tool's table, or one timing that waits until the device has passed its events.
-PyObject *row_of(Watched &call, PyObject *site, PyObject *step, PyObject *results) {
+PyObject *row_of(Watched &call, PyObject *site, PyObject *step) {
   PyObject *light = call.light;
   if (PyTuple_GET_SIZE(light) == kSizeOfNote) {
-    Owned addresses{addresses_of(call.tensors, results)};
+    const auto *bytes = reinterpret_cast<const char *>(call.addresses.data());
+    Owned addresses{PyBytes_FromStringAndSize(bytes, Py_ssize_t(8 * call.addresses.size()))};
     if (addresses == nullptr) return nullptr;
     return PyTuple_Pack(5, PyTuple_GET_ITEM(light, kRun), call.id, site, step, addresses.object);
   }
@@ -159,25 +158,56 @@ bool trace(Watched &call, PyObject *shared, PyObject *result) {
   return done != nullptr;
 }
 
-bool note(Watched &call, PyObject *shared, PyObject *result) {
-  PyObject *light = call.light, *op = PyTuple_GET_ITEM(light, kOp), *on_device;
+// What a call returned, owned: as remembered, else by its tuple; a null pointer after an error. Addresses are noted.
+PyObject *described_result(Watched &call, PyObject *shared, PyObject *result) {
+  Words like;
+  const bool is_read = read_tensor != nullptr && like.add(result);
+  const uint64_t hash = is_read ? like.hash() : 0;
+  PyObject *found = is_read ? Py_XNewRef(remembered(like, hash)) : nullptr;
+  if (is_read) add_addresses(call.addresses, like);
+  if (found != nullptr) return found;
   Owned results{PyList_New(0)}, only{PyTuple_Pack(1, result)};
-  if (results == nullptr || only == nullptr) return false;
-  Owned outputs{Py_XNewRef(description_of(only, nullptr, results, PyTuple_GET_ITEM(shared, kKnown)))};
-  if (outputs == nullptr || !all_plain(results, on_device)) {
+  if (results == nullptr || only == nullptr) return nullptr;
+  PyObject *on_device;
+  found = Py_XNewRef(description_of(only, nullptr, results, PyTuple_GET_ITEM(shared, kKnown)));
+  if (found != nullptr && all_plain(results, on_device)) {
+    if (is_read) remember(like, hash, found);
+  } else {
     PyErr_Clear();
-    Py_XDECREF(outputs.object);
-    outputs.object = PyObject_CallFunctionObjArgs(PyTuple_GET_ITEM(shared, kDescribe), result, results.object, nullptr);
-    if (outputs == nullptr) return false;
+    Py_XDECREF(found);
+    found = PyObject_CallFunctionObjArgs(PyTuple_GET_ITEM(shared, kDescribe), result, results.object, nullptr);
   }
-  Owned place{PyTuple_Pack(4, op, call.location, PyTuple_GET_ITEM(call.inputs, 3), PyTuple_GET_ITEM(outputs.object, 3))};
-  if (place == nullptr) return false;
-  Owned site{Py_XNewRef(PyDict_GetItemWithError(PyTuple_GET_ITEM(light, kSites), place))};
-  if (site == nullptr && !PyErr_Occurred())
-    site.object = PyObject_CallFunctionObjArgs(PyTuple_GET_ITEM(light, kFindSite), op, call.location, call.inputs,
-                                               outputs.object, nullptr);
+  if (!is_read && found != nullptr) add_addresses(call.addresses, results);
+  return found;
+}
+
+// The number of the site of a call, owned; a null pointer after an error.
+PyObject *numbered_site(Watched &call, PyObject *outputs) {
+  PyObject *light = call.light, *op = PyTuple_GET_ITEM(light, kOp);
+  PyObject *parts[] = {op, call.location, call.inputs, outputs};
+  Site &known = site_of(parts);
+  if (known.number != nullptr && std::memcmp(known.parts, parts, sizeof(parts)) == 0) return Py_NewRef(known.number);
+  Owned place{PyTuple_Pack(4, op, call.location, PyTuple_GET_ITEM(call.inputs, 3), PyTuple_GET_ITEM(outputs, 3))};
+  if (place == nullptr) return nullptr;
+  Owned number{Py_XNewRef(PyDict_GetItemWithError(PyTuple_GET_ITEM(light, kSites), place))};
+  if (number == nullptr)
+    return PyErr_Occurred() ? nullptr
+                            : PyObject_CallFunctionObjArgs(PyTuple_GET_ITEM(light, kFindSite), op, call.location,
+                                                           call.inputs, outputs, nullptr);
+  Site &room = site_of(parts);
+  Site old = room;
+  for (int i = 0; i < 4; ++i) room.parts[i] = Py_NewRef(parts[i]);
+  room.number = Py_NewRef(number.object);
+  for (PyObject *one : {old.parts[0], old.parts[1], old.parts[2], old.parts[3], old.number}) Py_XDECREF(one);
+  return Py_NewRef(number.object);
+}
+
+bool note(Watched &call, PyObject *shared, PyObject *result) {
+  PyObject *light = call.light;
+  Owned outputs{described_result(call, shared, result)};
+  Owned site{outputs == nullptr ? nullptr : numbered_site(call, outputs)};
   Owned step{site == nullptr ? nullptr : PyObject_GetAttr(PyTuple_GET_ITEM(shared, kInterceptor), name_step)};
-  Owned row{step == nullptr ? nullptr : row_of(call, site, step, results)};
+  Owned row{step == nullptr ? nullptr : row_of(call, site, step)};
   if (row == nullptr) return false;
   PyObject *rows = PyTuple_GET_ITEM(light, kRows);
   if (!count_call(light)) return false;
@@ -204,8 +234,10 @@ bool may_watch(PyObject *shared) {
 // Whether arguments by name say that a call writes to one.
 bool names_written(PyObject *kwargs) {
   if (kwargs == nullptr) return false;
-  for (const char *name : {"out", "inplace"})
-    if (PyDict_GetItemString(kwargs, name) != nullptr) return true;
+  for (const char *name : {"out", "inplace"}) {
+    PyObject *value = PyDict_GetItemString(kwargs, name);
+    if (value != nullptr && value != Py_None && value != Py_False) return true;
+  }
   return false;
 }
 
@@ -215,6 +247,66 @@ bool is_on(PyObject *tensor, PyObject *device_type) {
   if (device_type == nullptr) return true;
   Owned device{got(get_device, tensor)}, type{device == nullptr ? nullptr : PyObject_GetAttr(device, name_type)};
   return type != nullptr && PyUnicode_Compare(type, device_type) == 0;
+}
+
+// Whether the first tensor that is not on the CPU is on the device whose times are measured, or on any.
+bool is_on_device(const Words &like, PyObject *device_type) {
+  static PyObject *known_type = nullptr;  // the last that was compared, by name
+  static int32_t known_number = 0;
+  for (int32_t i = 0; i < like.tensors; ++i) {
+    const Read &one = like.read[i];
+    if (one.device_type == 0) continue;
+    if (one.device_type < 0) return false;
+    if (device_type == nullptr || (known_type == device_type && known_number == one.device_type)) return true;
+    if (!is_on(one.tensor, device_type)) return false;
+    Py_INCREF(device_type);
+    Py_XSETREF(known_type, device_type);
+    known_number = one.device_type;
+    return true;
+  }
+  return false;
+}
+
+bool list_tensors(Watched &call, const Words &like) {
+  call.tensors.object = PyList_New(like.tensors);
+  if (call.tensors == nullptr) return false;
+  for (int32_t i = 0; i < like.tensors; ++i) PyList_SET_ITEM(call.tensors.object, i, Py_NewRef(like.read[i].tensor));
+  return true;
+}
+
+// What the arguments of a call look like, owned, if that is known and the call is one to watch; no error is set.
+PyObject *described_arguments(Watched &call, PyObject *shared, PyObject *args, PyObject *kwargs, bool timed, bool traced) {
+  PyObject *device_type = timed ? PyTuple_GET_ITEM(call.light, kDeviceType) : nullptr;
+  Words like;
+  const bool is_read = read_tensor != nullptr && like.add_all(args, kwargs);
+  if (is_read && !is_on_device(like, device_type)) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  const uint64_t hash = is_read ? like.hash() : 0;
+  Owned found{is_read ? Py_XNewRef(remembered(like, hash)) : nullptr};
+  if (found == nullptr) {
+    call.tensors.object = PyList_New(0);
+    if (call.tensors != nullptr)
+      found.object = Py_XNewRef(description_of(args, kwargs, call.tensors, PyTuple_GET_ITEM(shared, kKnown)));
+    PyObject *on_device = nullptr;
+    if (found == nullptr || !all_plain(call.tensors, on_device) || on_device == nullptr || !is_on(on_device, device_type)) {
+      PyErr_Clear();
+      return nullptr;
+    }
+    if (is_read) remember(like, hash, found);
+  } else if (traced && !list_tensors(call, like)) {
+    PyErr_Clear();
+    return nullptr;
+  }
+  if (!timed && !traced) {  // where tensors were before the call
+    if (is_read) {
+      add_addresses(call.addresses, like);
+    } else {
+      add_addresses(call.addresses, call.tensors);
+    }
+  }
+  return Py_NewRef(found.object);
 }
 
 // Call a function and note it; `watched` stays false where `Interceptor.watch` must do that, and nothing has happened then.
@@ -228,16 +320,8 @@ PyObject *watch_lightly(PyObject *light, PyObject *function, PyObject *args, PyO
   }
   Watched call{};
   call.light = light;
-  call.tensors.object = PyList_New(0);
-  PyObject *on_device = nullptr;
-  Owned inputs{call.tensors == nullptr
-                   ? nullptr
-                   : Py_XNewRef(description_of(args, kwargs, call.tensors, PyTuple_GET_ITEM(shared.object, kKnown)))};
-  if (inputs == nullptr || !all_plain(call.tensors, on_device) || on_device == nullptr ||
-      !is_on(on_device, timed ? PyTuple_GET_ITEM(light, kDeviceType) : nullptr)) {
-    PyErr_Clear();
-    return nullptr;
-  }
+  Owned inputs{described_arguments(call, shared, args, kwargs, timed, traced)};
+  if (inputs == nullptr) return nullptr;
   Owned location{call_site(nullptr, nullptr)}, id{location == nullptr ? nullptr : PyIter_Next(PyTuple_GET_ITEM(shared.object, kIds))};
   if (id != nullptr && timed) {
     call.sequence = sequence_of(light);

@@ -11,7 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import op_tools
-from op_tools.native import front, ledger
+from op_tools.native import front, ledger, tensors
 from op_tools.native.statistics import Measure
 from op_tools.watch import backward_clock
 from op_tools.watch.intercept import INTERCEPTOR
@@ -82,6 +82,70 @@ def test_the_records_are_the_same(device: str, name: str, monkeypatch: pytest.Mo
     assert found[0] == found[1]
     assert counts[0] == counts[1]
     assert walks[0] < walks[1] - 15, "C++ watched some by itself"
+
+
+def _look_alikes(device: str) -> list[Callable[[], Any]]:
+    """Calls of a few functions whose arguments differ in one thing each: what tells them apart must be in their key."""
+    base = torch.arange(24.0, device=device).reshape(2, 3, 4)
+    shaped = [
+        base,
+        base.transpose(0, 2),
+        base[:, :, ::2],
+        base[1:],
+        base.view(6, 4),
+        base.view(24),
+        base.to(torch.float64),
+    ]
+    shaped += [
+        base.to(torch.complex64),
+        base.to(torch.complex64).conj(),
+        base.detach().clone().requires_grad_(),
+        base[:0],
+    ]
+    shaped += [torch.nn.Parameter(base.clone()), base.to(torch.int64), base.to(torch.int32), base[0, 0, 0]]
+    found: list[Callable[[], Any]] = [lambda x=x: torch.add(x, x) for x in shaped]
+    numbers = [0, 1, True, False, 0.0, -0.0, 1.0, float("inf"), -1, 2**40]
+    found += [lambda n=n: torch.mul(base, n) for n in numbers]
+    found += [lambda n=n: torch.add(base, 1, alpha=n) for n in (1, 1.0, 2)]
+    found += [lambda d=d, k=k: torch.sum(base, d, keepdim=k) for d in (0, 1, (0,), [0, 1]) for k in (True, False)]
+    found += [lambda d=d: torch.sum(base, 0, dtype=d) for d in (torch.float32, torch.float64, None)]
+    found += [lambda s=s: base.view(s) for s in ((6, 4), [6, 4], base.view(6, 4).shape, (24,))]
+    found += [lambda a=a: torch.nn.functional.gelu(base, approximate=a) for a in ("none", "tanh")]
+    slices = [slice(0, 1), slice(0, 2), slice(None, 2), slice(0, None, 2), ..., None, 0]
+    found += [lambda i=i: base[i] for i in slices]
+    found += [lambda p=p: torch.cat(p) for p in ([base, base], (base, base), [base])]
+    found += [lambda m=m: base.to(memory_format=m) for m in (torch.contiguous_format, torch.preserve_format)]
+    found += [lambda k=k: torch.einsum(k, base, base) for k in ("abc,abc->ab", "abc,abc->a", "abc,abc->" + "ab" * 1)]
+    return found
+
+
+@pytest.mark.parametrize("reading", [True, False])
+def test_calls_that_look_nearly_alike_are_told_apart(
+    device: str, reading: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OP_TOOLS_CONSOLE", "off")
+    if reading and tensors.LIBRARY.wait() is None:
+        pytest.skip(f"not compiled here {tensors.LIBRARY.failure}")
+    front.use_reader()
+    order = [number for number in range(len(_look_alikes(device))) for _ in range(4)]
+    random.Random(1).shuffle(order)
+    found = []
+    for light in (True, False):
+        if not light:
+            monkeypatch.setattr(op_tools.OpObserve, "light", lambda self, traits: None)
+        with op_tools.OpObserve() as observe:
+            calls = _look_alikes(device)
+            if light and not reading:
+                INTERCEPTOR._front.set_reader(0, torch._C.TensorBase, frozenset())
+            try:
+                for number in order:
+                    calls[number]()
+            finally:
+                if light and not reading:
+                    monkeypatch.setattr(front, "_reading", False)
+                    front.use_reader()
+        found.append(_rows(observe))
+    assert found[0] == found[1]
 
 
 def test_addresses_are_those_of_the_tensors(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
