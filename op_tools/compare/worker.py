@@ -78,9 +78,8 @@ class Worker:
 
     def __init__(self, buffer: Tensor, options: Options) -> None:
         self._buffer = buffer
-        self._comparer = Comparer(
-            options.rules, MemoryBudget(options.kept_bytes), options.max_bytes, options.max_seconds
-        )
+        limits = MemoryBudget(options.kept_bytes), options.max_bytes, options.max_seconds
+        self._comparer = Comparer(options.rules, *limits, only_gradients=True)
         self._trees: dict[int, Any] = {}
         self._remembered: dict[int, _Remembered] = {}
 

@@ -75,6 +75,9 @@ def test_another_process_gets_the_operator(folder: Path, source: str) -> None:
     module = _module(folder, name, source)
     function = getattr(torch.ops, name).scan
     origin = origin_of(function)
+    if source is LIBRARY and "ditorch" in sys.modules:  # which stands between: where it was registered is not known
+        assert origin is None
+        return
     assert origin is not None
     assert origin.modules == (name,)
     assert own_operator(f"{name}.scan", origin) is function, "it is here"
