@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
+from ..call.own_operators import Origin
 from ..copies.operands import padded
 from .ladder import Job
 from .pool import Pool, Sending
@@ -38,8 +39,9 @@ class Batches:
         lease: Callable[[Pool, Job, bool], Lease | None],
         back: Callable[[Job], None],
         failed: Callable[[str], None] = lambda why: None,
+        origin: Callable[[Job], Origin | None] = lambda part: None,
     ) -> None:
-        self._lease, self._back, self._failed = lease, back, failed
+        self._lease, self._back, self._failed, self._origin = lease, back, failed, origin
         self._unsent: dict[int, Job] = {}
         self._change = threading.Condition()
         self._waiting: list[Job] = []
@@ -173,7 +175,9 @@ class Batches:
     def _sending(self, part: Job, lease: Lease) -> Sending:
         assert part.before is not None
         assert part.snapshot is not None
-        message = Message(part.number, part.phase, part.call.wire(), part.nbytes, 0, unasked=part.unasked)
+        message = Message(
+            part.number, part.phase, part.call.wire(), part.nbytes, 0, unasked=part.unasked, origin=self._origin(part)
+        )
         operands = (part.before, part.snapshot)
         size = sum([padded(s.nbytes) for each in operands for s in each.storages])
         return Sending(lease, message, operands, size, part)

@@ -24,6 +24,17 @@ from ditorch_common.toolchain import cache_root
 from .. import lifecycle, settings
 
 _ONE_THREAD: Final = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+# what tells a process that it is a rank: somebody's module that a worker imports must not join the training
+_OF_A_RANK: Final = (
+    "MASTER_",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_",
+    "ROLE_",
+    "TORCHELASTIC_",
+)
 _PRELOADED: Final = ("sympy", "torch.fx.experimental.symbolic_shapes")  # by decompositions of operators, when first run
 
 
@@ -147,7 +158,7 @@ def _environment() -> dict[str, str]:
 
     Compiling them takes two thirds of the time of `import torch`. Images for containers often leave them out.
     """
-    found = dict(settings.environment())
+    found = {name: text for name, text in settings.environment().items() if not name.startswith(_OF_A_RANK)}
     compiled = getattr(torch.__spec__, "cached", None)
     if compiled is None or not os.path.exists(compiled):
         with contextlib.suppress(OSError):

@@ -331,5 +331,4 @@ def tried(call: ComparedCall, max_bytes: int, is_large: Callable[[int], bool]) -
         return list(tensors_in(found.outputs)) if found.comparable and not found.random else None
 
     with quiet():
-        value = map_tensors((live.args, live.kwargs), lambda t: t.detach().cpu())
-        return axes_by_trial(value, run)
+        return axes_by_trial((live.args, live.kwargs), run)

@@ -16,6 +16,8 @@ from typing import Any, Final, NamedTuple, NoReturn
 import torch
 
 from ..call.description import Tensor
+from ..call.own_operators import NotKnown, Origin
+from ..compat import forget_compilers
 from ..copies.invocation import BACKWARD, Invocation, Region
 from ..copies.operands import Operands, tensors_over
 from ..copies.queue import MemoryBudget
@@ -50,6 +52,7 @@ class Message(NamedTuple):
     after: int = 0  # tree of the values: see `Job`
     after_spans: Spans = ()
     unasked: tuple[int, ...] = ()
+    origin: Origin | None = None  # of an operator of the user's own
 
 
 class Answer(NamedTuple):
@@ -58,6 +61,7 @@ class Answer(NamedTuple):
     number: int
     rows: list[tuple[Any, ...]] | None
     failure: str = ""  # what went wrong in the worker, if anything did
+    known: bool = True  # it has the operator
     tree: Any = None
     before: list[bytes] | None = None
     seconds: float = 0.0  # that comparing took
@@ -74,9 +78,8 @@ class Worker:
 
     def __init__(self, buffer: Tensor, options: Options) -> None:
         self._buffer = buffer
-        self._comparer = Comparer(
-            options.rules, MemoryBudget(options.kept_bytes), options.max_bytes, options.max_seconds
-        )
+        limits = MemoryBudget(options.kept_bytes), options.max_bytes, options.max_seconds
+        self._comparer = Comparer(options.rules, *limits, only_gradients=True)
         self._trees: dict[int, Any] = {}
         self._remembered: dict[int, _Remembered] = {}
 
@@ -106,26 +109,33 @@ class Worker:
 
     def answer(self, message: Message) -> Answer:
         """Compare one call (`worker.answer(message).rows is None`)."""
-        rows, failure, started = None, "", time.perf_counter()
+        rows, failure, known, started = None, "", True, time.perf_counter()
         try:
-            rows = self._rows(message)
+            given = self._given(message)
+            call = Invocation.from_wire(*message.call, message.origin)
+            started = time.perf_counter()  # what is imported once does not count
+            rows = self._rows(message, call, given)
+        except NotKnown:
+            known = False
         except Exception as error:  # the run compares it itself, and reports what failed here
             failure = f"{type(error).__name__}: {error}"
-        known = self._remembered.get(message.memory) if rows is None and message.phase == BACKWARD else None
-        if known is None:
-            return Answer(message.number, rows, failure, seconds=time.perf_counter() - started)
-        return Answer(message.number, None, failure, known.tree, [f.numpy().tobytes() for f in known.flats])
+        kept = self._remembered.get(message.memory) if rows is None and message.phase == BACKWARD else None
+        if kept is None:
+            return Answer(message.number, rows, failure, known, seconds=time.perf_counter() - started)
+        return Answer(message.number, None, failure, known, kept.tree, [f.numpy().tobytes() for f in kept.flats])
 
-    def _rows(self, message: Message) -> list[tuple[Any, ...]] | None:
-        if message.before:
-            tree, flats = self._trees[message.before], self._flats(message.before_spans)
-            forward = ForwardRun()
-            if message.memory:
-                flats = [f.clone() for f in flats]
-                self._remembered[message.memory] = _Remembered(tree, flats, forward)
-        else:
-            tree, flats, forward = self._remembered[message.memory]
-        job = Job(Invocation.from_wire(*message.call), message.phase, nbytes=message.nbytes, unasked=message.unasked)
+    def _given(self, message: Message) -> _Remembered:
+        """The arguments; those of a call whose backward may come are kept."""
+        if not message.before:
+            return self._remembered[message.memory]
+        found = _Remembered(self._trees[message.before], self._flats(message.before_spans), ForwardRun())
+        if message.memory:
+            found = self._remembered[message.memory] = found._replace(flats=[f.clone() for f in found.flats])
+        return found
+
+    def _rows(self, message: Message, call: Invocation, given: _Remembered) -> list[tuple[Any, ...]] | None:
+        tree, flats, forward = given
+        job = Job(call, message.phase, nbytes=message.nbytes, unasked=message.unasked)
         job.args, job.kwargs = tensors_over(tree, flats)
         values = self._flats(message.after_spans)
         job.values = tensors_over(self._trees[message.after], values)
@@ -151,6 +161,7 @@ def main(socket: int, memory: int, size: int) -> NoReturn:
         options = connection.recv()
         worker = Worker(torch.frombuffer(mmap.mmap(memory, size), dtype=torch.uint8), options)
         measuring.prepare()
+        forget_compilers()
         connection.send(os.getpid())
         worker.serve(connection)
     except (EOFError, OSError):

@@ -284,6 +284,46 @@ def registering_file(name: str) -> str:
     return found[1] if found else ""
 
 
+def registrations(name: str) -> dict[str, str]:
+    """By dispatch key: the file and line that registered a kernel of an operator; its schema under "schema".
+
+    >>> sorted(registrations("aten::view_as_real"))[:1]
+    ['ADInplaceOrView']
+    """
+    dump = torch._C._dispatch_dump(name)
+    schema = re.search(r"^schema: (.*)$", dump, re.MULTILINE)
+    found = re.findall(r"^([\w\[\]]+): registered at (.*?:\d+) ", dump, re.MULTILINE)
+    return {**dict(found), **({"schema": schema[1]} if schema else {})}
+
+
+def custom_op_functions(name: str) -> list[Any]:
+    """What the golden run of an operator calls that `torch.library.custom_op` defined; nothing for others."""
+    from torch._library.custom_ops import OPDEFS
+
+    known = OPDEFS.get(name)
+    if known is None:
+        return []
+    kernels = [known._init_fn, *[known._backend_fns.get(device) for device in (None, "cpu")]]
+    return [_written(f) for f in (*kernels, known._backward_fn, known._setup_context_fn) if f is not None]
+
+
+def _written(function: Any) -> Any:
+    """The function that a user wrote, inside what PyTorch has put around it."""
+    function = inspect.unwrap(function)
+    if getattr(function, "__module__", "") == "torch._library.custom_ops":
+        function = inspect.unwrap(inspect.getclosurevars(function).nonlocals.get("fn", function))
+    return function
+
+
+def forget_compilers() -> None:
+    """In a process that compiles nothing: operators that are defined from now on do not import Dynamo, for seconds."""
+
+    def as_it_is(fn: Any = None, recursive: bool = True) -> Any:
+        return as_it_is if fn is None else fn
+
+    vars(torch)["_disable_dynamo"] = as_it_is
+
+
 # -- CUDA and Dynamo --------------------------------------------------------------------------------------
 
 

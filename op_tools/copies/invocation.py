@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..call.functions import compared_function_of
+from ..call.own_operators import NotKnown, Origin, own_operator
 from ..call.traits import OpTraits, traits_of
 from .operands import Operands
 
@@ -56,14 +57,17 @@ class Invocation:
         return (self.op, self.region, self.numbers)
 
     @classmethod
-    def from_wire(cls, op: str, region: Region, numbers: tuple[int, int]) -> Invocation:
-        """The call again, with the function and traits that this process has under that name."""
-        function, traits = _operator(op)
+    def from_wire(cls, op: str, region: Region, numbers: tuple[int, int], origin: Origin | None = None) -> Invocation:
+        """The call again, with the function and traits that this process has under that name, or gets by its origin."""
+        function, traits = _operator(op, origin)
         return cls(0, op, function, traits, Site(), region, numbers)
 
 
 @functools.lru_cache(maxsize=4096)
-def _operator(op: str) -> tuple[Callable[..., Any], OpTraits]:
-    function = compared_function_of(op)
+def _operator(op: str, origin: Origin | None) -> tuple[Callable[..., Any], OpTraits]:
+    try:
+        function = compared_function_of(op) if origin is None else own_operator(op, origin)
+    except LookupError as error:
+        raise NotKnown(str(error)) from error
     traits = traits_of(function)
     return function, dataclasses.replace(traits, name=op, by_engine=True) if op.startswith("autograd.") else traits

@@ -29,6 +29,7 @@ from ..copies.materialise import Cast, Copier
 from . import references
 from .draws import DrawsRandomNumbers, Substitute
 from .draws import draws as draws_numbers
+from .gradients import gradients_alone
 
 _HALVES: Final = (torch.float16, torch.bfloat16)
 DOUBLE: Final[dict[torch.dtype, torch.dtype]] = {
@@ -79,6 +80,7 @@ class Source:
     outputs: Any = None  # what the device returned, for gradients of results whose signs are free
     draws: tuple[Tensor, ...] | None = None  # random numbers that the device drew, in order
     by_reference: bool = False  # the function stands in for the operator, which has no CPU kernel
+    only: tuple[int, ...] | None = None  # tensors whose gradients are wanted, by `gradients`; None: by autograd, of all
 
     @functools.cached_property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -198,6 +200,7 @@ def run(
     keep_graph: bool = False,
     outputs: Any = None,
     draws: tuple[Tensor, ...] | None = None,
+    only: tuple[int, ...] | None = None,
 ) -> GoldenResult:
     """Do a call again on the CPU, float64 in place of every float; never raises for what the call does.
 
@@ -206,7 +209,7 @@ def run(
     `device` is the type of the device whose result will be judged, `rounded_to` and `autocast` are as in `Source`.
     With `keep_graph` the backward pass can be added later, by `backward`. `outputs` are CPU copies of what the device
     returned: vectors whose signs are free decide about the gradients that come back to them. `draws` are the random
-    numbers that the device drew in this call.
+    numbers that the device drew in this call. With `only`, the gradients of these tensors are enough, and no results.
 
     >>> run(torch.mul, (torch.ones(2, requires_grad=True), 3), grad_outputs=[torch.ones(2)]).grad_inputs
     [tensor([3., 3.], dtype=torch.float64)]
@@ -216,7 +219,7 @@ def run(
     name = name or traits.name
     named = references.named(function, name) if references.given else None
     call = (named or function, name, traits, tuple(args), dict(kwargs or {}))
-    source = Source(*call, grad_outputs, device, rounded_to, autocast, outputs, draws, named is not None)
+    source = Source(*call, grad_outputs, device, rounded_to, autocast, outputs, draws, named is not None, only)
     reason = _why_not(source, max_bytes)
     if reason:
         return GoldenResult(False, reason, source)
@@ -351,6 +354,11 @@ def _execute(
             given = facts.adapt(source.name, *given)
             function = facts.on_cpu(source.name, function)
         args, kwargs = mapped_settings(copier.copy(given, source.tensors), cast)
+        if backward and mode is None and plain and source.only is not None and not source.by_reference:
+            alone = gradients_alone(source.name, args, kwargs, source.grad_outputs or (), source.only)
+            if alone is not None:
+                args, kwargs = _detached((args, kwargs))
+                return Run(None, args, kwargs, alone), None
         drawn = None if source.draws is None else Substitute(source.draws)
         with mode or contextlib.nullcontext(), drawn or contextlib.nullcontext():  # what probes draw is their own
             outputs = function(*args, **kwargs)

@@ -15,7 +15,7 @@ from ..view.rows import RIGHT, WRONG, Row
 from .golden import GoldenResult
 from .measures import Sides
 from .rounding import Precision, precision_of, unit
-from .uncertainty import Structure, Uncertainty
+from .uncertainty import Structure, Uncertainty, remembers
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,6 +52,11 @@ class CallUncertainty:
     def _made(self, dtype: torch.dtype, structure: Structure | None) -> Uncertainty:
         precision = precision_of(dtype, self.result.source.device)
         return Uncertainty(self.result, self.part, precision, self.max_seconds, structure)
+
+    @functools.cached_property
+    def remembered(self) -> bool:
+        """Whether the structure of such a call is known without running it; all tensors of the call are looked at."""
+        return remembers(self.result, self.part)
 
     def known(self, leaf: Any) -> Uncertainty | None:
         """That of one of the results, if somebody has asked for its structure, which says what the call does."""

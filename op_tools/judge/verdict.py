@@ -33,7 +33,7 @@ from .measures import Sides, measure
 from .pair import CallUncertainty, Pair, decided, explained
 from .rounding import Precision, precision_of
 from .standards import STANDARDS, seed, ulp
-from .uncertainty import Structure, Uncertainty, remembers
+from .uncertainty import Structure, Uncertainty
 
 _MAX_FAILURES: Final = 4  # of a plan, one after the other: then calls of this kind need the full way
 
@@ -208,7 +208,7 @@ def _known_row(pair: Pair, row: Row) -> _KnownRow | None:
     row = Row(pair.op, pair.part, pair.index, True, 0.0, 0.0, row.atol, row.rtol, info)
     known = _KnownRow((*_looks(device), *_looks(golden)), row, pair.unit_ratio)
     uncertainty = call.known(device)
-    if uncertainty is None or uncertainty.structure.exact or not remembers(call.result, pair.part):
+    if uncertainty is None or uncertainty.structure.exact or not call.remembered:
         return known
     return known._replace(
         least=ulp.least_units(pair, uncertainty),

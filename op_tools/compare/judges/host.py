@@ -127,6 +127,7 @@ class Comparer:
     max_seconds: float = 10.0
     threads: int = 1  # for calls that are compared in pieces
     whole: bool = False  # every call is compared in full: both sides are shown, or learned from
+    only_gradients: bool = False  # of a backward nothing else is looked at: what is wrong is compared elsewhere again
 
     def __post_init__(self) -> None:
         self._casts = self.rules.casts if self.rules.casts.texts else None
@@ -197,6 +198,10 @@ class Comparer:
         keeps = not backward and forward is not None and region.grad_enabled
         keeps = keeps and (job.mask is None or job.mask.complete)
         room = self.budget.reserve(4 * job.nbytes) if keeps else None  # arguments and results in double precision
+        only = None
+        if backward and self.only_gradients:
+            tensors = enumerate(tensors_in((args, kwargs)))
+            only = tuple([n for n, t in tensors if t.requires_grad and n not in job.unasked])
         result = golden.run(
             call.function,
             args,
@@ -212,6 +217,7 @@ class Comparer:
             keep_graph=room is not None,
             outputs=returned,
             draws=draws,
+            only=only,
         )
         if job.mask is not None and result.run is not None:
             job.mask.clean(result.run.outputs)

@@ -15,7 +15,9 @@ import torch
 
 from ... import lifecycle, settings
 from ...call import facts
+from ...call.own_operators import Origin, origin_of
 from ...copies.operands import Operands
+from ...judge import references
 from ...judge.verdict import NOT_COMPARABLE, RIGHT, WEAK, Judgement, Row
 from .. import cores, pool
 from ..batches import Batches
@@ -31,6 +33,7 @@ _MAX_PROCESSES: Final = 12
 _WORTH_STARTING: Final = 4.0  # seconds that a run lasts, and as many of comparing
 _WORTH_STARTING_SAMPLED: Final = 24  # parts of large calls: who trains a large model waits for more than a few
 _MAX_HELD: Final = 1 << 26  # bytes of small calls that wait for the processes to start
+_MAX_OPERATORS: Final = 1000  # of the user's own
 _LOST: Final = Judgement(NOT_COMPARABLE, "the worker holding its arguments exited")
 
 
@@ -59,7 +62,8 @@ class Workers(Judge):
         self._busy, self._began = 0.0, time.monotonic()  # seconds of comparing in this process, and since when
         self._device: torch.device | None = None
         self._sampled = 0  # parts of large calls before there were workers
-        self._batches = Batches(self._lease, self.setup.again, self.setup.report)
+        self._batches = Batches(self._lease, self.setup.again, self.setup.report, self._origin)
+        self._origins: dict[tuple[str, Any], Origin | None] = {}  # of operators of the user's own
         self._held: list[Job] = []  # until the processes have started: threads here compete with the run for the GIL
         self._held_bytes = 0
 
@@ -149,15 +153,32 @@ class Workers(Judge):
             self.setup.again(job)
 
     def _may_send(self, job: Job) -> bool:
-        """Whether a worker can compare a call and its backward: an operator of PyTorch's, on plain tensors."""
+        """Whether a worker can compare a call and its backward: an operator that it has or gets, on plain tensors."""
         call, before, after = job.call, job.before, job.snapshot
         if job.places is not None or before is None or after is None or job.nbytes > pool.max_bytes():
             return False
         if call.traits.random is not False and (call.traits.facts.law or getattr(call, "drawn", None) is not None):
             return False  # random numbers of a run are judged together, and a backward needs those of its forward
-        if not self.setup.is_stock(call.op, call.function) or facts.has_free_vectors(call.op):
+        stock = self.setup.is_stock(call.op, call.function)
+        if facts.has_free_vectors(call.op) or not (stock or self._origin(job) is not None):
             return False
         return sendable(before) and sendable(after) and torch.get_default_dtype() == torch.float32
+
+    def _origin(self, job: Job) -> Origin | None:
+        """How a worker gets an operator of the user's own; None for one of PyTorch's, or where it cannot."""
+        op, function = key = job.call.op, job.call.function
+        if key not in self._origins and (self.setup.is_stock(op, function) or len(self._origins) >= _MAX_OPERATORS):
+            return None
+        if key not in self._origins:
+            usual = references.named(function, op) is None and self.setup.rules.casts.of(op) is None
+            self._origins[key] = origin_of(function) if usual else None
+        return self._origins[key]
+
+    def _give_up(self, job: Job) -> None:
+        """A worker does not get an operator, or ended over it: from now on such calls are judged here."""
+        key = job.call.op, job.call.function
+        if key in self._origins:
+            self._origins[key] = None
 
     def settle(self, job: Job) -> Judgement | None:
         call = job.call
@@ -190,6 +211,7 @@ class Workers(Judge):
             if job.whole is not None or not (call.region.grad_enabled and any(map(needs_gradients, layouts))):
                 keep = 0
         message = Message(job.number, job.phase, call.wire(), job.nbytes, keep, unasked=job.unasked)
+        message = message._replace(origin=self._origin(job))
         sent = self.pool.send(lease, message, parts, job.fetcher, job)
         if sent and not backward:
             lease.there = True
@@ -205,6 +227,8 @@ class Workers(Judge):
             self.setup.finish(job)
             return
         job.local = True
+        if answer is None or not answer.known:
+            self._give_up(job)
         if answer is not None:
             if answer.failure:
                 self.setup.report(f"a worker process failed on {job.call.op}: {answer.failure}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ditorch
 import op_tools
@@ -384,3 +386,77 @@ def test_ranks_share_the_cores_of_a_machine(
     with op_tools.OpAutoCompare() as tool:
         workers = tool.judge(Workers)
         assert (workers.processes if workers is not None else 0) == expected
+
+
+OWN = """
+import torch
+
+@torch.library.custom_op("own_in_processes::decayed", mutates_args=())
+def decayed(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (x * scale).cumsum(1)
+
+decayed.register_fake(lambda x, scale: torch.empty_like(x))
+decayed.register_autograd(
+    lambda ctx, g: (g.flip(1).cumsum(1).flip(1) * ctx.saved_tensors[0], None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[1]),
+)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An operator of the user's own, in a module that can be imported."""
+    file = tmp_path / "own_in_processes.py"
+    file.write_text(OWN)
+    os.utime(file, (1e9, 1e9))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("own_in_processes")
+    del sys.modules["own_in_processes"]
+
+
+class Changed(TorchDispatchMode):
+    """The device returns something else."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self._scale = scale
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if "decayed" in str(func) and found.device.type != "cpu" and self._scale != 1:
+            with torch._C.DisableTorchFunction():
+                found.mul_(self._scale)
+        return found
+
+
+@pytest.mark.parametrize(("known", "scale"), [(True, 1.0), (True, 1.01), (False, 1.01)])
+def test_operators_of_the_user_go_to_processes_that_get_them(
+    own: Any, device: str, one_process: Any, known: bool, scale: float
+) -> None:
+    """Right or wrong, and where the process does not get it: the findings are those without."""
+    answered: list[tuple[str, bool, bool]] = []
+    workers = one_process.judge(Workers)
+    original = workers.pool._answered
+
+    def note(given: Any, answer: Any) -> None:
+        answered.append((given.call.op, answer.known, answer.rows is not None))
+        original(given, answer)
+
+    workers.pool._answered = note
+    if not known:
+        Path(own.__file__).write_text("raise ImportError")
+        os.utime(own.__file__, (1e9, 1e9))
+    x, by = torch.randn(4, 9, 7, device=device, requires_grad=True), torch.rand(7, device=device)
+    for _ in range(3):
+        with Changed(scale):
+            y = torch.ops.own_in_processes.decayed(x, by)
+        y.sum().backward()
+        one_process.wait()
+    one_process.stop()
+    ours = [(got, right) for name, got, right in answered if name == "own_in_processes.decayed"]
+    assert ours, "it was sent"
+    assert all(got == known for got, _ in ours), answered
+    assert any(right for _, right in ours) == known
+    if not known:
+        assert len(ours) <= 2, "the process has said that it does not know it"
+    assert [b.op for b in one_process.blames] == ["own_in_processes.decayed"] * (0 if scale == 1 else 3)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from op_tools.call.traits import traits_of
-from op_tools.judge import golden, verdict
+from op_tools.judge import golden, uncertainty, verdict
 from op_tools.judge.verdict import RIGHT, WRONG, Judgement, Plan
 from op_tools.native import measuring
 
@@ -155,3 +155,18 @@ def test_nested_results_take_the_full_way() -> None:
         assert verdict.judge("two", two(x), result.outputs, result=result, plan=plan).verdict == RIGHT
     wrong = (x.sin(), [x.cos() + 0.1])
     assert verdict.judge("two", wrong, result.outputs, result=result, plan=plan).verdict == WRONG
+
+
+def test_a_call_on_many_tensors_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan learns does not take as many looks at all tensors as there are tensors."""
+    looks: list[str] = []
+    signature = uncertainty._signature
+    monkeypatch.setattr(uncertainty, "_signature", lambda *given: looks.append(given[1]) or signature(*given))
+    tensors = [torch.rand(5) + 1 for _ in range(40)]
+    result = golden.run(torch._foreach_exp, (tensors,))
+    ours = [t.float() * (1 + 2**-22) for t in result.outputs]  # more than a rounding: the structure is asked for
+    plan = Plan()
+    found = verdict.judge("torch._foreach_exp", ours, result.outputs, result=result, plan=plan)
+    assert found.verdict == RIGHT
+    assert plan.judge(ours, result.outputs, result, None) is not None
+    assert 1 <= len(looks) <= 3
