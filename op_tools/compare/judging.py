@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 from .. import settings
 from ..call.devices import quiet
 from ..copies.operands import Fetcher
-from ..copies.queue import Writer, within_free_memory
+from ..copies.queue import FreeMemory, Writer, within_free_memory
 from ..judge.verdict import Judgement, Rules
 from . import cores
 from .choose import Chooser
@@ -56,6 +56,7 @@ class Judging:
         # within a budget the chooser sees to it that the run waits for nothing
         max_age = 0.0 if self.chooses else _MAX_AGE
         self._queue = Writer(queue_bytes, self._threads, max_jobs=_MAX_WAITING, max_age=max_age)
+        self._memory: FreeMemory | None = FreeMemory(queue_bytes)
         self._workers = threading.local()
         rules = Rules.from_environment()
         self.teller = Teller(tool, functools.partial(self._queue.submit, 0), rules.standard)
@@ -225,6 +226,12 @@ class Judging:
             if judge.drain():
                 self._queue.drain()  # what was handed back
         self.teller.wait()
+
+    def leave_memory(self) -> None:
+        """Hold no snapshots on the device once little memory is left there; on the run's thread, before a call."""
+        if self._memory is not None and self._memory.is_low():
+            self._memory = None
+            self.make_room()
 
     def make_room(self) -> bool:
         """Judge every call so far, and hold no snapshots on the device from now on; False on a worker thread."""

@@ -242,8 +242,44 @@ class Reservation:
         self._budget._return(self._nbytes)
 
 
+def _free_memory() -> int:
+    """Bytes of the current device that a training can still get, with what its allocator keeps for later."""
+    free = int(torch.cuda.mem_get_info()[0])
+    with contextlib.suppress(Exception):
+        free += max(0, int(torch.cuda.memory_reserved()) - int(torch.cuda.memory_allocated()))
+    return free
+
+
 def within_free_memory(most: int) -> int:
     """So many bytes for snapshots on the device, or a quarter of what is free there if that is less."""
     with contextlib.suppress(Exception):  # a device that does not tell
-        return max(1, min(most, int(torch.cuda.mem_get_info()[0]) // 4))
+        return max(1, min(most, _free_memory() // 4))
     return most
+
+
+class FreeMemory:
+    """Tells before a device is full: a training that gets no memory in its backward pass cannot be helped any more.
+
+    The device is asked every few calls, and at every call once little is left.
+
+    >>> FreeMemory(1 << 20).is_low()
+    False
+    """
+
+    _PAUSES: Final = ((16, 32), (4, 8))  # so many times what is needed is free: so many calls until the next question
+
+    def __init__(self, held: int) -> None:
+        self._needed = 2 * held  # as much as snapshots may take, and as much again for the training
+        self._calls = 0  # until the next question
+
+    def is_low(self) -> bool:
+        """Whether less than twice what snapshots may take is free (`memory.is_low()`)."""
+        self._calls -= 1
+        if self._calls >= 0:
+            return False
+        try:
+            free = _free_memory()
+        except Exception:  # a device that does not tell
+            free = 1 << 62
+        self._calls = next((calls for times, calls in self._PAUSES if free > times * self._needed), 0)
+        return free < self._needed

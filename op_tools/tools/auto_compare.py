@@ -143,6 +143,7 @@ class OpAutoCompare(Comparing):
 
     def before(self, call: Call) -> None:
         started = time.perf_counter()
+        self._judging.leave_memory()
         kind = call.notes.get((self, "kind"))  # only where calls are chosen
         if call.traits.collective:
             if self._collectives is not None:

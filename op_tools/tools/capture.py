@@ -18,7 +18,7 @@ from ..call.description import Described, Descriptions, Tensor, describe, labell
 from ..call.devices import accelerator_type, autocast_dtype, get_rng_state, quiet
 from ..copies.invocation import Invocation, Region, Site
 from ..copies.operands import Layouts, Operands, mark_after, on_host
-from ..copies.queue import Writer, within_free_memory
+from ..copies.queue import FreeMemory, Writer, within_free_memory
 from ..files.derived import factor_of, of_call, of_gradients
 from ..files.header import header
 from ..files.seed_layout import BACKWARD_PARTS, FORWARD_PARTS, SeedFormat
@@ -90,6 +90,7 @@ class OpCapture(Tool):
         self._gradients = Descriptions()
         self._shown: deque[_Shown | str] = deque()  # blocks, and operators that were left alone
         self._showing = threading.Lock()
+        self._memory: FreeMemory | None = FreeMemory(self.writer.max_bytes)
         self.bytes_captured = 0
         self._broken = 0
         self._dropped = 0
@@ -101,6 +102,8 @@ class OpCapture(Tool):
             with self._counting:
                 self._dropped += 1
             return
+        if self._memory is not None and self._memory.is_low() and self.writer.shrink():  # before the training gets none
+            self._memory = None
         device = call.device
         rng = None
         if call.traits.random is not False:

@@ -14,6 +14,7 @@ import torch
 import op_tools
 from op_tools.call import description
 from op_tools.call.recent import Recent
+from op_tools.compare import teller
 from op_tools.judge import uncertainty
 from op_tools.view import store
 from op_tools.watch import sums
@@ -75,6 +76,8 @@ def test_an_optimizer_with_new_numbers_in_every_step_leaves_nothing_behind(
     monkeypatch.setattr(description, "_AT_ONCE", 2_000)  # what is bounded is full soon
     monkeypatch.setattr(sums, "_FEW_CALLS", 50)
     monkeypatch.setattr(store, "_MAX_SITES", 2_000)
+    monkeypatch.setattr(teller, "_MAX_EVENTS", 200)
+    monkeypatch.setattr(teller, "_MAX_ADDRESSES", 100)
     monkeypatch.setattr(INTERCEPTOR, "descriptions", description.Descriptions())
     monkeypatch.setattr(uncertainty, "_structures", Recent(200))
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).to(device)
@@ -93,6 +96,7 @@ def test_an_optimizer_with_new_numbers_in_every_step_leaves_nothing_behind(
                     tool._judging.wait()
                 elif name == "OpCapture":
                     tool.writer.drain()
+                store.current().flush()  # rows that wait are not kept
                 gc.collect()
                 marks.append(sys.getallocatedblocks())
     grown = min([later - earlier for earlier, later in itertools.pairwise(marks)])

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from op_tools import OpObserve, OpTimeMeasure, cli
+from op_tools.copies import queue
 from op_tools.copies.queue import Writer
 from op_tools.report.records import Records
 from op_tools.settings import SettingsError, results_dir
@@ -362,3 +363,31 @@ def test_a_results_folder_too_deep_to_be_made_is_told(tmp_path: Path, monkeypatc
     monkeypatch.setenv("OP_TOOLS_RESULTS_DIR", str(tmp_path / ("y/" * 1990)))
     with pytest.raises(SettingsError, match=r"^OP_TOOLS_RESULTS_DIR=.{,300} cannot be written"):
         results_dir()
+
+
+def test_a_device_is_asked_more_often_the_fuller_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    free, asked = [1000], list[int]()
+
+    def tell() -> int:
+        asked.append(free[0])
+        return free[0]
+
+    monkeypatch.setattr(queue, "_free_memory", tell)
+    memory = queue.FreeMemory(10)
+    assert not any([memory.is_low() for _ in range(33)])
+    assert len(asked) == 1, "much is free: once in 33 calls"
+    free[0] = 100
+    assert not any([memory.is_low() for _ in range(9)])
+    assert len(asked) == 2
+    free[0] = 19
+    assert memory.is_low()
+    assert memory.is_low(), "little is free: at every call"
+    assert len(asked) == 4
+
+
+def test_a_device_that_does_not_tell_is_never_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> int:
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(queue, "_free_memory", broken)
+    assert not any([queue.FreeMemory(10).is_low() for _ in range(3)])
