@@ -374,10 +374,10 @@ def test_a_device_is_asked_more_often_the_fuller_it_is(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(queue, "_free_memory", tell)
     memory = queue.FreeMemory(10)
-    assert not any([memory.is_low() for _ in range(33)])
+    assert not any(memory.is_low() for _ in range(33))
     assert len(asked) == 1, "much is free: once in 33 calls"
     free[0] = 100
-    assert not any([memory.is_low() for _ in range(9)])
+    assert not any(memory.is_low() for _ in range(9))
     assert len(asked) == 2
     free[0] = 19
     assert memory.is_low()
@@ -390,4 +390,4 @@ def test_a_device_that_does_not_tell_is_never_low(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("no such device")
 
     monkeypatch.setattr(queue, "_free_memory", broken)
-    assert not any([queue.FreeMemory(10).is_low() for _ in range(3)])
+    assert not any(queue.FreeMemory(10).is_low() for _ in range(3))
