@@ -162,16 +162,17 @@ class Descriptions:
     """Descriptions of calls that look like earlier ones: a dict lookup, and nothing new to keep.
 
     An optimizer gives other numbers to some calls in every step. Such a call never comes again: it gets no number, so
-    nobody keeps anything of it.
+    nobody keeps anything of it. One that `recalls` asks `native.front` first, which remembers those of one only.
 
     >>> seen = Descriptions()
     >>> seen.of((torch.ones(2),), {}, [], False) is seen.of((torch.zeros(2),), {}, [], False)
     True
     """
 
-    __slots__ = ("_kept", "_once", "_parts", "_room", "known")
+    __slots__ = ("_kept", "_once", "_parts", "_recalls", "_room", "known")
 
-    def __init__(self) -> None:
+    def __init__(self, recalls: bool = False) -> None:
+        self._recalls = recalls
         self._kept = Recent[tuple[Any, ...], Described](_MAX_PARTS)
         self.known = self._kept.young  # for `native.front`
         self._once = Recent[int, None](_MAX_ONCE)  # hashes of keys
@@ -180,6 +181,9 @@ class Descriptions:
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], pointers: bool) -> Described:
         """Describe arguments and append their tensors to `tensors`; addresses only where they are asked for."""
+        found = recall(args, kwargs, tensors) if self._recalls else None
+        if found is not None:
+            return self._with_addresses(found, tensors) if pointers else found
         try:
             key = key_of(args, kwargs, tensors)
             found = None if key is None else self.known.get(key) or self._kept.get(key)
@@ -195,8 +199,12 @@ class Descriptions:
             if self._is_worth_it(key):
                 found = found._replace(number=next(_numbers))
                 self._kept.keep(tuple([_shared(self._parts, part) for part in key]), found, len(key))
-        if not pointers:
-            return found
+        elif self._recalls:
+            retain(args, kwargs, found)
+        return self._with_addresses(found, tensors) if pointers else found
+
+    @staticmethod
+    def _with_addresses(found: Described, tensors: list[Tensor]) -> Described:
         try:
             addresses = tuple([t.data_ptr() for t in tensors])
         except Exception:
@@ -231,6 +239,15 @@ def pointer_of(tensor: Tensor) -> int:
         return tensor.data_ptr()
     except Exception:  # sparse, fake and functorch tensors have none
         return 0
+
+
+def recall(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> Described | None:
+    """What `native.front` remembers of arguments that look alike, with their tensors; nothing until it is there."""
+    return None
+
+
+def retain(args: tuple[Any, ...], kwargs: dict[str, Any], found: Described) -> None:
+    """Have `native.front` remember a description until tools start or stop (`retain((x,), {}, found)`)."""
 
 
 def key_of(args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor]) -> tuple[Any, ...] | None:

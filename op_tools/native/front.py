@@ -66,4 +66,5 @@ def use_reader() -> None:
     global _reading
     if not _reading and LIBRARY.loaded is not None and tensors.LIBRARY.loaded is not None:
         LIBRARY.loaded.set_reader(tensors.LIBRARY.loaded, TensorBase, _CONSTANTS)
+        description.recall, description.retain = LIBRARY.loaded.recall, LIBRARY.loaded.retain
         _reading = True

@@ -126,7 +126,7 @@ class Interceptor(TorchFunctionMode):
         self.include_cpu = False
         self._plans: dict[Any, Any] | None = None  # by function; None where nothing is watched
         self._front: Any = None  # the hot path in machine code, once it is compiled
-        self.descriptions = Descriptions()
+        self.descriptions = Descriptions(recalls=True)
         self.sums = sums.GradientSums(self)
         self._lock = threading.RLock()
         self._patches: patches.Installed | None = None

@@ -8,8 +8,8 @@ ReadTensor read_tensor = nullptr;
 PyObject *get_cdata = nullptr;
 PyObject *constant_types = nullptr;  // a frozenset: classes of which each value is one object for ever
 
-constexpr int32_t kMaxWords = 2048;
-constexpr int32_t kMaxTensors = 256;
+constexpr int32_t kMaxWords = 16384;  // an optimizer's call has a thousand tensors
+constexpr int32_t kMaxTensors = 2048;
 constexpr Py_ssize_t kMaxText = 128;
 constexpr size_t kRemembered = 8192;
 
@@ -160,6 +160,32 @@ void forget_all() {
     Py_CLEAR(site.number);
     for (PyObject *&part : site.parts) Py_CLEAR(part);
   }
+}
+
+// (args, kwargs, tensors): what is remembered of arguments like these, with their tensors in the list; None where nothing is.
+PyObject *recall(PyObject *, PyObject *const *given, Py_ssize_t count) {
+  if (count != 3 || !PyTuple_Check(given[0]) || !PyDict_Check(given[1]) || !PyList_Check(given[2])) {
+    PyErr_SetString(PyExc_TypeError, "recall takes a tuple, a dict and a list");
+    return nullptr;
+  }
+  Words like;
+  PyObject *found = nullptr;
+  if (read_tensor != nullptr && like.add_all(given[0], given[1])) found = remembered(like, like.hash());
+  if (found == nullptr) Py_RETURN_NONE;
+  for (int32_t i = 0; i < like.tensors; ++i)
+    if (PyList_Append(given[2], like.read[i].tensor) < 0) return nullptr;
+  return Py_NewRef(found);
+}
+
+// (args, kwargs, description): remember what arguments like these look like.
+PyObject *retain(PyObject *, PyObject *const *given, Py_ssize_t count) {
+  if (count != 3 || !PyTuple_Check(given[0]) || !PyDict_Check(given[1])) {
+    PyErr_SetString(PyExc_TypeError, "retain takes a tuple, a dict and a description");
+    return nullptr;
+  }
+  Words like;
+  if (plans != nullptr && read_tensor != nullptr && like.add_all(given[0], given[1])) remember(like, like.hash(), given[2]);
+  Py_RETURN_NONE;
 }
 
 // (address of what reads a tensor or 0 where nothing does, the class of tensors in C++, classes of constants)
