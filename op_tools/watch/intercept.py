@@ -381,6 +381,7 @@ class Interceptor(TorchFunctionMode):
             if self._front is not None:  # PyTorch asks the object before the class
                 vars(self)["__torch_function__"] = self._front.bound_to(self)
         if self._front is not None:
+            front.use_reader()
             shared = (
                 self,
                 self.descriptions.known,
@@ -410,7 +411,7 @@ class Interceptor(TorchFunctionMode):
             self.step += 1
             if self._front is None and self._plans is not None:
                 self._start_plans({})
-            front.use_reader()
+            front.use_reader()  # where it was compiled meanwhile
 
     def passes_ended(self, graph_is_kept: bool) -> None:
         """Backward passes have ended, and none is under way (`INTERCEPTOR.passes_ended(False)`)."""
