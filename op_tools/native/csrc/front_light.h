@@ -160,7 +160,8 @@ bool trace(Watched &call, PyObject *shared, PyObject *result) {
 
 // What a call returned, owned: as remembered, else by its tuple; a null pointer after an error. Addresses are noted.
 PyObject *described_result(Watched &call, PyObject *shared, PyObject *result) {
-  Words like;
+  const Scratch room;
+  Words &like = *room;
   const bool is_read = read_tensor != nullptr && like.add(result);
   const uint64_t hash = is_read ? like.hash() : 0;
   PyObject *found = is_read ? Py_XNewRef(remembered(like, hash)) : nullptr;
@@ -277,7 +278,8 @@ bool list_tensors(Watched &call, const Words &like) {
 // What the arguments of a call look like, owned, if that is known and the call is one to watch; no error is set.
 PyObject *described_arguments(Watched &call, PyObject *shared, PyObject *args, PyObject *kwargs, bool timed, bool traced) {
   PyObject *device_type = timed ? PyTuple_GET_ITEM(call.light, kDeviceType) : nullptr;
-  Words like;
+  const Scratch room;
+  Words &like = *room;
   const bool is_read = read_tensor != nullptr && like.add_all(args, kwargs);
   if (is_read && !is_on_device(like, device_type)) {
     PyErr_Clear();

@@ -115,6 +115,32 @@ class Words {
   }
 };
 
+// Room for words, given back at the end of its scope: too large for the stack of some threads. A finalizer that Python runs
+// meanwhile gets another one.
+class Scratch {
+ public:
+  Scratch() {
+    if (spare().empty()) {
+      words = new Words;
+    } else {
+      words = spare().back();
+      spare().pop_back();
+      words->size = words->tensors = 0;
+    }
+  }
+  Scratch(const Scratch &) = delete;
+  Scratch &operator=(const Scratch &) = delete;
+  ~Scratch() { spare().push_back(words); }
+  Words &operator*() const { return *words; }
+
+ private:
+  Words *words;
+  static std::vector<Words *> &spare() {
+    static std::vector<Words *> list;
+    return list;
+  }
+};
+
 struct Remembered {
   uint64_t hash;
   std::vector<int64_t> words;
@@ -168,7 +194,8 @@ PyObject *recall(PyObject *, PyObject *const *given, Py_ssize_t count) {
     PyErr_SetString(PyExc_TypeError, "recall takes a tuple, a dict and a list");
     return nullptr;
   }
-  Words like;
+  const Scratch room;
+  Words &like = *room;
   PyObject *found = nullptr;
   if (read_tensor != nullptr && like.add_all(given[0], given[1])) found = remembered(like, like.hash());
   if (found == nullptr) Py_RETURN_NONE;
@@ -183,7 +210,8 @@ PyObject *retain(PyObject *, PyObject *const *given, Py_ssize_t count) {
     PyErr_SetString(PyExc_TypeError, "retain takes a tuple, a dict and a description");
     return nullptr;
   }
-  Words like;
+  const Scratch room;
+  Words &like = *room;
   if (plans != nullptr && read_tensor != nullptr && like.add_all(given[0], given[1])) remember(like, like.hash(), given[2]);
   Py_RETURN_NONE;
 }

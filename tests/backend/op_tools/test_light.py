@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -154,6 +155,20 @@ def test_addresses_are_those_of_the_tensors(device: str, monkeypatch: pytest.Mon
             results.append(torch.neg(x))
     assert [row["data_ptrs"] for row in observe.records()] == [[x.data_ptr(), y.data_ptr()] for y in results]
     assert [row["call_id"] for row in observe.records()] == sorted(row["call_id"] for row in observe.records())
+
+
+def test_threads_with_a_small_stack_are_watched(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OP_TOOLS_CONSOLE", "off")
+    x = torch.ones(3, device=device)
+    before = threading.stack_size(1 << 17)
+    try:
+        with op_tools.OpObserve() as observe:
+            thread = threading.Thread(target=lambda: [torch.neg(x) for _ in range(5)])
+            thread.start()
+            thread.join()
+    finally:
+        threading.stack_size(before)
+    assert len(observe.records()) == 5
 
 
 def test_what_goes_wrong_is_a_finding(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
