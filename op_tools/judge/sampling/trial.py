@@ -2,8 +2,9 @@
 
 Dimensions are lined up from the last one, as in broadcasting. The call may be cut along one of them if the golden run
 of the cut call has the results of the golden run of the whole call there. The run waits for trials, once for each kind
-of call, so each is done on a corner of the call: all of the dimension that is tried, and the beginning of all others.
-Where there is no golden run of a corner, or one of nothing but zeros, the whole call is tried.
+of call, so each is done on a corner of the call: all of the dimension that is tried, and some places of all others,
+from their beginning to their end, since an operator may treat half of its channels in another way. Where there is no
+golden run of a corner, or one of nothing but zeros, the whole call is tried.
 """
 
 from __future__ import annotations
@@ -77,13 +78,13 @@ def _by_corners(value: Any, given: Sequence[Tensor], run: Run) -> tuple[Axes | N
     if expected is None:
         return None
     cut = {n: min(size, room) for n, size in axes.items()}
-    if len(axes) > 1 and not _holds(corner, expected, run, cut, 2):
+    if not _holds(corner, expected, run, cut, 2):
         return (None,)
     return (_axes(given, [_names(t, cut) for t in expected], axes),)
 
 
 def _golden_corner(value: Any, most: dict[int, int], run: Run) -> tuple[Any, Sequence[Tensor] | None]:
-    """The beginning of a call along some dimensions, and its golden results if they say something."""
+    """A call at some places of some dimensions, and its golden results if they say something."""
     corner = _corner(value, most)
     if sum([t.numel() for t in tensors_in(corner)]) > _MAX_IN_CORNER:
         return corner, None
@@ -97,10 +98,21 @@ def _corner(value: Any, most: dict[int, int]) -> Any:
         part = tensor = tensor.detach()
         for place, count in most.items():
             if place <= part.dim() and part.shape[-place] > count:
-                part = part.narrow(-place, 0, count)
+                part = part.index_select(-place, _spread(part.shape[-place], count).to(part.device))
         return tensor.cpu() if part is tensor else part.contiguous().cpu()  # not all of the memory that it lies in
 
     return map_tensors(value, cut)
+
+
+def _spread(size: int, count: int) -> Tensor:
+    """So many places of a dimension: its ends, and others between them, the same each time.
+
+    >>> len(_spread(100, 16)), int(_spread(100, 16)[-1])
+    (16, 99)
+    """
+    ends = count // 4
+    between = random.Random(size).sample(range(ends, size - ends), count - 2 * ends)
+    return torch.tensor([*range(ends), *sorted(between), *range(size - ends, size)])
 
 
 def _size(tensors: Sequence[Tensor], place: int) -> int:
@@ -119,11 +131,17 @@ def _names(tensor: Tensor, axes: dict[int, int]) -> Names:
 
 
 def _holds(value: Any, expected: Sequence[Tensor], run: Run, axes: dict[int, int], seed: int) -> bool:
-    """Whether the call cut along these axes has the results of the whole one."""
+    """Whether the call cut along these axes has the results of the whole one: cut all over, and to its last part."""
     rng = random.Random(seed)
-    index: Index = {
-        f"d{n}": torch.tensor(choose(size, 1, min(_PLACES, size - 1), rng)) for n, size in axes.items() if size > 1
-    }
+    some = {n: choose(size, 1, min(_PLACES, size - 1), rng) for n, size in axes.items() if size > 1}
+    late = {n: sorted({size - 1 - rng.randrange(max(1, size // 3)) for _ in range(3)}) for n, size in axes.items()}
+    return all(_has_results_of_whole(value, expected, run, axes, places) for places in (some, late))
+
+
+def _has_results_of_whole(
+    value: Any, expected: Sequence[Tensor], run: Run, axes: dict[int, int], places: dict[int, list[int]]
+) -> bool:
+    index: Index = {f"d{n}": torch.tensor(chosen) for n, chosen in places.items() if axes[n] > 1}
 
     def cut(tensor: Tensor) -> Tensor:
         return cut_tensor(tensor, _names(tensor, axes), index).requires_grad_(tensor.requires_grad)

@@ -38,12 +38,20 @@ def _by_heads(x: torch.Tensor) -> torch.Tensor:
     return (heads / heads.norm(dim=-1, keepdim=True)).flatten(-2)
 
 
+def _half_shifted(x: torch.Tensor) -> torch.Tensor:
+    """The second half of the channels comes from the step before."""
+    half = x.shape[-1] // 2
+    return torch.cat((x[..., :half], x[..., half:].roll(1, 1)), -1)
+
+
 ALIKE: list[tuple[str, Function, tuple[str | None, ...] | None]] = [
     ("along one dimension", lambda x: x.cumsum(1), ("d3", None, "d1")),
     ("everything by itself", lambda x: x.exp(), ("d3", "d2", "d1")),
     ("from far away", lambda x: x + x.roll(300, -1), ("d3", "d2", None)),
     ("from far away in time", lambda x: torch.cat((x[:, :200], x[:, 200:] + x[:, :-200]), 1), ("d3", None, "d1")),
     ("from the whole", lambda x: x / x.abs().max(), None),
+    ("half of it from the step before", _half_shifted, ("d3", None, None)),
+    ("normed, half of it from before", lambda x: _half_shifted(x) / x.norm(dim=-1, keepdim=True), ("d3", None, None)),
     ("in groups of channels", _by_heads, ("d3", "d2", None)),
 ]
 
@@ -72,8 +80,8 @@ def test_a_call_that_has_no_golden_run_of_a_corner_is_tried_as_a_whole() -> None
 
 
 def test_a_corner_of_zeros_says_nothing() -> None:
-    x = _x(24, 400, 60)
-    x[:16, :16] = 0  # there, all of it looks as if every element were by itself
+    x = torch.zeros(24, 400, 60, dtype=torch.float64)
+    x[13, 201, 31] = 1.0  # elsewhere, all of it looks as if every element were by itself
     assert _names(lambda x: x.cumsum(1), x) == (("d3", None, "d1"), x.numel())
 
 
