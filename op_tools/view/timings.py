@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import functools
 import io
 import itertools
 import json
@@ -16,19 +15,16 @@ from .console import TIME_COLUMNS
 from .store import Store, plain_cell, whole_file
 
 MAX_TRACED: Final = 1_000_000  # events of a trace: no viewer opens more
-_AT_ONCE: Final = 10_000  # rows
+_AT_ONCE: Final = 2_000  # rows
 
-# One row for each call: the last time of each phase, as text. SQLite sorts on disk and formats, far faster than Python.
+# SQLite sorts on disk, so that any number of rows can be put together call by call.
 _CALLS: Final = """
-SELECT r.site, r.call_id,
-  substr(max(CASE WHEN r.phase = 'forward' THEN printf('%012d%.8f', r.rowid, r.elapsed_ms) END), 13),
-  substr(max(CASE WHEN r.phase = 'backward' THEN printf('%012d%.8f', r.rowid, r.elapsed_ms) END), 13)
-FROM op_time_measure r WHERE r.run = ? GROUP BY r.call_id
+SELECT call_id, site, phase, elapsed_ms FROM op_time_measure WHERE run = ? ORDER BY call_id, rowid
 """
 _EVENTS: Final = """
-SELECT r.call_id, s.op, r.phase, r.elapsed_ms, r.start_us, r.thread, r.step, s.location
-FROM op_time_measure r JOIN sites s ON s.site = r.site WHERE r.run = ? LIMIT ?
+SELECT call_id, site, phase, elapsed_ms, start_us, thread, step FROM op_time_measure WHERE run = ? LIMIT ?
 """
+_SITES: Final = "SELECT site, op, location FROM sites"
 
 
 # Sums, so that a question about operators need not read every row again.
@@ -52,21 +48,35 @@ def write_totals(store: Store, run: Any, by_op: list[dict[str, Any]]) -> None:
 
 def calls(store: Store, run: Any) -> Iterator[list[str]]:
     """Operator, id, forward and backward time of each call of a run, and the unit."""
-    names = dict(store.tuples("SELECT site, op FROM sites"))
-    for site, number, forward, backward in store.stream(_CALLS, (run,)):
-        yield [names.get(site, ""), str(number), forward or "", backward or "", "ms"]
+    names = {site: op for site, op, _ in store.tuples(_SITES)}
+    for site, number, forward, backward in _by_call(store, run):
+        yield [names.get(site, ""), str(number), forward, backward, "ms"]
+
+
+def _by_call(store: Store, run: Any) -> Iterator[tuple[int, int, str, str]]:
+    """Site, id, forward and backward time of each call, the last of each; "" where there is none."""
+    number, where, forward, backward = None, 0, "", ""
+    for call_id, site, phase, elapsed in store.stream(_CALLS, (run,)):
+        if call_id != number:
+            if number is not None:
+                yield where, number, forward, backward
+            number, where, forward, backward = call_id, site, "", ""
+        if phase == "forward":
+            forward = f"{elapsed:.8f}"
+        else:
+            backward = f"{elapsed:.8f}"
+    if number is not None:
+        yield where, number, forward, backward
 
 
 def write_csv(path: Path, store: Store, run: Any) -> None:
     """Write the times of a run (`write_csv(path, store, run)`)."""
-    names = {site: _cell(op) for site, op in store.tuples("SELECT site, op FROM sites")}
+    names = {site: _cell(op) for site, op, _ in store.tuples(_SITES)}
     with whole_file(path) as handle:
         handle.write(",".join(TIME_COLUMNS) + "\r\n")
-        rows = store.stream(_CALLS, (run,))
+        rows = _by_call(store, run)
         while some := list(itertools.islice(rows, _AT_ONCE)):
-            handle.writelines(
-                [f"{names.get(site, '')},{number},{to or ''},{back or ''},ms\r\n" for site, number, to, back in some]
-            )
+            handle.writelines([f"{names.get(site, '')},{number},{to},{back},ms\r\n" for site, number, to, back in some])
 
 
 def _cell(text: str) -> str:
@@ -77,15 +87,20 @@ def _cell(text: str) -> str:
 
 def write_trace(path: Path, store: Store, run: Any) -> None:
     """Write a Chrome trace of the first calls of a run: launch times of the host, lengths of the device."""
-    pid, text = os.getpid(), functools.cache(json.dumps)
+    pid = os.getpid()
+    sites = {site: (json.dumps(op), json.dumps(location)) for site, op, location in store.tuples(_SITES)}
     with whole_file(path) as handle:
         handle.write('{"traceEvents": [')
-        between = ""
-        for call_id, op, phase, elapsed, start, thread, step, location in store.stream(_EVENTS, (run, MAX_TRACED)):
-            handle.write(
-                f'{between}{{"name": {text(op)}, "cat": "{phase}", "ph": "X", "ts": {start!r}, '
-                f'"dur": {elapsed * 1e3!r}, "pid": {pid}, "tid": {thread}, '
-                f'"args": {{"forward_id": {call_id}, "step": {step}, "location": {text(location)}}}}}'
-            )
+        rows, between = store.stream(_EVENTS, (run, MAX_TRACED)), ""
+        while some := list(itertools.islice(rows, _AT_ONCE)):
+            events = []
+            for call_id, site, phase, elapsed, start, thread, step in some:
+                op, location = sites[site]
+                events.append(
+                    f'{{"name": {op}, "cat": "{phase}", "ph": "X", "ts": {start!r}, '
+                    f'"dur": {elapsed * 1e3!r}, "pid": {pid}, "tid": {thread}, '
+                    f'"args": {{"forward_id": {call_id}, "step": {step}, "location": {location}}}}}'
+                )
+            handle.write(between + ", ".join(events))
             between = ", "
         handle.write('], "displayTimeUnit": "ms"}')
