@@ -171,7 +171,9 @@ class Workers(Judge):
             return None
         if key not in self._origins:
             usual = references.named(function, op) is None and self.setup.rules.casts.of(op) is None
-            self._origins[key] = origin_of(function) if usual else None
+            self._origins[key] = None
+            with contextlib.suppress(Exception):  # modules that raise when they are looked at; another PyTorch
+                self._origins[key] = origin_of(function) if usual else None
         return self._origins[key]
 
     def _give_up(self, job: Job) -> None:

@@ -21,6 +21,7 @@ import ditorch
 import op_tools
 from op_tools.compare import forkserver, process
 from op_tools.compare import pool as compare_pool
+from op_tools.compare.judges import workers as workers_module
 from op_tools.compare.judges.workers import Workers
 from op_tools.watch import sums
 
@@ -460,3 +461,17 @@ def test_operators_of_the_user_go_to_processes_that_get_them(
     if not known:
         assert len(ours) <= 2, "the process has said that it does not know it"
     assert [b.op for b in one_process.blames] == ["own_in_processes.decayed"] * (0 if scale == 1 else 3)
+
+
+def test_where_it_cannot_be_told_where_an_operator_comes_from_it_is_judged_here(
+    own: Any, device: str, one_process: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(function: Any) -> Any:
+        raise ImportError("a module raises when it is looked at")
+
+    monkeypatch.setattr(workers_module, "origin_of", broken)
+    x, by = torch.randn(4, 9, 7, device=device), torch.rand(7, device=device)
+    torch.ops.own_in_processes.decayed(x, by)
+    one_process.stop()
+    assert "own_in_processes.decayed" in {row["op"] for row in one_process.records()}
+    assert not one_process.findings()
