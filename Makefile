@@ -41,7 +41,7 @@ test: $(VENV)/.ready-dev  ## the tests, on this machine's default device
 	@$(ONE_THREAD) $(PY) -m pytest -q -n $(JOBS) -m "not slow" tests
 
 test-all: $(VENV)/.ready-dev  ## the tests and the long sweeps over PyTorch's operator database
-	@$(ONE_THREAD) $(PY) -m pytest -q -n $(JOBS) tests
+	@$(ONE_THREAD) $(PY) -m pytest -q -n $(JOBS) --dist worksteal tests
 
 ASCEND := .venv-ascend
 test-ascend:  ## the device layer on the real torch_npu wheel, without a chip (an environment of its own)
