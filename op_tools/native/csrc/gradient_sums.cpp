@@ -223,12 +223,23 @@ int known_of(Node* node) {
   const int number = torch::autograd::get_current_graph_task_id();
   if (number < 0) return 0;
   if (number != latest_number || latest_listening != listenings) {
-    const std::lock_guard<std::mutex> held(lock);
-    auto& pass = passes[number];
-    if (pass == nullptr) pass = std::make_shared<const Pass>(pass_from(node));  // nodes run after all that send to them
+    const int listening = listenings;
+    std::shared_ptr<const Pass> pass;
+    {
+      const std::lock_guard<std::mutex> held(lock);
+      const auto found = passes.find(number);
+      if (found != passes.end()) pass = found->second;
+    }
+    if (pass == nullptr) {
+      // Nodes run after all that send to them. To ask a node of the user's own for its name takes the GIL, whose holder may
+      // wait for our lock: so we do not hold it.
+      pass = std::make_shared<const Pass>(pass_from(node));
+      const std::lock_guard<std::mutex> held(lock);
+      if (listening == listenings) pass = passes.emplace(number, pass).first->second;
+    }
     latest = pass;
     latest_number = number;
-    latest_listening = listenings;
+    latest_listening = listening;
   }
   const auto found = latest->nodes.find(node);
   return found == latest->nodes.end() ? 0 : found->second;
