@@ -169,10 +169,10 @@ class Registry:
             if self.find(variable) is not None:
                 continue
             splits = [(variable[:i], variable[i + 1 :]) for i, letter in enumerate(variable) if letter == "_" and i]
-            near = [name for name in spellings if _similar(variable, name, _TYPO) and _distance(variable, name) == 1]
+            near = [name for name in _similar(variable, spellings, _TYPO) if _distance(variable, name) == 1]
             for op, rest in splits:
                 if set(op.split("_")) != {"OP"}:
-                    near += [f"{op}_{tail}" for tail in tails if _similar(rest, tail, _TAIL_TYPO)]
+                    near += [f"{op}_{tail}" for tail in _similar(rest, tails, _TAIL_TYPO)]
             ours = variable.startswith(self._prefixes) or any(rest.startswith(tails) for _, rest in splits)
             if near or ours:
                 lines.append(f"{variable} is not a setting of {self.package}; {_hint(variable, near or spellings)}")
@@ -199,13 +199,19 @@ class Registry:
         return self.misspelt(new)
 
 
-def _similar(a: str, b: str, letters: int) -> bool:
-    """Whether two names differ in one place only, in at most so many letters."""
-    if abs(len(a) - len(b)) > letters:
-        return False
+def _similar(name: str, others: Iterable[str], letters: int) -> list[str]:
+    """Those that differ from a name in one place only, in at most so many letters."""
+    least, most, first, last = len(name) - letters, len(name) + letters, name[:1], name[-1:]
+    # what differs in one place has the same beginning or the same end: most need no closer look
+    likely = [b for b in others if least <= len(b) <= most and (b[:1] == first or b[-1:] == last or most < 3 * letters)]
+    return [other for other in likely if _differing(name, other) <= letters]
+
+
+def _differing(a: str, b: str) -> int:
+    """How many letters lie between the same beginning and the same end of two names."""
     start = _same_start(a, b)
     end = _same_start(a[start:][::-1], b[start:][::-1])
-    return max(len(a), len(b)) - start - end <= letters
+    return max(len(a), len(b)) - start - end
 
 
 def _same_start(a: str, b: str) -> int:

@@ -40,7 +40,12 @@ _MAX_ADDRESSES: Final = 50_000
 _MAX_BLAMES: Final = 10_000
 _MAX_TRACED: Final = 10  # wrong events whose consequences are counted
 _MAX_SHOWN: Final = 5_000  # rows of the table at the end
-_CSV_END: Final = ("r.module", "s.location", "r.phase", "r.step", "r.excess")  # columns after those of the comparison
+_CSV_END: Final = (
+    "module",
+    "phase",
+    "step",
+    "excess",
+)  # columns after those of the comparison; the location is beside the module
 
 
 class Reporter(Protocol):
@@ -256,21 +261,24 @@ class Teller:
         """Write all rows of a run to a CSV file, and show them where the console is full."""
         folder = self.folder.with_name("op_autocompare_result")
         path = folder / f"op_autocompare_info_pid{settings.process_label()}_{store.time_label()}.csv"
-        found = records.tuples(
-            f"SELECT r.call_id, {', '.join(_CSV_END)}, r.site, {', '.join(f'r.{name}' for name in rows.SQL)} "
-            f"FROM {table} r LEFT JOIN sites s ON s.site = r.site WHERE r.run = ? ORDER BY r.rowid",
-            (run,),
-        )
-        if self._tool.view.full and found and shown:
-            body = [[str(row[0]), *rows.console_cells(row[2 + len(_CSV_END) :])] for row in found[:_MAX_SHOWN]]
-            self._tool.view.block(console.table(["forward_id", *rows.CONSOLE], body))
+        columns = ", ".join([*_CSV_END, *rows.SQL])
+        query = f"SELECT call_id, site, {columns} FROM {table} WHERE run = ? ORDER BY rowid"
+        end = 2 + len(_CSV_END)
+        if self._tool.view.full and shown:
+            some = records.tuples(f"{query} LIMIT {_MAX_SHOWN}", (run,))
+            body = [[str(row[0]), *rows.console_cells(row[end:])] for row in some]
+            if body:
+                self._tool.view.block(console.table(["forward_id", *rows.CONSOLE], body))
         names = _ParameterNames(records)
-        end = len(_CSV_END)
+        places = {site: store.quoted_cell(where) for site, where in records.tuples("SELECT site, location FROM sites")}
         lines = (
-            [row[0], *rows.csv_cells(row[end + 2 :]), *row[1 : end + 1], names.of(row[end + 1], row[end + 2])]
-            for row in found
+            f"{row[0]},{rows.csv_line(row[end:])},{store.quoted_cell(row[2] or '')},{places.get(row[1], '')},"
+            f"{row[3]},{'' if row[4] is None else row[4]},{'' if row[5] is None else row[5]},"
+            f"{store.quoted_cell(names.of(row[1], row[end]))}\r\n"
+            for row in records.stream(query, (run,))
         )
-        store.write_csv(path, ["forward_id", *rows.CSV, *[name[2:] for name in _CSV_END], "parameter"], lines)
+        header = ["forward_id", *rows.CSV, "module", "location", *_CSV_END[1:], "parameter"]
+        store.write_csv_lines(path, header, lines)
         return path
 
     def _show(self, job: Job, judgement: Judgement) -> None:

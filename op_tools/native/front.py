@@ -65,6 +65,6 @@ def use_reader() -> None:
     """Read tensors in machine code from now on, if what does that has been compiled by now (`use_reader()`)."""
     global _reading
     if not _reading and LIBRARY.loaded is not None and tensors.LIBRARY.loaded is not None:
-        LIBRARY.loaded.set_reader(tensors.LIBRARY.loaded, TensorBase, _CONSTANTS)
+        LIBRARY.loaded.set_reader(tensors.LIBRARY.loaded, TensorBase, _CONSTANTS, torch.device)
         description.recall, description.retain = LIBRARY.loaded.recall, LIBRARY.loaded.retain
         _reading = True

@@ -192,6 +192,8 @@ class OpTimeMeasure(Tool):
                 if device_type != "cpu":
                     continue
                 spans = (0, one.host_ns)
+            elif one.idle:
+                spans = (0, 0)  # the device has nothing to do
             elif not one.events:
                 continue
             self._waiting.append(_Timing(one.call, "backward", spans, one.began, one.thread, None))

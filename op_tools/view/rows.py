@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Final, NamedTuple, get_type_hints
 
+from .store import quoted_cell
+
 RIGHT: Final = "right"
 WRONG: Final = "wrong"
 WEAK: Final = "known weakness"  # of a kernel of this device, as its ledger says; within what that explains
@@ -25,10 +27,15 @@ class Column(NamedTuple):
     show_replayed: Callable[[Any], str] | None = None  # where the tables of a replay have another text
     console: bool = True  # the columns that only files have come last
     replay_csv: bool = True  # whether the CSV file of a replay has it for the worst tensor of a capture
+    form: str = ""  # of a number, which `show` follows
 
 
 def _as(form: str) -> Callable[[float | None], str]:
     return lambda value: format(math.nan if value is None else value, form)
+
+
+def _number(form: str, replayed: str = "") -> Column:
+    return Column("REAL", _as(form), _as(replayed) if replayed else None, form=form)
 
 
 def _name(op: str, part: str, index: int | None) -> str:
@@ -61,13 +68,13 @@ class Row(NamedTuple):
     part: str  # output, input (an argument after the call) or grad_input
     index: int | None  # type: ignore[assignment]  # of the tensor; None where there is only one
     allclose: Annotated[bool, Column("INTEGER", lambda value: str(bool(value)))]
-    max_abs_diff: Annotated[float, Column("REAL", _as(".9f"))]
-    max_relative_diff: Annotated[float, Column("REAL", _as(".9f"))]
-    atol: Annotated[float, Column("REAL", _as(".9f"))]
-    rtol: Annotated[float, Column("REAL", _as(".9f"))]
+    max_abs_diff: Annotated[float, _number(".9f")]
+    max_relative_diff: Annotated[float, _number(".9f")]
+    atol: Annotated[float, _number(".9f")]
+    rtol: Annotated[float, _number(".9f")]
     error_info: Annotated[str, Column("TEXT")]
     cosine: Annotated[float, Column("REAL", _cosine)] = math.nan
-    max_ulp: Annotated[float, Column("REAL", _as(".3g"), _as(".2f"))] = 0.0
+    max_ulp: Annotated[float, _number(".3g", ".2f")] = 0.0
     verdict: Annotated[str, Column("TEXT", replay_csv=False)] = RIGHT
     reason: Annotated[str, Column("TEXT", console=False, replay_csv=False)] = ""
     excess: float = 0.0
@@ -139,9 +146,17 @@ CONSOLE: Final = CSV[: 1 + len(_CONSOLE)]
 REPLAY_CSV: Final = ["worst", *[name for name, column in COLUMNS.items() if column.replay_csv]]
 
 
-def csv_cells(stored: Sequence[Any]) -> list[str]:
-    """The texts for `CSV` from what sqlite gives back (`csv_cells(row.stored())`)."""
-    return [stored[0], *[column.show(value) for column, value in zip(COLUMNS.values(), stored[1:])]]
+_LINE: Final = ",".join(["%s", *[f"%{column.form or 's'}" for column in COLUMNS.values()]])
+_TEXTS: Final = [(place, column.show) for place, column in enumerate(COLUMNS.values(), 1) if not column.form]
+
+
+def csv_line(stored: Sequence[Any]) -> str:
+    """The cells for `CSV` from what sqlite gives back, quoted and joined (`csv_line(row.stored())`)."""
+    cells = [math.nan if cell is None else cell for cell in stored] if None in stored else list(stored)
+    cells[0] = quoted_cell(cells[0])
+    for place, show in _TEXTS:
+        cells[place] = quoted_cell(show(cells[place]))
+    return _LINE % tuple(cells)
 
 
 def console_cells(stored: Sequence[Any]) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import functools
+import io
 import itertools
 import json
 import os
@@ -29,6 +30,7 @@ from ..call.recent import Recent
 _BATCH_ROWS: Final = 4_000
 ASK_EVERY: Final = 64  # rows: so often whoever adds them calls `flush_when_due`
 _MAX_SITES: Final = 50_000  # parts of what tells them
+_LINES_AT_ONCE: Final = 2_000  # of a file that is written, or of records that are read
 _MAX_VARIABLES: Final = 999  # in a statement: what every SQLite takes
 _FLUSH_SECONDS: Final = 0.2  # between two writes: what a killed process loses is not much older, also on busy cores
 
@@ -152,7 +154,8 @@ class Store:
     def _write_forever(self) -> None:
         while not self._wake.wait(_FLUSH_SECONDS / 2):
             self._ask_sources()
-            if any(rows for _, rows in self._tables.copy().values()) and time.monotonic() > self._due:
+            late = time.monotonic() > self._due + _FLUSH_SECONDS / 2  # whoever adds rows has had time to write them
+            if late and any(rows for _, rows in self._tables.copy().values()):
                 self.flush()
 
     def _ask_sources(self) -> None:
@@ -172,7 +175,9 @@ class Store:
         """The same one by one, for any number of rows: a connection of its own reads them (`store.stream("...")`)."""
         self.flush()
         with contextlib.closing(read_only(self.path)) as connection:
-            yield from connection.execute(query, parameters)
+            cursor = connection.execute(query, parameters)
+            while some := cursor.fetchmany(_LINES_AT_ONCE):
+                yield from some
 
     def tuples(self, query: str, parameters: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
         """The same without names, for many rows (`store.tuples("SELECT op FROM sites")`)."""
@@ -195,7 +200,10 @@ class Store:
 
 
 def _size_of(key: Any) -> int:
-    return 1 + sum(map(_size_of, key)) if isinstance(key, tuple) else 1
+    """How many parts a key has, about: what describes one tensor counts as eight."""
+    if type(key) is tuple or type(key) is list:
+        return 1 + sum([_size_of(part) for part in key])
+    return 8 if isinstance(key, tuple) else 1
 
 
 def _storable(value: Any) -> Any:
@@ -301,6 +309,23 @@ def plain_cell(value: Any) -> Any:
     except ValueError:
         return f"'{value}"
     return value
+
+
+@functools.lru_cache(maxsize=10_000)
+def quoted_cell(text: str) -> str:
+    """A cell as a CSV file has it, which no spreadsheet executes (`quoted_cell("a,b") == '"a,b"'`)."""
+    line = io.StringIO()
+    csv.writer(line, lineterminator="").writerow([plain_cell(text)])
+    return line.getvalue() if text else ""
+
+
+def write_csv_lines(path: Path, columns: Sequence[str], lines: Iterable[str]) -> Path:
+    """Write a CSV file from lines of quoted cells, whole or not at all (`write_csv_lines(path, ["a"], lines)`)."""
+    with whole_file(path) as handle:
+        handle.write(",".join(map(quoted_cell, columns)) + "\r\n")
+        while some := list(itertools.islice(lines := iter(lines), _LINES_AT_ONCE)):
+            handle.write("".join(some))
+    return path
 
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Path:

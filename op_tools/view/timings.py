@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import json
 import os
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from .console import TIME_COLUMNS
-from .store import Store, plain_cell, whole_file
+from .store import Store, quoted_cell, whole_file, write_csv_lines
 
 MAX_TRACED: Final = 1_000_000  # events of a trace: no viewer opens more
 _AT_ONCE: Final = 2_000  # rows
@@ -71,35 +69,34 @@ def _by_call(store: Store, run: Any) -> Iterator[tuple[int, int, str, str]]:
 
 def write_csv(path: Path, store: Store, run: Any) -> None:
     """Write the times of a run (`write_csv(path, store, run)`)."""
-    names = {site: _cell(op) for site, op, _ in store.tuples(_SITES)}
-    with whole_file(path) as handle:
-        handle.write(",".join(TIME_COLUMNS) + "\r\n")
-        rows = _by_call(store, run)
-        while some := list(itertools.islice(rows, _AT_ONCE)):
-            handle.writelines([f"{names.get(site, '')},{number},{to},{back},ms\r\n" for site, number, to, back in some])
-
-
-def _cell(text: str) -> str:
-    line = io.StringIO()
-    csv.writer(line, lineterminator="").writerow([plain_cell(text)])
-    return line.getvalue()
+    names = {site: quoted_cell(op) for site, op, _ in store.tuples(_SITES)}
+    rows = _by_call(store, run)
+    lines = (f"{names.get(site, '')},{number},{to},{back},ms\r\n" for site, number, to, back in rows)
+    write_csv_lines(path, TIME_COLUMNS, lines)
 
 
 def write_trace(path: Path, store: Store, run: Any) -> None:
     """Write a Chrome trace of the first calls of a run: launch times of the host, lengths of the device."""
     pid = os.getpid()
     sites = {site: (json.dumps(op), json.dumps(location)) for site, op, location in store.tuples(_SITES)}
+    known: dict[tuple[int, str], tuple[str, str]] = {}  # the beginning and the end of an event
     with whole_file(path) as handle:
         handle.write('{"traceEvents": [')
         rows, between = store.stream(_EVENTS, (run, MAX_TRACED)), ""
         while some := list(itertools.islice(rows, _AT_ONCE)):
             events = []
             for call_id, site, phase, elapsed, start, thread, step in some:
-                op, location = sites[site]
+                parts = known.get((site, phase))
+                if parts is None:
+                    op, location = sites[site]
+                    before, after = (
+                        f'{{"name": {op}, "cat": "{phase}", "ph": "X", "ts": ',
+                        f'"location": {location}}}}}',
+                    )
+                    parts = known[site, phase] = before, after
                 events.append(
-                    f'{{"name": {op}, "cat": "{phase}", "ph": "X", "ts": {start!r}, '
-                    f'"dur": {elapsed * 1e3!r}, "pid": {pid}, "tid": {thread}, '
-                    f'"args": {{"forward_id": {call_id}, "step": {step}, "location": {location}}}}}'
+                    f'{parts[0]}{start:.3f}, "dur": {elapsed * 1e3:.3f}, "pid": {pid}, "tid": {thread}, '
+                    f'"args": {{"forward_id": {call_id}, "step": {step}, {parts[1]}'
                 )
             handle.write(between + ", ".join(events))
             between = ", "

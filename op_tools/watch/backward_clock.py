@@ -29,7 +29,7 @@ _LIGHT: Final = "\n".join(sorted(WITHOUT_KERNEL)).encode()
 
 
 class Span(NamedTuple):
-    """One run of one node. The last two are device events, 0 where the host's clock must do."""
+    """One run of one node. The last two are device events, 0 where the host's clock must do, or no kernel runs."""
 
     thread: int
     sequence: int
@@ -49,6 +49,7 @@ class Pass(NamedTuple):
     host_ns: int  # spent in its nodes
     events: bytes  # addresses of first and last of each node, in turns; empty where the host's clock must do
     thread: int
+    idle: bool = False  # no kernel runs in it
 
 
 class _Thread:
@@ -162,11 +163,11 @@ class BackwardClock:
         one = spans[0]
         if len(spans) == 1 and one.first and one.last:
             return Pass(call, one.began, one.ended - one.began, _marks(spans), one.runner)
-        kept = [span for span in spans if not span.light] or spans
-        if len(kept) < len(spans):
-            self.release(_marks([span for span in spans if span.light]))
-        host = sum([span.ended - span.began for span in kept])
+        kept = [span for span in spans if not span.light]
         began = min([span.began for span in spans])
+        if not kept:
+            return Pass(call, began, sum([span.ended - span.began for span in spans]), b"", one.runner, idle=True)
+        host = sum([span.ended - span.began for span in kept])
         events = _marks(kept)
         if not all(span.first and span.last for span in kept):
             self.release(events)

@@ -29,7 +29,7 @@ struct Span {
   uint64_t thread;    // that ran the forward pass, in PyTorch's numbering
   int64_t sequence;   // number of the node in that thread
   int64_t runner;     // thread that ran the node, in the system's numbering
-  int64_t light;      // it moves no data
+  int64_t light;      // no kernel runs in it, so it has no events
   int64_t began;      // nanoseconds of the host's clock
   int64_t ended;
   c10::Event* first;  // null where the host's clock must do
@@ -47,7 +47,7 @@ at::CallbackHandle handle = 0;
 bool listening = false;
 c10::DeviceType wanted_device = c10::DeviceType::CPU;
 
-// Nodes in which no kernel runs: two events next to each other are still some microseconds apart.
+// Nodes in which no kernel runs: two events next to each other would still be some microseconds apart, and cost as much.
 std::unordered_set<std::string> light_nodes;
 
 int64_t now() {
@@ -84,6 +84,7 @@ void give_back(c10::Event* event) {
 }
 
 std::unique_ptr<at::ObserverContext> before(const at::RecordFunction& function) {
+  if (function.seqNr() < 0) return nullptr;  // no call made it: it puts a gradient into `.grad`
   auto running = std::make_unique<Running>();
   running->span.thread = function.forwardThreadId();
   running->span.sequence = function.seqNr();
@@ -91,7 +92,7 @@ std::unique_ptr<at::ObserverContext> before(const at::RecordFunction& function) 
   running->span.runner = runner;
   running->span.light = light_nodes.count(function.name()) ? 1 : 0;
   running->span.began = now();
-  running->span.first = mark();
+  if (!running->span.light) running->span.first = mark();
   return running;
 }
 

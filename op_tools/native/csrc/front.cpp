@@ -411,7 +411,7 @@ PyMethodDef methods[] = {
      "What is remembered of arguments like these."},
     {"retain", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(retain)), METH_FASTCALL,
      "Remember what arguments like these look like."},
-    {"set_reader", set_reader, METH_VARARGS, "What reads a tensor, the class of tensors in C++, and classes of constants."},
+    {"set_reader", set_reader, METH_VARARGS, "What reads a tensor, the class of tensors in C++, classes of constants, and that of devices."},
     {"set_up_ledger", set_up_ledger, METH_VARARGS, "The class of tensors in C++, floating dtypes, and the usual layout."},
     {"launch_statistics", launch_statistics, METH_VARARGS, "Measure tensors on a GPU with one kernel."},
     {nullptr, nullptr, 0, nullptr},

@@ -250,6 +250,16 @@ bool is_on(PyObject *tensor, PyObject *device_type) {
   return type != nullptr && PyUnicode_Compare(type, device_type) == 0;
 }
 
+// Whether arguments by name say that a call without tensors makes one on the device whose times are measured, or on any.
+bool names_device(PyObject *kwargs, PyObject *device_type) {
+  PyObject *device = kwargs == nullptr ? nullptr : PyDict_GetItemString(kwargs, "device");  // borrowed
+  if (device == nullptr || Py_TYPE(device) != device_class) return false;
+  Owned type{PyObject_GetAttr(device, name_type)};
+  if (type == nullptr || !PyUnicode_Check(type)) return false;
+  if (device_type != nullptr) return PyUnicode_Compare(type, device_type) == 0;
+  return PyUnicode_CompareWithASCIIString(type, "cpu") != 0 && PyUnicode_CompareWithASCIIString(type, "meta") != 0;
+}
+
 // Whether the first tensor that is not on the CPU is on the device whose times are measured, or on any.
 bool is_on_device(const Words &like, PyObject *device_type) {
   static PyObject *known_type = nullptr;  // the last that was compared, by name
@@ -281,7 +291,7 @@ PyObject *described_arguments(Watched &call, PyObject *shared, PyObject *args, P
   const Scratch room;
   Words &like = *room;
   const bool is_read = read_tensor != nullptr && like.add_all(args, kwargs);
-  if (is_read && !is_on_device(like, device_type)) {
+  if (is_read && !(like.tensors == 0 ? names_device(kwargs, device_type) : is_on_device(like, device_type))) {
     PyErr_Clear();
     return nullptr;
   }
@@ -292,7 +302,8 @@ PyObject *described_arguments(Watched &call, PyObject *shared, PyObject *args, P
     if (call.tensors != nullptr)
       found.object = Py_XNewRef(description_of(args, kwargs, call.tensors, PyTuple_GET_ITEM(shared, kKnown)));
     PyObject *on_device = nullptr;
-    if (found == nullptr || !all_plain(call.tensors, on_device) || on_device == nullptr || !is_on(on_device, device_type)) {
+    const bool makes = is_read && like.tensors == 0;  // and names its device, as was seen above
+    if (found == nullptr || !(makes || (all_plain(call.tensors, on_device) && on_device != nullptr && is_on(on_device, device_type)))) {
       PyErr_Clear();
       return nullptr;
     }

@@ -7,6 +7,21 @@ using ReadTensor = int32_t (*)(const void *, int64_t *, int32_t, uint64_t *, int
 ReadTensor read_tensor = nullptr;
 PyObject *get_cdata = nullptr;
 PyObject *constant_types = nullptr;  // a frozenset: classes of which each value is one object for ever
+PyTypeObject *device_class = nullptr;
+
+// A number for each device: objects of that class come and go.
+int64_t number_of_device(PyObject *device) {
+  constexpr size_t kMost = 256;
+  static std::vector<PyObject *> known;
+  for (size_t i = 0; i < known.size(); ++i) {
+    const int same = PyObject_RichCompareBool(known[i], device, Py_EQ);
+    if (same > 0) return int64_t(i);
+    if (same < 0) PyErr_Clear();
+  }
+  if (known.size() == kMost) return -1;
+  known.push_back(Py_NewRef(device));
+  return int64_t(known.size()) - 1;
+}
 
 constexpr int32_t kMaxWords = 16384;  // an optimizer's call has a thousand tensors
 constexpr int32_t kMaxTensors = 2048;
@@ -67,6 +82,10 @@ class Words {
       for (PyObject *end : {slice->start, slice->stop, slice->step})
         if ((end != Py_None && !PyLong_CheckExact(end)) || !add(end)) return false;
       return true;
+    }
+    if (type == device_class) {
+      const int64_t number = number_of_device(value);
+      return number >= 0 && put(number);
     }
     return PySet_Contains(constant_types, reinterpret_cast<PyObject *>(type)) == 1 && put(reinterpret_cast<int64_t>(value));
   }
@@ -216,10 +235,10 @@ PyObject *retain(PyObject *, PyObject *const *given, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
-// (address of what reads a tensor or 0 where nothing does, the class of tensors in C++, classes of constants)
+// (address of what reads a tensor or 0 where nothing does, the class of tensors in C++, classes of constants, of devices)
 PyObject *set_reader(PyObject *, PyObject *args) {
-  PyObject *address, *base, *types;
-  if (!PyArg_ParseTuple(args, "OOO", &address, &base, &types)) return nullptr;
+  PyObject *address, *base, *types, *devices;
+  if (!PyArg_ParseTuple(args, "OOOO!", &address, &base, &types, &PyType_Type, &devices)) return nullptr;
   void *function = PyLong_AsVoidPtr(address);
   PyObject *getter = PyErr_Occurred() ? nullptr : PyObject_GetAttrString(base, "_cdata");
   if (getter == nullptr) return nullptr;
@@ -230,6 +249,7 @@ PyObject *set_reader(PyObject *, PyObject *args) {
   }
   get_cdata = getter;
   constant_types = Py_NewRef(types);
+  device_class = reinterpret_cast<PyTypeObject *>(Py_NewRef(devices));
   read_tensor = reinterpret_cast<ReadTensor>(function);
   Py_RETURN_NONE;
 }

@@ -55,6 +55,15 @@ def test_the_same_calls_in_both_ways(device: str, monkeypatch: pytest.MonkeyPatc
     assert backward.count(("torch.nn.functional.gelu", "backward")) == 2, "one row per backward pass"
 
 
+def test_nodes_without_a_kernel_take_no_time(device: str) -> None:
+    x = torch.ones(3, 4, device=device, requires_grad=True)
+    with op_tools.OpTimeMeasure() as timing:
+        x.t().cos().sum().backward()
+    times = {r["op"]: r["elapsed_ms"] for r in timing.records() if r["phase"] == "backward"}
+    assert times["torch.Tensor.t"] == 0, "two events next to each other are some microseconds apart"
+    assert times["torch.Tensor.cos"] > 0
+
+
 def test_the_clock_is_what_runs_here(device: str) -> None:
     with op_tools.OpTimeMeasure() as timing:
         assert timing._clock is not None

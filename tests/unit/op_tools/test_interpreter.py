@@ -25,8 +25,10 @@ def test_settings_are_as_before_afterwards() -> None:
     interpreter = Interpreter()
     interpreter.ease()
     interpreter.ease()  # a second tool
-    assert gc.get_threshold()[0] > 700
-    assert gc.get_threshold()[1:] == (10, 10)
+    young, middle, old = gc.get_threshold()
+    assert young > 700
+    assert middle == 10
+    assert old > 10  # a full run takes as long as several steps
     assert sys.getswitchinterval() < 0.005
     interpreter.restore()
     interpreter.restore()
