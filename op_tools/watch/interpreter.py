@@ -41,6 +41,11 @@ class Interpreter:
         """No tool is on any more."""
         if self._collect is not None and gc.get_threshold() == self._collect[1]:
             gc.set_threshold(*self._collect[0])
+            if (
+                not gc.get_freeze_count()
+            ):  # the counts begin anew: they are over the limits, and a full run would follow
+                gc.freeze()
+                gc.unfreeze()
         if self._switch is not None and sys.getswitchinterval() == self._switch[1]:
             sys.setswitchinterval(self._switch[0])
         self._collect = self._switch = None

@@ -51,3 +51,38 @@ def test_a_collector_that_is_off_stays_off() -> None:
     interpreter = Interpreter()
     interpreter.ease()
     assert gc.get_threshold()[0] == 0
+
+
+def test_no_full_run_follows_at_once() -> None:
+    """Objects that were made meanwhile are over the limits that hold again."""
+    gc.set_threshold(700, 10, 10)
+    full: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and info["generation"] == 2:
+            full.append(1)
+
+    interpreter = Interpreter()
+    interpreter.ease()
+    kept = []
+    gc.callbacks.append(note)
+    try:
+        kept.append([[i] for i in range(1_500_000)])  # more than a quarter of all objects: a reason for a full run
+        assert not full
+        interpreter.restore()
+        kept.append([[i] for i in range(2_000)])
+        assert not full
+    finally:
+        gc.callbacks.remove(note)
+        kept.clear()
+
+
+def test_what_the_program_has_frozen_stays_frozen() -> None:
+    interpreter = Interpreter()
+    interpreter.ease()
+    gc.freeze()
+    try:
+        interpreter.restore()
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
