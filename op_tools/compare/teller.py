@@ -269,12 +269,12 @@ class Teller:
             body = [[str(row[0]), *rows.console_cells(row[end:])] for row in some]
             if body:
                 self._tool.view.block(console.table(["forward_id", *rows.CONSOLE], body))
-        names = _ParameterNames(records)
+        names, line = _ParameterNames(records), rows.csv_line
         places = {site: store.quoted_cell(where) for site, where in records.tuples("SELECT site, location FROM sites")}
         lines = (
-            f"{row[0]},{rows.csv_line(row[end:])},{store.quoted_cell(row[2] or '')},{places.get(row[1], '')},"
+            f"{row[0]},{line(row[end:])},{store.quoted_cell(row[2] or '')},{places.get(row[1], '')},"
             f"{row[3]},{'' if row[4] is None else row[4]},{'' if row[5] is None else row[5]},"
-            f"{store.quoted_cell(names.of(row[1], row[end]))}\r\n"
+            f"{names.of(row[1], row[end])}\r\n"
             for row in records.stream(query, (run,))
         )
         header = ["forward_id", *rows.CSV, "module", "location", *_CSV_END[1:], "parameter"]
@@ -351,10 +351,10 @@ class _ParameterNames:
         self._leaves: dict[int, Any] = {}
 
     def of(self, site: int, row: str) -> str:
-        """The name, empty for results (`names.of(3, "torch.add grad[0]")`)."""
+        """The name as a cell of a CSV file, empty for results (`names.of(3, "torch.add grad[0]")`)."""
         name = self._known.get((site, row))
         if name is None:
-            name = self._known[site, row] = self._find(site, row)
+            name = self._known[site, row] = store.quoted_cell(self._find(site, row))
         return name
 
     def _find(self, site: int, row: str) -> str:

@@ -146,16 +146,38 @@ CONSOLE: Final = CSV[: 1 + len(_CONSOLE)]
 REPLAY_CSV: Final = ["worst", *[name for name, column in COLUMNS.items() if column.replay_csv]]
 
 
+class _Quoted(dict[Any, str]):
+    """Cells of a CSV file by the values that they show, each made once; for columns with few of them."""
+
+    def __init__(self, show: Callable[[Any], str]) -> None:
+        self._show = show
+
+    def __missing__(self, value: Any) -> str:
+        if len(self) > _MAX_QUOTED:
+            self.clear()
+        self[value] = text = quoted_cell(self._show(value))
+        return text
+
+
+_MAX_QUOTED: Final = 10_000
 _LINE: Final = ",".join(["%s", *[f"%{column.form or 's'}" for column in COLUMNS.values()]])
-_TEXTS: Final = [(place, column.show) for place, column in enumerate(COLUMNS.values(), 1) if not column.form]
+_NUMBERS: Final = [place for place, column in enumerate(COLUMNS.values(), 1) if column.form]
+_OTHERS: Final = [(place, column) for place, column in enumerate(COLUMNS.values(), 1) if not column.form]
+_FEW: Final = [(0, _Quoted(str)), *[(n, _Quoted(column.show)) for n, column in _OTHERS if column.sql != "REAL"]]
+_MANY: Final = [(place, column.show) for place, column in _OTHERS if column.sql == "REAL"]
 
 
 def csv_line(stored: Sequence[Any]) -> str:
     """The cells for `CSV` from what sqlite gives back, quoted and joined (`csv_line(row.stored())`)."""
-    cells = [math.nan if cell is None else cell for cell in stored] if None in stored else list(stored)
-    cells[0] = quoted_cell(cells[0])
-    for place, show in _TEXTS:
-        cells[place] = quoted_cell(show(cells[place]))
+    cells = list(stored)
+    if None in cells:
+        for place in _NUMBERS:
+            if cells[place] is None:
+                cells[place] = math.nan
+    for place, texts in _FEW:
+        cells[place] = texts[cells[place]]
+    for place, show in _MANY:
+        cells[place] = show(cells[place])
     return _LINE % tuple(cells)
 
 
