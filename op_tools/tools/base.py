@@ -436,8 +436,12 @@ class Tool(Shown):
 
     def record_all(self, rows: Iterable[tuple[Any, ...]]) -> None:
         """Append many rows at once (`tool.record_all([(1, "forward"), (1, "backward")])`)."""
-        run, waiting = self._run_key, self._new_rows
-        added = [(run, *row) for row in rows]
+        run = self._run_key
+        self.record_whole([(run, *row) for row in rows])
+
+    def record_whole(self, added: list[tuple[Any, ...]]) -> None:
+        """Append many rows that begin with the number of the run (`tool.record_whole([(run, 1, "forward")])`)."""
+        waiting = self._new_rows
         waiting.extend(added)
         if len(waiting) % store.ASK_EVERY < len(added) and self._store is not None:
             self._store.flush_when_due(waiting)

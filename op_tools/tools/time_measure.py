@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 from array import array
-from collections import deque
+from collections import defaultdict, deque
 from pathlib import Path
 from threading import get_ident
 from typing import Any, ClassVar, Final, NamedTuple
@@ -23,6 +23,7 @@ from .base import Tool
 from .light import noted
 
 _READ_AT: Final = 1_024  # timings are read back when this many wait
+_AT_ONCE: Final = 64  # that the clock is asked about
 _MAX_WAITING: Final = 8_192
 _MAX_SAMPLES: Final = 4_096
 _MAX_SHOWN: Final = 100_000  # rows of the table at the end; the CSV file has all
@@ -53,14 +54,16 @@ class _Samples:
         self.values = array("d")
         self._stride = 1
 
-    def add(self, value: float) -> None:
-        if self.count % self._stride == 0:
-            self.values.append(value)
+    def extend(self, values: list[float]) -> None:
+        """Add some (`samples.extend([0.5, 0.25])`)."""
+        for start in range(0, len(values), _MAX_SAMPLES // 2):
+            some = values[start : start + _MAX_SAMPLES // 2]
+            self.values.extend(some[-self.count % self._stride :: self._stride])
+            self.count += len(some)
+            self.total += sum(some)
             if len(self.values) >= _MAX_SAMPLES:
-                del self.values[::2]
+                del self.values[1::2]
                 self._stride *= 2
-        self.count += 1
-        self.total += value
 
     def percentile(self, q: float) -> float:
         ordered = sorted(self.values)
@@ -192,9 +195,7 @@ class OpTimeMeasure(Tool):
                 if device_type != "cpu":
                     continue
                 spans = (0, one.host_ns)
-            elif one.idle:
-                spans = (0, 0)  # the device has nothing to do
-            elif not one.events:
+            elif not one.events and not one.idle:
                 continue
             self._waiting.append(_Timing(one.call, "backward", spans, one.began, one.thread, None))
         self._read_when_due()
@@ -231,13 +232,15 @@ class OpTimeMeasure(Tool):
         try:
             while waiting:
                 timing = waiting[0]
-                if clock is not None and not isinstance(timing, str) and type(timing.spans) is bytes:
-                    some: list[Any] = list(itertools.takewhile(_by_clock, list(waiting)))
-                    times = clock.times([one.spans for one in some], wait)
-                    kept += [pair for pair in zip(some, times) if pair[1] >= 0]
+                if clock is not None and type(timing) is _Timing and type(timing.spans) is bytes:
+                    some = list(itertools.islice(waiting, _AT_ONCE))
+                    spans: list[Any] = [one.spans if type(one) is _Timing else "" for one in some]
+                    other = next((n for n, each in enumerate(spans) if type(each) is not bytes), len(spans))
+                    times = clock.times(spans[:other], wait)
+                    kept += [pair for pair in zip(some, times) if pair[1] >= 0]  # type: ignore[misc]
                     for _ in times:
                         waiting.popleft()
-                    if len(times) < len(some):
+                    if len(times) < other:
                         return
                     continue
                 if isinstance(timing, str):
@@ -275,17 +278,23 @@ class OpTimeMeasure(Tool):
         return elapsed
 
     def _keep(self, measured: list[tuple[_Timing, float]], show: bool = True) -> None:
-        known, began, rows = self._samples, self._began_ns, []
-        for timing, elapsed in measured:
-            (number, op, site, step, _), phase, _, host_start, thread, described = timing
-            samples = known.get((op, phase))
-            if samples is None:
-                samples = known[(op, phase)] = _Samples()
-            samples.add(elapsed)
-            rows.append((number, site, phase, elapsed, (host_start - began) / 1e3, thread, step))
+        began, run, rows, times = (
+            self._began_ns,
+            self._run_key,
+            list[tuple[Any, ...]](),
+            defaultdict[Any, list[float]](list),
+        )
+        for (made, phase, _, host_start, thread, described), elapsed in measured:
+            number, op, site, step, _ = made
+            times[op, phase].append(elapsed)
+            rows.append((run, number, site, phase, elapsed, (host_start - began) / 1e3, thread, step))
             if described is not None:
-                self._unshown.append((timing.made, phase, described, elapsed))
-        self.record_all(rows)
+                self._unshown.append((made, phase, described, elapsed))
+        for key, values in times.items():
+            if key not in self._samples:
+                self._samples[key] = _Samples()
+            self._samples[key].extend(values)
+        self.record_whole(rows)
         while show and self._unshown:
             self._show(*self._unshown.popleft())
 
@@ -370,10 +379,6 @@ class OpTimeMeasure(Tool):
         shown = [settings.shown_path(path) for path in (self.csv_path, self.trace_path) if path is not None]
         words = ("times", "trace for Perfetto or chrome://tracing")
         return [*facts, *(f"{what} in {path}" for what, path in zip(words, shown))]
-
-
-def _by_clock(timing: _Timing | str) -> bool:
-    return not isinstance(timing, str) and type(timing.spans) is bytes
 
 
 @functools.lru_cache(10_000)

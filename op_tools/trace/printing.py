@@ -8,6 +8,7 @@ import torch
 
 from ..call.description import Tensor
 from ..call.devices import accelerator_type
+from ..compat import cuda_device
 from .device_prints import BookPrints, DevicePrints, book_agrees, is_compiling, kernel_of
 from .format import TraceWriter
 from .places import Sharding
@@ -29,8 +30,14 @@ class Printing:
         self._batch = Batch()
         self.fresh: list[tuple[tuple[int, int], Tensor]] = []  # on GPUs, of the present call, not printed yet
         self._on_gpus: dict[torch.device, DevicePrints | None] = {}
-        self.book: Any = None  # in machine code: it prints what lies on the first GPU that is met, from then on
+        self._book: Any = None  # in machine code: it prints what lies on one GPU, from the first call on if it can
         self._of_book: BookPrints | None = None
+
+    def print_by(self, book: Any) -> None:
+        """The book in machine code prints by itself: on the current GPU, or on the one of the first tensor."""
+        self._book = book
+        if self._on_cuda:  # before the first call: what its arguments are, no kernel of Python's may print
+            self._gpu(torch.device("cuda", cuda_device()))
 
     def take(self, number: int, tensor: Tensor, sharding: Sharding | None) -> None:
         """Print one tensor: now, with the next launch, or not where it has no values (`printing.take(3, x, None)`)."""
@@ -72,9 +79,9 @@ class Printing:
             if kernel is None and is_compiling(device.index):
                 return None  # PyTorch's operators print until it is there
             self._on_gpus[device] = None if kernel is None else DevicePrints(kernel)
-            alone = self.book is not None and self._of_book is None and self._world[1] == 1
+            alone = self._book is not None and self._of_book is None and self._world[1] == 1
             if kernel is not None and alone and book_agrees(device.index):
-                self._of_book = BookPrints(kernel, self.book, self._write_numbered)
+                self._of_book = BookPrints(kernel, self._book, self._write_numbered)
         return self._on_gpus[device]
 
     def launch(self) -> None:

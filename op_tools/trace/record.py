@@ -69,7 +69,7 @@ class Recorder:
             self.native = library.Book(self._plain_look, self.launch if prints else None, writer.flush)
             writer.take = self.native.take
             if self._printing is not None:
-                self._printing.book = self.native
+                self._printing.print_by(self.native)
         self._library = library
         self.book: Book = self.native or PythonBook(writer, self._plain_look, prints)
 

@@ -10,6 +10,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Container
+from threading import get_ident
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -28,17 +29,7 @@ _PAIR: Final = struct.Struct("=qq")  # addresses of two events
 _LIGHT: Final = "\n".join(sorted(WITHOUT_KERNEL)).encode()
 
 
-class Span(NamedTuple):
-    """One run of one node. The last two are device events, 0 where the host's clock must do, or no kernel runs."""
-
-    thread: int
-    sequence: int
-    runner: int
-    light: int
-    began: int
-    ended: int
-    first: int
-    last: int
+_COLUMNS: Final = 8  # of one run of one node, as `Span` of backward_clock.cpp has them
 
 
 class Pass(NamedTuple):
@@ -50,6 +41,17 @@ class Pass(NamedTuple):
     events: bytes  # addresses of first and last of each node, in turns; empty where the host's clock must do
     thread: int
     idle: bool = False  # no kernel runs in it
+
+
+class _Heard:
+    """What was heard of the backward pass of one call so far."""
+
+    __slots__ = ("began", "call", "events", "host_ns", "light_ns", "runner")
+
+    def __init__(self, call: Any, runner: int, began: int) -> None:
+        self.call, self.runner, self.began = call, runner, began
+        self.host_ns = self.light_ns = 0  # in nodes that run a kernel, and in the others
+        self.events: list[int] = []  # of the first: 0 where the host's clock must do
 
 
 class _Thread:
@@ -71,15 +73,16 @@ class _Thread:
             for oldest in list(calls)[: _MAX_NODES // 2]:
                 calls.pop(oldest, None)
         self.end = end
-        for number in range(start, end):
+        calls[start] = call
+        for number in range(start + 1, end):
             calls[number] = call
         return True
 
     def forget(self, ids: Container[int]) -> None:
         """These calls have been run backward, and will not be again."""
-        for number, call in self.calls.copy().items():
-            if call[0] in ids:
-                self.calls.pop(number, None)
+        calls = self.calls
+        for number in [number for number, call in calls.copy().items() if call[0] in ids]:
+            calls.pop(number, None)
 
 
 class BackwardClock:
@@ -90,7 +93,7 @@ class BackwardClock:
         self._listening = True
         self._threads: dict[int, _Thread] = {}  # by Python's number of the thread
         self._by_number: dict[int, _Thread] = {}  # by PyTorch's
-        self._taken = np.zeros((_MAX_SPANS, len(Span._fields)), dtype=np.int64)
+        self._taken = np.zeros((_MAX_SPANS, _COLUMNS), dtype=np.int64)
         self._guard = threading.Lock()
         self.sequence: Callable[[], int] = sequence_number or short.op_tools_clock_sequence
         self._waiting = waiting
@@ -109,7 +112,7 @@ class BackwardClock:
 
     def note(self, start: int, end: int, call: Any) -> None:
         """The nodes of a call have the numbers from `start` up to `end` of this thread (`clock.note(7, 9, (12,))`)."""
-        here = threading.get_ident()
+        here = get_ident()
         thread = self._threads.get(here)
         if thread is None or not thread.note(start, end, call):
             thread = _Thread(int(self._short.op_tools_clock_thread()))
@@ -119,27 +122,32 @@ class BackwardClock:
     def passes(self, graph_is_kept: bool) -> list[Pass]:
         """Backward passes heard since the last time; call it when no pass is under way (`clock.passes(False)`)."""
         with self._guard:
-            found: dict[int, tuple[Any, list[Span]]] = {}  # by id of the call
+            found: dict[int, _Heard] = {}  # by id of the call
             heard: set[int] = set()  # numbers of threads
-            while True:
+            count = _MAX_SPANS
+            while count == _MAX_SPANS:
                 count = self._short.op_tools_clock_take(self._taken.ctypes.data, _MAX_SPANS)
-                for span in map(Span._make, self._taken[:count].tolist()):
-                    thread = self._by_number.get(span[0])
-                    call = None if thread is None else thread.calls.get(span[1])
+                for number, sequence, runner, light, began, ended, first, last in self._taken[:count].tolist():
+                    thread = self._by_number.get(number)
+                    call = None if thread is None else thread.calls.get(sequence)
                     if call is None:
-                        self._short.op_tools_clock_release(span.first, span.last)
+                        self._short.op_tools_clock_release(first, last)
+                        continue
+                    heard.add(number)
+                    known = found.get(call[0])
+                    if known is None:
+                        known = found[call[0]] = _Heard(call, runner, began)
+                    if light:
+                        known.light_ns += ended - began
                     else:
-                        known = found.get(call[0])
-                        if known is None:
-                            found[call[0]] = (call, [span])
-                        else:
-                            known[1].append(span)
-                        heard.add(span[0])
-                if count < _MAX_SPANS:
-                    break
+                        known.runner = known.runner if known.events else runner
+                        known.host_ns += ended - began
+                        known.events += (first, last)
+                    if began < known.began:
+                        known.began = began
             for number in () if graph_is_kept else heard:
                 self._by_number[number].forget(found)
-            return [self._pass(call, spans) for call, spans in found.values()]
+            return [self._pass(one) for one in found.values()]
 
     def times(self, events: list[bytes], wait: bool) -> list[float]:
         """Milliseconds of timings, each the sum over its pairs of events, negative where they cannot be known.
@@ -159,20 +167,15 @@ class BackwardClock:
         for pair in zip(addresses[::2], addresses[1::2]):
             self._short.op_tools_clock_release(*pair)
 
-    def _pass(self, call: Any, spans: list[Span]) -> Pass:
-        one = spans[0]
-        if len(spans) == 1 and one.first and one.last:
-            return Pass(call, one.began, one.ended - one.began, _marks(spans), one.runner)
-        kept = [span for span in spans if not span.light]
-        began = min([span.began for span in spans])
-        if not kept:
-            return Pass(call, began, sum([span.ended - span.began for span in spans]), b"", one.runner, idle=True)
-        host = sum([span.ended - span.began for span in kept])
-        events = _marks(kept)
-        if not all(span.first and span.last for span in kept):
-            self.release(events)
-            events = b""
-        return Pass(call, began, host, events, kept[0].runner)
+    def _pass(self, heard: _Heard) -> Pass:
+        events = heard.events
+        if not events:
+            return Pass(heard.call, heard.began, heard.light_ns, b"", heard.runner, idle=True)
+        packed = _PAIR.pack(*events) if len(events) == 2 else struct.pack(f"={len(events)}q", *events)
+        if not all(events):
+            self.release(packed)
+            packed = b""
+        return Pass(heard.call, heard.began, heard.host_ns, packed, heard.runner)
 
     def stop(self) -> None:
         """Listen no more (`clock.stop()`)."""
@@ -182,10 +185,6 @@ class BackwardClock:
     def _end(self) -> None:
         self._listening = False
         self._short.op_tools_clock_stop()
-
-
-def _marks(spans: list[Span]) -> bytes:
-    return b"".join([_PAIR.pack(span.first, span.last) for span in spans])
 
 
 def _load() -> tuple[Any, Any] | None:
