@@ -1,7 +1,7 @@
 """Cost of the tools on models of real size: GPT-2 124M, a Llama-7B layer, ResNet-50, RWKV; and on single large calls.
 
-Each pair of model and tool runs in a process of its own, after a bare run of the same model. `all-in` is the time of
-all steps with starting and stopping the tool, divided by that of as many bare steps; `marginal` is the median step
+Each pair of model and tool runs in a process of its own, between two bare runs of the same model. `all-in` is the time of
+all steps with starting and stopping the tool, divided by that of as many bare steps (the mean of both runs); `marginal` is the median step
 while the tool is active. OpCapture writes a store, as `op_tools run` does, and is held against plain files that as many
 threads write: run it with `--steps 1`. Memory is the peak beyond that of the bare run, worker processes included. One
 JSON line per run goes to `--json`, or to the standard output after the table.
@@ -131,6 +131,16 @@ def _prepared() -> str:
     return str(ditorch.backend.name)
 
 
+def _bare(step: Step, steps: int) -> float:
+    """Seconds of a step without any tool."""
+    _wait()
+    started = time.perf_counter()
+    for _ in range(steps):
+        step()
+    _wait()
+    return (time.perf_counter() - started) / steps
+
+
 def measured(model: str, tool: str, steps: int, tiny: bool) -> dict[str, Any]:
     """Run one model under one tool, in this process."""
     device = _prepared()
@@ -138,12 +148,7 @@ def measured(model: str, tool: str, steps: int, tiny: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     step = MODELS[model](tiny)
     losses = [step() for _ in range(2)]
-    _wait()
-    started = time.perf_counter()
-    for _ in range(steps):
-        step()
-    _wait()
-    bare = (time.perf_counter() - started) / steps
+    bare = _bare(step, steps)
     before, device_before = _resident(), _device_peak()
     _forget_peak()
     found: dict[str, Any] = {"model": model, "tool": tool, "device": device, "steps": steps, "bare_ms": bare * 1e3}
@@ -166,7 +171,10 @@ def measured(model: str, tool: str, steps: int, tiny: bool) -> dict[str, Any]:
         active.stop()
         _wait()
         total = time.perf_counter() - began
+        found["bare_around_ms"] = [bare * 1e3, (after := _bare(step, steps)) * 1e3]
+        bare = (bare + after) / 2  # the machine may have become slower or quicker meanwhile
         found |= {
+            "bare_ms": bare * 1e3,
             "all_in": total / (bare * steps),
             "marginal": statistics.median(each[1:] or each) / bare,
             "steps_ms": [round(e * 1e3, 1) for e in each],

@@ -5,7 +5,8 @@
     python -m benchmarks.trace_cost --cpu --tiny          # CPU time and Python calls of a step, beside OpObserve
     python -m benchmarks.trace_cost --plain --phases      # where the time of a step goes
 
-All-in is from the start of the tool to the end of its stop, the first step included, divided by as many bare steps.
+All-in is from the start of the tool to the end of its stop, the first step included, divided by as many bare steps,
+before and after.
 Each form runs twice: the second time the kernel is compiled and every kind of call has been seen. Libraries are built
 before; first, prints of the GPU are compared with those of the CPU, bit for bit.
 """
@@ -110,9 +111,12 @@ def measured(step: Any, steps: int, prints: bool, profile: int = 0) -> str:
         _wait()
         total = time.perf_counter() - began - late
         told = tool.summary()[0]
+    around = bare, sum(_timed(step, steps)) / steps
+    bare = sum(around) / 2  # the machine may have become slower or quicker meanwhile
     later = statistics.median(each[1:] or each)
     return (
-        f"prints {'on' if prints else 'off'}: bare {bare * 1e3:.1f} ms, all-in {total / (bare * steps):.2f} x, "
+        f"prints {'on' if prints else 'off'}: bare {around[0] * 1e3:.1f} and {around[1] * 1e3:.1f} ms, "
+        f"all-in {total / (bare * steps):.2f} x, "
         f"a later step {later / bare:.2f} x, the first {each[0] * 1e3:.0f} ms, "
         f"stop {(total - sum(each)) * 1e3:.0f} ms; {told}"
     )
