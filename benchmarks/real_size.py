@@ -1,10 +1,10 @@
 """Cost of the tools on models of real size: GPT-2 124M, a Llama-7B layer, ResNet-50, RWKV; and on single large calls.
 
-Each pair of model and tool runs in a process of its own, between two bare runs of the same model. `all-in` is the time of
-all steps with starting and stopping the tool, divided by that of as many bare steps (the mean of both runs); `marginal` is the median step
-while the tool is active. OpCapture writes a store, as `op_tools run` does, and is held against plain files that as many
-threads write: run it with `--steps 1`. Memory is the peak beyond that of the bare run, worker processes included. One
-JSON line per run goes to `--json`, or to the standard output after the table.
+Each pair of model and tool runs in a process of its own, between two bare runs of the same model. `all-in` is the time
+of all steps with starting and stopping the tool, divided by that of as many bare steps (the mean of both runs);
+`marginal` is the median step while the tool is active. OpCapture writes a store, as `op_tools run` does, and is held
+against plain files that as many threads write: run it with `--steps 1`. Memory is the peak beyond that of the bare run,
+worker processes included. One JSON line per run goes to `--json`, or to the standard output after the table.
 
     python -m benchmarks.real_size --steps 10                                  # on the accelerator
     python -m benchmarks.real_size --model gpt2 --tool OpAutoCompare --steps 10
