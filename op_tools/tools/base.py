@@ -216,6 +216,7 @@ class Tool(Shown):
                 except BaseException:  # Ctrl-C as well: nothing may go on watching that nobody can stop
                     self._detach()
                     self.release()
+                    INTERCEPTOR.finished()
                     raise
             self._starts += 1
         return self
@@ -242,6 +243,7 @@ class Tool(Shown):
                 self._report(Finding(self.name, "(end of run)", "tool-failure", _reason(error)))
             finally:
                 self.release()
+                INTERCEPTOR.finished()
             if self.only is None:
                 self._say_summary()
 

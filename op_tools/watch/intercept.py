@@ -400,10 +400,15 @@ class Interceptor(TorchFunctionMode):
             self._start_plans({} if self.tools else None)
             if not self.tools:
                 self.take_off()
-                self._interpreter.restore()
                 if self._patches is not None:
                     self._patches.undo()
                     self._patches = None
+
+    def finished(self) -> None:
+        """A tool that was taken out has written its results: the interpreter need not go easy any more."""
+        with self._lock:
+            if not self.tools:
+                self._interpreter.restore()
 
     def count_step(self) -> None:
         """A training step is over (`INTERCEPTOR.count_step()`)."""

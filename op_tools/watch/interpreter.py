@@ -40,12 +40,11 @@ class Interpreter:
     def restore(self) -> None:
         """No tool is on any more."""
         if self._collect is not None and gc.get_threshold() == self._collect[1]:
-            gc.set_threshold(*self._collect[0])
-            if (
-                not gc.get_freeze_count()
-            ):  # the counts begin anew: they are over the limits, and a full run would follow
+            # the counts begin anew: they are over the limits, and a full run would follow
+            if not gc.get_freeze_count():
                 gc.freeze()
                 gc.unfreeze()
+            gc.set_threshold(*self._collect[0])
         if self._switch is not None and sys.getswitchinterval() == self._switch[1]:
             sys.setswitchinterval(self._switch[0])
         self._collect = self._switch = None

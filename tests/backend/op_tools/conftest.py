@@ -22,6 +22,7 @@ def _quiet_console(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     left = [tool.name for tool in INTERCEPTOR.tools]
     for tool in list(INTERCEPTOR.tools):
         INTERCEPTOR.remove(tool)
+    INTERCEPTOR.finished()
     assert not left, f"tools were left active: {left}"
     assert torch._C._len_torch_function_stack() == 0
 

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+import op_tools
+from op_tools.tools.base import TOOLS
 from op_tools.watch.interpreter import Interpreter
 
 
@@ -86,3 +88,23 @@ def test_what_the_program_has_frozen_stays_frozen() -> None:
         assert gc.get_freeze_count() > 0
     finally:
         gc.unfreeze()
+
+
+def test_the_collector_goes_easy_until_a_tool_has_written_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OP_TOOLS_CONSOLE", "off")
+    before = gc.get_threshold()
+    seen = []
+
+    class Late(op_tools.OpObserve):
+        name = "Late"
+
+        def finish(self) -> None:
+            seen.append(gc.get_threshold())
+
+    try:
+        with Late():
+            pass
+    finally:
+        del TOOLS["Late"]
+    assert seen[0][0] > before[0]
+    assert gc.get_threshold() == before
