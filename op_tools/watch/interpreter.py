@@ -8,6 +8,7 @@ from typing import Final
 
 _MORE: Final = 16  # objects of the tools for each one of the training, about
 _SWITCH_SECONDS: Final = 5e-4
+_FROZEN: Final = 2_000  # objects: Python 3.12 itself freezes some hundred, a program all that it has
 
 
 class Interpreter:
@@ -41,7 +42,7 @@ class Interpreter:
         """No tool is on any more."""
         if self._collect is not None and gc.get_threshold() == self._collect[1]:
             # the counts begin anew: they are over the limits, and a full run would follow
-            if not gc.get_freeze_count():
+            if gc.get_freeze_count() < _FROZEN:
                 gc.freeze()
                 gc.unfreeze()
             gc.set_threshold(*self._collect[0])
