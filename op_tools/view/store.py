@@ -25,6 +25,7 @@ from typing import Any, Final, TextIO
 from ditorch_common.private import complete
 
 from .. import lifecycle, settings
+from ..call.description import TensorMeta
 from ..call.recent import Recent
 
 _BATCH_ROWS: Final = 4_000
@@ -200,10 +201,10 @@ class Store:
 
 
 def _size_of(key: Any) -> int:
-    """How many parts a key has, about: what describes one tensor counts as eight."""
-    if type(key) is tuple or type(key) is list:
-        return 1 + sum([_size_of(part) for part in key])
-    return 8 if isinstance(key, tuple) else 1
+    """How many parts a key has; what describes a tensor counts as twelve and is not looked into."""
+    if type(key) is TensorMeta:
+        return 12
+    return 1 + sum([_size_of(part) for part in key]) if isinstance(key, tuple) else 1
 
 
 def _storable(value: Any) -> Any:
