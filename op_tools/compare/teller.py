@@ -40,12 +40,8 @@ _MAX_ADDRESSES: Final = 50_000
 _MAX_BLAMES: Final = 10_000
 _MAX_TRACED: Final = 10  # wrong events whose consequences are counted
 _MAX_SHOWN: Final = 5_000  # rows of the table at the end
-_CSV_END: Final = (
-    "module",
-    "phase",
-    "step",
-    "excess",
-)  # columns after those of the comparison; the location is beside the module
+# columns after those of the comparison; the location stands behind the module
+_CSV_END: Final = ("module", "phase", "step", "excess")
 
 
 class Reporter(Protocol):

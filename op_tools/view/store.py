@@ -175,6 +175,9 @@ class Store:
     def stream(self, query: str, parameters: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
         """The same one by one, for any number of rows: a connection of its own reads them (`store.stream("...")`)."""
         self.flush()
+        if not self.is_there:  # somebody has removed it: only the open connection has it still
+            yield from self.tuples(query, parameters)
+            return
         with contextlib.closing(read_only(self.path)) as connection:
             cursor = connection.execute(query, parameters)
             while some := cursor.fetchmany(_LINES_AT_ONCE):

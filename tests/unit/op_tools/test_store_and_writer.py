@@ -258,6 +258,16 @@ def test_cells_that_a_spreadsheet_would_execute_are_quoted(tmp_path: Path) -> No
     assert (tmp_path / "x.csv").read_text().splitlines()[1] == "'=cmd|' /C calc'!A0,+1,-inf,'@sum,plain,-2.5"
 
 
+def test_rows_of_a_file_that_was_removed_are_still_read(tmp_path: Path) -> None:
+    records = Store(tmp_path / "x.sqlite")
+    records.table("numbers", {"n": "INTEGER"}).extend([(1,), (2,)])
+    records.flush()
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert list(records.stream("SELECT n FROM numbers ORDER BY n")) == [(1,), (2,)]
+    records.close()
+
+
 def test_many_times_are_written_in_bounded_memory(tmp_path: Path) -> None:
     rows, records = 10_000, Store(tmp_path / "x.sqlite")
     columns = {"run": "INTEGER", **OpTimeMeasure.columns}
