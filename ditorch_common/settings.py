@@ -203,7 +203,7 @@ def _similar(name: str, others: Iterable[str], letters: int) -> list[str]:
     """Those that differ from a name in one place only, in at most so many letters."""
     least, most, first, last = len(name) - letters, len(name) + letters, name[:1], name[-1:]
     # what differs in one place has the same beginning or the same end: most need no closer look
-    likely = [b for b in others if least <= len(b) <= most and (b[:1] == first or b[-1:] == last or most < 3 * letters)]
+    likely = [b for b in others if least <= len(b) <= most and (b[:1] == first or b[-1:] == last or len(b) <= letters)]
     return [other for other in likely if _differing(name, other) <= letters]
 
 

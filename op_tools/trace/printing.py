@@ -36,7 +36,7 @@ class Printing:
     def print_by(self, book: Any) -> None:
         """The book in machine code prints by itself: on the current GPU, or on the one of the first tensor."""
         self._book = book
-        if self._on_cuda:  # before the first call: what its arguments are, no kernel of Python's may print
+        if self._on_cuda:  # before the first call: PyTorch's own kernels take long to load
             self._gpu(torch.device("cuda", cuda_device()))
 
     def take(self, number: int, tensor: Tensor, sharding: Sharding | None) -> None:

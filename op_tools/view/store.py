@@ -327,7 +327,8 @@ def write_csv_lines(path: Path, columns: Sequence[str], lines: Iterable[str]) ->
     """Write a CSV file from lines of quoted cells, whole or not at all (`write_csv_lines(path, ["a"], lines)`)."""
     with whole_file(path) as handle:
         handle.write(",".join(map(quoted_cell, columns)) + "\r\n")
-        while some := list(itertools.islice(lines := iter(lines), _LINES_AT_ONCE)):
+        left = iter(lines)
+        while some := list(itertools.islice(left, _LINES_AT_ONCE)):
             handle.write("".join(some))
     return path
 

@@ -89,11 +89,8 @@ def write_trace(path: Path, store: Store, run: Any) -> None:
                 parts = known.get((site, phase))
                 if parts is None:
                     op, location = sites[site]
-                    before, after = (
-                        f'{{"name": {op}, "cat": "{phase}", "ph": "X", "ts": ',
-                        f'"location": {location}}}}}',
-                    )
-                    parts = known[site, phase] = before, after
+                    first = f'{{"name": {op}, "cat": "{phase}", "ph": "X", "ts": '
+                    parts = known[site, phase] = first, f'"location": {location}}}}}'
                 events.append(
                     f'{parts[0]}{start:.3f}, "dur": {elapsed * 1e3:.3f}, "pid": {pid}, "tid": {thread}, '
                     f'"args": {{"forward_id": {call_id}, "step": {step}, {parts[1]}'

@@ -10,7 +10,6 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Container
-from threading import get_ident
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -25,7 +24,6 @@ _SOURCE: Final = compiling.SOURCES / "backward_clock.cpp"
 _CALLBACK: Final = "at::addGlobalCallback, of backward functions"
 _MAX_NODES: Final = 200_000  # of a thread that may still be run backward
 _MAX_SPANS: Final = 1_024
-_PAIR: Final = struct.Struct("=qq")  # addresses of two events
 _LIGHT: Final = "\n".join(sorted(WITHOUT_KERNEL)).encode()
 
 
@@ -73,8 +71,7 @@ class _Thread:
             for oldest in list(calls)[: _MAX_NODES // 2]:
                 calls.pop(oldest, None)
         self.end = end
-        calls[start] = call
-        for number in range(start + 1, end):
+        for number in range(start, end):
             calls[number] = call
         return True
 
@@ -112,7 +109,7 @@ class BackwardClock:
 
     def note(self, start: int, end: int, call: Any) -> None:
         """The nodes of a call have the numbers from `start` up to `end` of this thread (`clock.note(7, 9, (12,))`)."""
-        here = get_ident()
+        here = threading.get_ident()
         thread = self._threads.get(here)
         if thread is None or not thread.note(start, end, call):
             thread = _Thread(int(self._short.op_tools_clock_thread()))
@@ -171,7 +168,7 @@ class BackwardClock:
         events = heard.events
         if not events:
             return Pass(heard.call, heard.began, heard.light_ns, b"", heard.runner, idle=True)
-        packed = _PAIR.pack(*events) if len(events) == 2 else struct.pack(f"={len(events)}q", *events)
+        packed = struct.pack(f"={len(events)}q", *events)
         if not all(events):
             self.release(packed)
             packed = b""
