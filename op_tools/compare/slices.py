@@ -26,7 +26,7 @@ from ..judge.sampling.reduction import Cut, Index, cut_tensor
 from ..judge.sampling.suspects import Projected
 from ..judge.sampling.totals import Reduced, Total
 from ..native.gather import MAX_DIMS, Gather, Piece, dense_piece, gather_on, piece_of
-from ..native.statistics import is_dense
+from ..native.layout import is_dense
 from .ladder import BACKWARD, ComparedCall, Job
 from .sample import Kind
 

@@ -11,7 +11,7 @@ import torch
 
 from ..call.description import Tensor, pointer_of
 from ..call.devices import NARROWER, can_pin, module_of
-from ..native.statistics import is_dense
+from ..native.layout import is_dense
 from .materialise import span_of, turned_like
 from .pinned_results import PinnedResults
 

@@ -7,6 +7,7 @@ import importlib.machinery
 import importlib.util
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -48,8 +49,7 @@ def compiled(
     path = os.path.realpath(compiler)
     found = os.stat(path)  # to ask the compiler for its version takes longer than all the rest
     identity = (flags, libraries, platform.machine(), key, path, found.st_size, int(found.st_mtime))
-    included = [path.read_bytes() for path in sorted(source.parent.glob(f"{source.stem}_*.h"))]
-    parts = (source.read_bytes(), *included, repr(identity).encode())
+    parts = (*_with_included(source).values(), repr(identity).encode())
     folder_name = f"op_tools-{hashlib.sha256(b'|'.join(parts)).hexdigest()[:16]}"
     target = cache_root(environment) / folder_name / f"{source.stem}.so"
     if is_trusted(target):
@@ -80,6 +80,20 @@ def compiled(
     if code:
         raise subprocess.CalledProcessError(code, compiler)
     return target
+
+
+def _with_included(source: Path) -> dict[Path, bytes]:
+    """A source file and the headers of ours that it includes, directly or not, with what is in them."""
+    found: dict[Path, bytes] = {}
+    waiting = [source]
+    while waiting:
+        path = waiting.pop(0)
+        if path not in found:
+            found[path] = path.read_bytes()
+            waiting += [
+                path.parent / name for name in re.findall(r'^#include "(.+)"$', found[path].decode(), re.MULTILINE)
+            ]
+    return found
 
 
 # Several processes may build at once: each moves a complete file into place. A shell does it, in a session of its own,

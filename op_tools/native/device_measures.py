@@ -15,8 +15,8 @@ import torch
 
 from ..call.devices import accelerator_type, quiet
 from .kernels import Kernels
+from .layout import is_dense
 from .measuring import Bound, Columns, Sums
-from .statistics import is_dense
 
 Tensor = torch.Tensor
 

@@ -16,15 +16,6 @@ from ..compat import TensorBase, count_dispatch_modes, count_function_modes
 from . import compiling, tensors
 
 _SOURCE: Final = compiling.SOURCES / "front.cpp"
-_IN_KERNELS: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)  # in the order of `statistics.cu`
-_DTYPES: Final = {one for one in vars(torch).values() if isinstance(one, torch.dtype)}
-_FLOATING: Final = {
-    one: _IN_KERNELS.index(one) if one in _IN_KERNELS else -1
-    for one in _DTYPES
-    if one.is_floating_point or one.is_complex
-}
-
-
 # Each value of these is one object as long as the process runs.
 _CONSTANTS: Final = frozenset([torch.dtype, torch.layout, torch.memory_format])
 
@@ -38,7 +29,6 @@ def _load() -> Any:
     if module is None:
         return None
     kinds = (TensorBase, torch.Tensor, torch.nn.Parameter, description.PLAIN_TYPES)
-    module.set_up_ledger(TensorBase, _FLOATING, torch.strided)
     module.set_up(*kinds, site.is_user_code, site.text_of, count_function_modes, count_dispatch_modes)
     return module
 

@@ -7,19 +7,19 @@ passes.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 
 from ..call.devices import quiet
-from ..compat import in_fake_mode, in_func_transform
-from . import compiling, front
+from ..compat import cuda_stream, in_fake_mode, in_func_transform
+from . import compiling, ledger
 from .kernels import Kernels, launch_in_cuda, launcher
+from .layout import is_dense
 
 Tensor = torch.Tensor
 
@@ -30,27 +30,13 @@ _SYNCHRONOUS_DEVICES: Final = frozenset({"cpu", "soft"})  # devices whose result
 _WIDE: Final = {torch.float64: torch.float64, torch.complex128: torch.float64}
 
 
-class Measure:
-    """One version of one tensor, whose statistics arrive with its batch; `bad` is what is in it of "inf" and "nan"."""
+def completed(numels: Sequence[int], inf: Any, low: Any, high: Any, mean: Any, var: Any) -> Any:
+    """Statistics of tensors of so many elements as rows in the order of NAMES, from what a device sends as columns.
 
-    __slots__ = ("bad", "number", "numel")
-
-    def __init__(self, numel: int) -> None:
-        self.numel = numel
-        self.number = next(_numbers)
-        self.bad: tuple[str, ...] = ()
-
-
-_numbers = itertools.count()
-
-
-def completed(measures: list[Measure], inf: Any, low: Any, high: Any, mean: Any, var: Any) -> Any:
-    """Statistics of some measures as rows in the order of NAMES, from what comes from the device as columns.
-
-    >>> completed([Measure(2)], *np.array([[0.0], [1.0], [3.0], [2.0], [1.0]]))[0, 3]
+    >>> completed([2], *np.array([[0.0], [1.0], [3.0], [2.0], [1.0]]))[0, 3]
     3.0
     """
-    n = np.array([measure.numel for measure in measures], dtype=np.float64)
+    n = np.array(numels, dtype=np.float64)
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         infinite, nan = inf > 0, np.isnan(low) | np.isnan(high)
         one_sided = infinite & ~nan
@@ -61,8 +47,6 @@ def completed(measures: list[Measure], inf: Any, low: Any, high: Any, mean: Any,
         variance = np.where(var < 0, 0.0, var)
         std = np.where(n > 1, np.sqrt(variance * n / np.maximum(n - 1, 1)), 0.0)
         norm = np.sqrt(n * (variance + mean * mean))
-    for place in np.flatnonzero(infinite | nan):
-        measures[place].bad = tuple([name for name, there in (("inf", infinite), ("nan", nan)) if there[place]])
     return np.stack([infinite, nan, low, high, mean, std, norm], axis=1).astype(np.float64)
 
 
@@ -72,12 +56,12 @@ def completed(measures: list[Measure], inf: Any, low: Any, high: Any, mean: Any,
 class TorchBatch:
     """Measurements of one device that have not been sent to the host yet: some reductions per tensor.
 
-    It is made for tensors like one. `add` starts measuring a tensor (strided, floating or complex, not empty), a
-    `full` batch should be sent. `values` are what the host needs, as one tensor on the device; `land` takes the same
-    tensor on the host, and returns one row of statistics per measure, in the order of NAMES.
+    It is made for tensors like one. `add` starts measuring a tensor (strided, floating or complex, not empty), which
+    has a number; a `full` batch should be sent. `values` are what the host needs, as one tensor on the device; `land`
+    takes the same tensor on the host, and returns a row of statistics for each of `numbers`, in the order of NAMES.
     """
 
-    __slots__ = ("_synchronous", "extremes", "infinite", "means", "measures", "slots", "variances")
+    __slots__ = ("_numels", "_synchronous", "extremes", "infinite", "means", "numbers", "slots", "variances")
 
     def __init__(self, like: Tensor) -> None:
         self._synchronous = like.device.type in _SYNCHRONOUS_DEVICES
@@ -88,9 +72,10 @@ class TorchBatch:
         self.variances: list[Tensor] = []
         self.means: list[Tensor] = []
         self.infinite: list[Any] = []
-        self.measures: list[Measure] = []
+        self.numbers: list[int] = []
+        self._numels: list[int] = []
 
-    def add(self, tensor: Tensor) -> Measure:
+    def add(self, tensor: Tensor, number: int) -> None:
         slots = self.slots
         with quiet():
             data = _as_real(tensor)
@@ -108,47 +93,32 @@ class TorchBatch:
         del slots[-2:]  # only now: a reduction that the device lacks leaves the batch as it was
         self.variances.append(var)
         self.means.append(mean)
-        measure = Measure(data.numel())
-        self.measures.append(measure)
-        return measure
+        self._numels.append(data.numel())
+        self.numbers.append(number)
 
     @property
     def full(self) -> bool:
         return not self.slots
 
     def values(self) -> Tensor:
-        extremes, found = self.extremes[: 2 * len(self.measures)], self.infinite
+        extremes, found = self.extremes[: 2 * len(self.numbers)], self.infinite
         infinite = torch.tensor(found, device=extremes.device) if self._synchronous else torch.stack(found)
         return torch.cat([extremes, torch.stack(self.variances + self.means), infinite.to(extremes.dtype)])
 
     def land(self, values: Tensor) -> Any:
-        n = len(self.measures)
-        numbers = values.numpy().astype(np.float64)
-        var, mean, infinite = (numbers[k * n : (k + 1) * n] for k in (2, 3, 4))
-        return completed(self.measures, infinite, numbers[: 2 * n : 2], numbers[1 : 2 * n : 2], mean, var)
+        n = len(self.numbers)
+        columns = values.numpy().astype(np.float64)
+        var, mean, infinite = (columns[k * n : (k + 1) * n] for k in (2, 3, 4))
+        return completed(self._numels, infinite, columns[: 2 * n : 2], columns[1 : 2 * n : 2], mean, var)
 
 
 def _as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
-def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements fill one stretch of memory, in whichever order (`is_dense(x.t())`)."""
-    if tensor.is_neg() or tensor.is_conj():
-        return False
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for step, size in sorted([(s, n) for s, n in zip(tensor.stride(), tensor.shape) if n > 1]):
-        if step != expected:
-            return False
-        expected *= size
-    return True
-
-
 # -- with one kernel ------------------------------------------------------------------------------------
 
-_ROWS: Final = 131_072  # of partial results in a batch, 6 MB
+_ROWS: Final = 262_144  # of partial results in a batch, 12 MB
 # Columns: count, mean, sum of squared distances from it, infinities, minimum, maximum; a NaN spreads to the last two.
 _WIDTH: Final = 6
 _MIN_SHARE: Final = 8_192  # elements that one program of the kernel takes at least
@@ -160,8 +130,8 @@ _KERNEL_DTYPES: Final = frozenset({torch.float16, torch.bfloat16, torch.float32,
 class _Table(NamedTuple):
     """The kernel that takes many tensors, as the driver knows it."""
 
-    launch: Any  # of `native.front`
-    numbers: tuple[int, ...]  # the address of the driver's function, the kernel, its threads
+    rows: Any  # of `native.ledger`: what launches it
+    numbers: tuple[int, int]  # the address of the driver's function, the kernel
     together: int
 
 
@@ -171,17 +141,31 @@ class _FusedKernels(Kernels):
     def __init__(self, index: int) -> None:
         super().__init__(index, "statistics", arguments=4)
         self.table: _Table | None = None
-        library = front.LIBRARY.get()
+        library = ledger.LIBRARY.loaded
         function = None if library is None else self.in_cuda("table", [_TABLE_BYTES])
         together = None if function is None else self.in_cuda("together", [8, 8, 8])
         if library is not None and function is not None and together is not None:
-            self.table = _Table(library.launch_statistics, (launcher(), function, 256), together)
+            self.table = _Table(library.Rows, (launcher(), function), together)
 
 
 class FusedBatch:
-    """The same with one kernel; it leaves rows of partial results, which are put together at the end."""
+    """The same with one kernel; it leaves rows of partial results, which are put together at the end.
 
-    __slots__ = ("_address", "_free", "_kernels", "_starts", "_streams", "device", "measures", "rows")
+    Where C++ launches the kernel, `native` is what does, for many tensors at once (`ledger.use(batch.native)`).
+    """
+
+    __slots__ = (
+        "_address",
+        "_free",
+        "_kernels",
+        "_numels",
+        "_starts",
+        "_streams",
+        "device",
+        "native",
+        "numbers",
+        "rows",
+    )
 
     def __init__(self, like: Tensor, kernels: _FusedKernels | None = None) -> None:
         kernels = kernels or fused(like.device.index)
@@ -192,30 +176,18 @@ class FusedBatch:
         self._free = 0
         self._starts: list[int] = []
         self._streams: set[int] = set()
-        self.measures: list[Measure] = []
+        self.numbers: list[int] = []
+        self._numels: list[int] = []
+        self.native: Any = None
+        if kernels.table is not None:
+            where = (str(like.device), self._address, _ROWS, _MIN_SHARE, _MAX_PROGRAMS, cuda_stream)
+            self.native = kernels.table.rows(*kernels.table.numbers, *where)
 
-    def add_some(self, tensors: list[Tensor]) -> list[Measure]:
-        """Start measuring the first of these tensors with one launch; none where that cannot be done."""
-        kernels = self._kernels
-        table = kernels.table
-        if table is None or not kernels.current():
-            return []
-        stream = kernels.stream()
-        where = (stream, kernels.index, self._address, self._free, _ROWS, _MIN_SHARE, _MAX_PROGRAMS)
-        *found, rows = table.launch(*table.numbers, *where, tensors)
-        if not found:
-            return []
-        self._streams.add(stream)
-        self._starts += found[1::2]
-        self._free += rows
-        measures = [Measure(numel) for numel in found[::2]]
-        self.measures += measures
-        return measures
-
-    def add(self, tensor: Tensor) -> Measure:
-        if self._kernels.table is not None:
-            with contextlib.nullcontext() if self._kernels.current() else torch.cuda.device(self._kernels.index):
-                return (self.add_some([tensor]) or self.add_some([_in_one_piece(tensor)]))[0]
+    def add(self, tensor: Tensor, number: int) -> None:
+        if self.native is not None:
+            if not self.native.measure([tensor], [number])[0]:
+                self.native.measure([_in_one_piece(tensor)], [number])
+            return
         if tensor.dtype not in _KERNEL_DTYPES or not is_dense(tensor):
             tensor = _in_one_piece(tensor)
         numel, kernels, free = tensor.numel(), self._kernels, self._free
@@ -230,30 +202,34 @@ class FusedBatch:
         self._streams.add(stream)
         self._starts.append(free)
         self._free = free + programs
-        measure = Measure(numel)
-        self.measures.append(measure)
-        return measure
+        self._numels.append(numel)
+        self.numbers.append(number)
 
     @property
     def full(self) -> bool:
-        return self._free > _ROWS - _MAX_PROGRAMS
+        return self._free > _ROWS - _MAX_PROGRAMS if self.native is None else bool(self.native.full)
 
     def values(self) -> Tensor:
         kernels = self._kernels
+        if self.native is not None:
+            numbers, numels, starts, streams = (np.frombuffer(one, np.int64).tolist() for one in self.native.take())
+            self.numbers, self._numels, self._streams = numbers, numels, set(streams)
+            *self._starts, self._free = starts
         if self._streams != {kernels.stream()}:  # the copy to the host waits for one stream only
             torch.cuda.synchronize(kernels.index)
         if kernels.table is None:
             return self.rows[: self._free]
         with torch.cuda.device(kernels.index):
-            found = torch.empty((len(self.measures), _WIDTH), dtype=torch.float64, device=self.device)
-            starts = torch.tensor([*self._starts, self._free], dtype=torch.int64, device=self.device)
-            numbers = (self._address, starts.data_ptr(), found.data_ptr())
-            launch_in_cuda(kernels.table.together, kernels.stream(), len(self.measures), 32, *numbers)
+            found = torch.empty((len(self.numbers), _WIDTH), dtype=torch.float64, device=self.device)
+            first = torch.tensor([*self._starts, self._free], dtype=torch.int64, device=self.device)
+            places = (self._address, first.data_ptr(), found.data_ptr())
+            if self.numbers:
+                launch_in_cuda(kernels.table.together, kernels.stream(), len(self.numbers), 32, *places)
         return found
 
     def land(self, values: Tensor) -> Any:
-        starts = self._starts if self._kernels.table is None else list(range(len(self.measures)))
-        return completed(self.measures, *put_together(values.numpy(), starts))
+        starts = self._starts if self._kernels.table is None else list(range(len(self.numbers)))
+        return completed(self._numels, *put_together(values.numpy(), starts))
 
 
 Batch = TorchBatch | FusedBatch
@@ -314,14 +290,15 @@ def fused(index: int, wait: bool = False) -> _FusedKernels | None:
         if not wait:
             return None
         compiler.wait()
-    return _tried(index)
+    return _tried(index, ledger.LIBRARY.get() is not None)
 
 
 _compilers: Final[dict[int, compiling.Library | None]] = {}  # by GPU
 
 
 @functools.cache
-def _tried(index: int) -> _FusedKernels | None:
+def _tried(index: int, many_at_once: bool) -> _FusedKernels | None:
+    """The kernels of a GPU; anew once the library has been compiled that launches one for many tensors."""
     try:
         with quiet():
             kernels = _FusedKernels(index)
@@ -346,8 +323,8 @@ def _agrees(kernels: _FusedKernels, index: int) -> bool:
         for data in broken:
             data.view(-1)[7], data.view(-1)[20] = math.inf, math.nan
         batch = FusedBatch(wholes[0], kernels)
-        for data in trials + broken:
-            batch.add(data)
+        for number, data in enumerate(trials + broken):
+            batch.add(data, number)
         rows = batch.land(batch.values().cpu())
     for data, row in zip(trials, rows):
         exact = data.cpu().double()

@@ -11,7 +11,7 @@ from ..watch.intercept import Call
 from .base import Tool
 
 
-class _Seen(NamedTuple):
+class Seen(NamedTuple):
     """What tells the site of a call."""
 
     op: str
@@ -24,7 +24,7 @@ def noted(tool: Tool, op: str, flush: Callable[[Any], Any], rows: Any, run: int)
     """What is needed to append a row for each call of an operator to `rows`; `flush` is asked every 64 rows."""
 
     def find_site(*seen: Any) -> int:
-        return tool.site(_Seen(*seen))  # type: ignore[arg-type]
+        return tool.site(Seen(*seen))  # type: ignore[arg-type]
 
     def failed(function: Callable[..., Any], number: int, location: str, error: BaseException) -> None:
         call = Call(OpTraits(op, function), function, (), {})

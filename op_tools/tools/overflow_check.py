@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
@@ -14,38 +14,56 @@ from ..call.description import Described, Tensor, TensorMeta, labelled, short
 from ..call.devices import can_pin, event_class, quiet
 from ..call.facts import UNINITIALISED, last_name
 from ..call.site import module_path
+from ..call.traits import OpTraits
 from ..copies.operands import mark_after
-from ..native.ledger import new_ledger
-from ..native.statistics import BROKEN, NAMES, Batch, FusedBatch, Measure, batch_for
+from ..native.ledger import Pairs, new_ledger
+from ..native.statistics import BROKEN, NAMES, Batch, FusedBatch, batch_for
 from ..view import console
-from ..watch.intercept import Call
+from ..watch.intercept import INTERCEPTOR, Call
 from .base import Tool
+from .light import Seen, noted
 
 _MAX_FLIGHTS: Final = 2
-_MAX_ENTRIES: Final = 1_024
-_ROLES: Final = {"forward": ("inputs", "outputs"), "backward": ("grad_outputs", "grad_inputs")}
+_ROLES: Final = (("inputs", "outputs"), ("grad_outputs", "grad_inputs"))  # forward, backward
+_PHASES: Final = ("forward", "backward")
 _MAX_REPORTED: Final = 10
+_MAX_KNOWN: Final = 100_000
 _PLACES: Final = {"run": "INTEGER", "call_id": "INTEGER", "site": "INTEGER", "step": "INTEGER", "module": "TEXT"}
 
 
 class _Entry(NamedTuple):
-    call: Call
-    phase: str
-    arriving: tuple[Any, ...]  # number of a tensor, its measure, number of the next one, ...
-    leaving: tuple[Any, ...]
+    """A call of the log, or its backward: places of tensors and their numbers, in turns."""
+
+    id: int
+    site: int
+    backward: int
+    step: int
+    arriving: Pairs
+    leaving: Pairs
+    call: Call | None  # None where C++ watched it
 
 
-def _pairs(side: tuple[Any, ...]) -> Iterator[tuple[int, Measure]]:
-    return zip(side[::2], side[1::2])
+def entries_of(log: bytes, steps: bytes, calls: Sequence[Call | None]) -> Iterator[_Entry]:
+    """The calls of a log, as `Ledger.take` returns it."""
+    numbers = iter(array("q", log))
+    for step, call in zip(array("q", steps), calls):
+        id, site, backward, count = (next(numbers) for _ in range(4))
+        sides: tuple[list[int], list[int]] = [], []
+        for _ in range(count):
+            sides[next(numbers)].extend((next(numbers), next(numbers)))
+        yield _Entry(id, site, backward, step, tuple(sides[0]), tuple(sides[1]), call)
 
 
 class _Flight(NamedTuple):
-    """A batch on its way to the host."""
+    """A batch on its way to the host, and the log of the calls that wait for it."""
 
     values: Tensor
     event: Any
     batch: Batch | None
-    entries: list[_Entry]
+    log: tuple[bytes, bytes, list[Call | None]]
+
+
+_NO_LOG: Final = (b"", b"", list[Call | None]())
 
 
 class OpOverflowCheck(Tool):
@@ -73,17 +91,17 @@ class OpOverflowCheck(Tool):
     }
 
     def prepare(self) -> None:
-        self._ledger = new_ledger()
-        self._at_once: FusedBatch | None = None  # one of the batches, which takes many tensors in one launch
+        self._ledger, self._compiled = new_ledger(self._measure_all, self._send_and_land, self._failed_in_backward)
         self._batches: dict[Any, Batch] = {}
-        self._entries: list[_Entry] = []
         self._flights: deque[_Flight] = deque()
         self._full: list[Batch] = []
         self._guard = threading.RLock()
         self._rows: dict[int, Any] = {}  # statistics by number, for a full console
-        self._any_bad = False
+        self._bad: dict[int, tuple[str, ...]] = {}  # numbers of tensors: what is in them of "inf" and "nan"
+        self._seen: dict[int, Seen] = {}  # what calls look like, by site
         self._made = self._passed_on = self.measured = 0
         self._first_step: int | None = None  # whose calls are noted with their modules
+        self._noting = [self._note_place]  # empty after that step
 
     # -- on the device --------------------------------------------------------------------------------
 
@@ -92,28 +110,35 @@ class OpOverflowCheck(Tool):
         """How often a tensor was seen again unchanged (`check.reused`)."""
         return int(self._ledger.reused)
 
-    def _measure_all(self, tensors: list[Tensor]) -> list[Measure | None]:
-        """Start measuring; None for tensors that cannot be measured."""
-        found: list[Measure | None] = []
-        while len(found) < len(tensors):
-            batch = self._at_once
-            some = [] if batch is None else batch.add_some(tensors[len(found) :] if found else tensors)
-            if batch is None or not some:
-                found.append(self._measure(tensors[len(found)]))
-                continue
-            found += some
-            self.measured += len(some)
-            if batch.full:
-                self._send_later(batch.device)
-        return found
-
-    def _send_later(self, key: Any) -> None:
-        self._full.append(self._batches.pop(key))
-        self._at_once = None
-
-    def _measure(self, tensor: Tensor) -> Measure | None:
-        if tensor.layout != torch.strided or tensor.is_meta:
+    def light(self, traits: OpTraits) -> tuple[Any, ...] | None:
+        may_write = traits.may_write and not traits.names_inplace  # `native.front` looks at what has that name
+        writes = may_write or traits.mutates or traits.is_optimizer or traits.collective
+        if not self._compiled or self.view.full or self.gated or self.only is not None or self._store is None:
             return None
+        if type(self) is not OpOverflowCheck or writes or last_name(traits.name) in UNINITIALISED:
+            return None
+        return (
+            *noted(self, traits.name, lambda _: None, (), 0),
+            *(self._ledger.begin, self._ledger.end, traits.view, self._noting),
+        )
+
+    def _measure_all(self, tensors: list[Tensor], numbers: list[int]) -> list[bool]:
+        """Start measuring; which of them can be measured."""
+        with self._guard:
+            found: list[bool] = []
+            while len(found) < len(tensors):
+                batch = self._batches.get(tensors[len(found)].device) if self._compiled else None
+                if isinstance(batch, FusedBatch) and batch.native is not None and len(tensors) - len(found) > 1:
+                    taken: list[bool] = batch.native.measure(tensors[len(found) :], numbers[len(found) :])
+                    for place in [place for place, is_taken in enumerate(taken) if not is_taken]:
+                        taken[place] = self._measure(tensors[len(found) + place], numbers[len(found) + place])
+                    return found + taken
+                found.append(self._measure(tensors[len(found)], numbers[len(found)]))
+            return found
+
+    def _measure(self, tensor: Tensor, number: int) -> bool:
+        if tensor.layout != torch.strided or tensor.is_meta:
+            return False
         key: Any = tensor.device
         batch = self._batches.get(key)
         if batch is None:
@@ -122,75 +147,89 @@ class OpOverflowCheck(Tool):
             if batch is None:
                 with quiet():
                     batch = self._batches[key] = kind(tensor)
+                if isinstance(batch, FusedBatch) and self._compiled and batch.native is not None:
+                    self._ledger.use(batch.native)  # which measures most tensors of that device from now on
         try:
-            measure = batch.add(tensor)
+            batch.add(tensor, number)
         except Exception:
-            if not batch.measures:  # made inside a transform of torch.func, its memory may be of no use outside
+            if not batch.numbers:  # made inside a transform of torch.func, its memory may be of no use outside
                 self._batches.pop(key, None)
             raise
-        if isinstance(batch, FusedBatch):
-            self._at_once = batch
         if batch.full:
-            self._send_later(key)
-        self.measured += 1
-        return measure
+            self._full.append(self._batches.pop(key))
+            self._stop_using()
+        return True
+
+    def _stop_using(self) -> None:
+        if self._compiled:
+            self._ledger.use(None)
 
     def before(self, call: Call) -> None:
         with self._guard:
-            call.notes[self] = self._ledger.look(call.tensors, self._measure_all)
+            call.notes[self] = self._ledger.look(call.tensors)
 
     def after(self, call: Call) -> None:
         self.count(call)
-        if call.step == self._first_step or self._first_step is None:
-            self._note_place(call)
+        site = self.site(call)
+        if self._noting and call.inside is None and not call.traits.by_engine:
+            self._note_place(call.id, site, call.step, 4)
         arriving = call.notes.pop(self, ())
         with self._guard:
             if last_name(call.op) in UNINITIALISED:
                 self._ledger.leave_alone(call.results)
-            leaving = () if call.traits.view else self._ledger.look(call.results, self._measure_all)
-            self._enter(_Entry(call, "forward", arriving, leaving))
+            leaving = () if call.traits.view else self._ledger.look(call.results)
+            self._enter(call, site, False, arriving, leaving)
 
-    def _note_place(self, call: Call) -> None:
+    def _note_place(self, number: int, site: int, step: int, depth: int = 2) -> None:
         """Note in which module a call is: of the first step alone, since later ones make the same calls in order."""
-        self._first_step = call.step
-        if call.inside is None and not call.traits.by_engine and self._store is not None:
-            row = (self._run_key, call.id, self.site(call), call.step, module_path(3))
+        if self._first_step is None:
+            self._first_step = step
+        if step != self._first_step:
+            self._noting.clear()
+        elif self._store is not None:
+            row = (self._run_key, number, site, step, module_path(depth))
             self._store.table("places", _PLACES).append(row)
 
     def after_backward(self, call: Call, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
         with self._guard:
-            look, measure = self._ledger.look, self._measure_all
-            self._enter(_Entry(call, "backward", look(grad_outputs, measure), look(grad_inputs, measure)))
+            arriving = self._ledger.look(grad_outputs)
+            self._enter(call, self.site(call), True, arriving, self._ledger.look(grad_inputs))
 
     def after_compiled_code(self) -> None:
         with self._guard:
             self._ledger.clear()
 
-    def _enter(self, entry: _Entry) -> None:
-        self._entries.append(entry)
-        at_once = self.only is not None  # a feature on one operator shows at once
-        if at_once or self._full or len(self._entries) >= _MAX_ENTRIES:
+    def _enter(self, call: Call, site: int, backward: bool, arriving: Pairs, leaving: Pairs) -> None:
+        self._ledger.enter(call.id, site, backward, call.step, arriving, leaving, call)
+        if self.only is not None or self._full:  # a feature on one operator shows at once
+            self._send_and_land(0 if self.only is not None else _MAX_FLIGHTS)
+
+    def _send_and_land(self, flights: int = _MAX_FLIGHTS) -> None:
+        """Send what is measured, and read what has arrived: all but so many flights."""
+        with self._guard:
             with quiet():
                 self._send()
-            while len(self._flights) > (0 if at_once else _MAX_FLIGHTS):
+            while len(self._flights) > flights:
                 self._land(self._flights.popleft())
 
     def _send(self) -> None:
         """Start the batches on their way; what waits for them waits with the last one."""
-        entries, self._entries = self._entries, []
+        log = self._ledger.take()
         batches = [*self._full, *self._batches.values()]
-        self._full, self._batches, self._at_once = [], {}, None
+        self._full, self._batches = [], {}
+        self._stop_using()
         for batch in batches:
             values, event = batch.values(), None
+            self.measured += len(batch.numbers)
             if event_class(values.device.type) is not None and can_pin(values.device.type):
                 host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
                 host.copy_(values, non_blocking=True)
                 event, values = mark_after((values,)), host
             else:
                 values = values.cpu()
-            self._flights.append(_Flight(values, event, batch, entries if batch is batches[-1] else []))
-        if not batches and entries:
-            self._flights.append(_Flight(torch.empty(0), None, None, entries))
+            self._flights.append(_Flight(values, event, batch, log if batch is batches[-1] else _NO_LOG))
+        if not batches and log[0]:
+            self._flights.append(_Flight(torch.empty(0), None, None, log))
 
     # -- on the host ----------------------------------------------------------------------------------
 
@@ -198,62 +237,86 @@ class OpOverflowCheck(Tool):
         if flight.event is not None:
             flight.event.synchronize()
         numbers, statistics = b"", b""
-        if flight.batch is not None and flight.batch.measures:
-            measures = flight.batch.measures
+        if flight.batch is not None and flight.batch.numbers:
             rows = flight.batch.land(flight.values)
-            numbers, statistics = array("q", [m.number for m in measures]).tobytes(), rows.tobytes()
-            self._any_bad = self._any_bad or bool(rows[:, :2].any())
+            measured = flight.batch.numbers
+            numbers, statistics = array("q", measured).tobytes(), rows.tobytes()
+            self._note_bad(measured, rows)
             if self.view.full:
-                if len(self._rows) > 100_000:
+                if len(self._rows) > _MAX_KNOWN:
                     self._rows.clear()
-                self._rows.update(zip([m.number for m in measures], rows))
-        log: list[int] = []
-        steps = array("q")
-        for entry in flight.entries:
-            call, phase, arriving, leaving = entry
-            if arriving or leaving:
-                steps.append(call.step)
-                log += (call.id, self.site(call), phase == "backward", (len(arriving) + len(leaving)) // 2)
-                for index, measure in zip(arriving[::2], arriving[1::2]):
-                    log += (0, index, measure.number)
-                for index, measure in zip(leaving[::2], leaving[1::2]):
-                    log += (1, index, measure.number)
-            if self._any_bad:
+                self._rows.update(zip(measured, rows))
+        log, steps, _ = flight.log
+        if self._bad:
+            for entry in entries_of(*flight.log):
                 self._judge(entry)
         if log or statistics:
-            self.record(numbers, statistics, array("q", log).tobytes(), steps.tobytes())
+            self.record(numbers, statistics, log, steps)
+
+    def _note_bad(self, numbers: list[int], rows: Any) -> None:
+        for place in rows[:, :2].any(axis=1).nonzero()[0].tolist():
+            kinds = tuple([name for name, there in zip(("inf", "nan"), rows[place]) if there])
+            self._bad[numbers[place]] = kinds
+        while len(self._bad) > _MAX_KNOWN:  # the oldest are of tensors that are gone
+            del self._bad[next(iter(self._bad))]
 
     def _judge(self, entry: _Entry) -> None:
-        call = entry.call
-        roles = _ROLES[entry.phase]
-        if not any(m.bad for m in entry.leaving[1::2]):
+        bad = self._bad
+        found = [bad[number] for number in entry.leaving[1::2] if number in bad]
+        if not found:
             return
-        if any(m.bad for m in entry.arriving[1::2]):
+        call = self._call_of(entry)
+        roles = _ROLES[entry.backward]
+        if any(number in bad for number in entry.arriving[1::2]):
             self._passed_on += 1
-        elif _asked_for_infinity(call.inputs):
+        elif asked_for_infinity(call.inputs):
             return  # masks are filled with -inf on purpose
         else:
             self._made += 1
-            kinds = sorted({kind for m in entry.leaving[1::2] for kind in m.bad})
-            phase = "backward" if call.inside is not None and call.inside.backward else entry.phase
+            kinds = sorted({kind for kinds in found for kind in kinds})
+            phase = "backward" if call.inside is not None and call.inside.backward else _PHASES[entry.backward]
             text = f"made {' and '.join(kinds)} in its {roles[1]} from finite {roles[0]} ({phase})"
             if self._made == 1:
                 text = f"first of the run: {text}"
             if self._made <= _MAX_REPORTED:
                 self.found(call, "overflow", text)
         if self.view.full:
-            self.view.block(call.location, self._table(entry, roles))
+            self.view.block(call.location, self._table(entry, call, roles))
 
-    def _table(self, entry: _Entry, roles: tuple[str, str]) -> str:
+    def site(self, call: Call) -> int:
+        number = super().site(call)
+        if number not in self._seen and self._compiled:
+            if len(self._seen) >= _MAX_KNOWN:
+                del self._seen[next(iter(self._seen))]
+            self._seen[number] = Seen(call.op, call.location, call.inputs, call.outputs)
+        return number
+
+    def _call_of(self, entry: _Entry) -> Call:
+        """The call of an entry; one that C++ watched is put together from its site."""
+        if entry.call is not None:
+            return entry.call
+        seen = self._seen.get(entry.site)
+        op = "(an operator whose site is forgotten)" if seen is None else seen.op
+        call = Call(OpTraits(op, torch.autograd.backward), torch.autograd.backward, (), {})
+        call.id, call.step = entry.id, entry.step
+        if seen is not None:
+            call.location, call.inputs, call.outputs = seen.location, seen.inputs, seen.outputs
+        return call
+
+    def _failed_in_backward(self, site: int, error: BaseException) -> None:
+        entry = _Entry(0, site, 1, INTERCEPTOR.step, (), (), None)
+        self.failed(self._call_of(entry), error, "its backward was not checked")
+
+    def _table(self, entry: _Entry, call: Call, roles: tuple[str, str]) -> str:
         header = ["name", "shape", "dtype", "inf", "nan", "min", "max", "mean", "std", "norm"]
-        call, rows = entry.call, []
-        described = (call.inputs, call.outputs) if entry.phase == "forward" else (None, None)
-        for role, measures, parts in zip(roles, (entry.arriving, entry.leaving), described):
+        rows = []
+        described = (None, None) if entry.backward else (call.inputs, call.outputs)
+        for role, pairs, parts in zip(roles, (entry.arriving, entry.leaving), described):
             named = labelled(parts, role) if parts is not None else []
             labels = [(label, part) for label, part in named if isinstance(part, TensorMeta)]
-            for index, measure in _pairs(measures):
+            for index, number in zip(pairs[::2], pairs[1::2]):
                 label, meta = labels[index] if index < len(labels) else (f"{role}[{index}]", None)
-                row = dict(zip(NAMES, self._rows.get(measure.number, _UNKNOWN)))
+                row = dict(zip(NAMES, self._rows.get(number, _UNKNOWN)))
                 look = ["", ""] if meta is None else [str(tuple(meta.shape)), short(meta.dtype)]
                 cells = [f"{row[k]:.6g}" for k in ("min", "max", "mean", "std", "norm")]
                 rows.append([f"{call.op} {label}", *look, str(bool(row["inf"])), str(bool(row["nan"])), *cells])
@@ -262,11 +325,9 @@ class OpOverflowCheck(Tool):
     # -- results --------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        with quiet(), self._guard:
-            self._send()
-            while self._flights:
-                self._land(self._flights.popleft())
-            self._ledger.clear()
+        self._send_and_land(0)
+        with self._guard:
+            self._ledger.close()
         for index, why in BROKEN.items():
             self.slowed(f"statistics on GPU {index}", f"PyTorch's reductions compute them: {why}")
 
@@ -295,20 +356,21 @@ class OpOverflowCheck(Tool):
                 stats: dict[str, Any] = dict(zip(NAMES, statistics[place * len(NAMES) : (place + 1) * len(NAMES)]))
                 stats["inf"], stats["nan"] = bool(stats["inf"]), bool(stats["nan"])
                 known[number] = stats
-            log = iter(array("q", flight["calls"]))
-            for call_id in log:
-                site, backward, tensors = next(log), next(log), next(log)
-                phase = "backward" if backward else "forward"
-                op, location = sites[site]
-                for _ in range(tensors):
-                    role, index, number = _ROLES[phase][next(log)], next(log), next(log)
-                    row = {"call_id": call_id, "phase": phase, "role": role, "tensor": index}
-                    found.append({**row, **known[number], "op": op, "location": location})
+            count = len(flight["steps"]) // 8
+            for entry in entries_of(flight["calls"], flight["steps"], [None] * count):
+                op, location = sites[entry.site]
+                phase, roles = _PHASES[entry.backward], _ROLES[entry.backward]
+                for role, pairs in zip(roles, (entry.arriving, entry.leaving)):
+                    for index, number in zip(pairs[::2], pairs[1::2]):
+                        row = {"call_id": entry.id, "phase": phase, "role": role, "tensor": index}
+                        if number in known:
+                            found.append({**row, **known[number], "op": op, "location": location})
         return found
 
 
 _UNKNOWN: Final = (0.0, 0.0, *[float("nan")] * 5)
 
 
-def _asked_for_infinity(inputs: Described) -> bool:
+def asked_for_infinity(inputs: Described) -> bool:
+    """Whether a number among the arguments is infinite or no number (`x.masked_fill(mask, -inf)`)."""
     return any(part in ("inf", "-inf", "nan") for _, part in labelled(inputs, "") if isinstance(part, str))

@@ -13,10 +13,10 @@ import torch
 from .. import settings
 from ..call.description import Described, Tensor, short
 from ..call.devices import accelerator_type, module_of
-from ..call.facts import NODES_WITHOUT_KERNEL
 from ..call.recent import Recent
 from ..compat import MODULE_CALL, cuda_device, cuda_stream, top_saved_tensor_hooks
 from ..native import book as native
+from ..native.ledger import PASSES_ON
 from ..watch.compiled import Tally
 from . import format as columns
 from .book import Book, PythonBook, version_of
@@ -35,7 +35,6 @@ from .places import (
 from .printing import PLAIN, Printing
 
 _MAX_KINDS: Final = 5_000
-_PASSES_ON: Final = (*sorted(NODES_WITHOUT_KERNEL), "ToCopyBackward0")  # nodes that move or convert a gradient
 
 
 class Recorder:
@@ -78,7 +77,7 @@ class Recorder:
         if self.native is not None:
             self._library.set_up(
                 *(MODULE_CALL, kind_of_code, self._numbered, self.writer.texts, self.writer.text, self.arguments),
-                *(self._arguments.young, self._region, top_saved_tensor_hooks, _PASSES_ON, self._accelerator),
+                *(self._arguments.young, self._region, top_saved_tensor_hooks, PASSES_ON, self._accelerator),
             )
         return self.native
 

@@ -5,13 +5,11 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <frameobject.h>  // PyFrame_GetBack, before Python 3.11
-#include <structmember.h>
 
 #include <cstdint>
 #include <cstring>
 #include <ctime>
 #include <initializer_list>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -398,8 +396,6 @@ PyObject *key_of(PyObject *, PyObject *const *given, Py_ssize_t count) {
 
 #include "front_light.h"
 
-#include "front_ledger.h"
-
 PyMethodDef methods[] = {
     {"set_plans", set_plans, METH_VARARGS, "What to do with which function; None where nothing is watched."},
     {"bound_to", bound_to, METH_O, "What PyTorch calls instead of a function while this mode is on."},
@@ -412,8 +408,6 @@ PyMethodDef methods[] = {
     {"retain", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(retain)), METH_FASTCALL,
      "Remember what arguments like these look like."},
     {"set_reader", set_reader, METH_VARARGS, "What reads a tensor, the class of tensors in C++, classes of constants, and that of devices."},
-    {"set_up_ledger", set_up_ledger, METH_VARARGS, "The class of tensors in C++, floating dtypes, and the usual layout."},
-    {"launch_statistics", launch_statistics, METH_VARARGS, "Measure tensors on a GPU with one kernel."},
     {nullptr, nullptr, 0, nullptr},
 };
 
@@ -423,11 +417,5 @@ PyModuleDef definition = {PyModuleDef_HEAD_INIT, "op_tools_front", nullptr, -1, 
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) PyObject *PyInit_op_tools_front() {
-  PyObject *module = PyModule_Create(&definition);
-  PyObject *ledger = module == nullptr ? nullptr : PyType_FromSpec(&ledger_spec);
-  if (ledger == nullptr || PyModule_AddObject(module, "Ledger", ledger) < 0) {
-    Py_XDECREF(ledger);
-    Py_CLEAR(module);
-  }
-  return module;
+  return PyModule_Create(&definition);
 }

@@ -2,9 +2,11 @@
 // and only where a call looks like an earlier one. Everything else goes to `Interceptor.watch`, which does the same.
 // Included by front.cpp.
 
-// What `light` of a plan holds; the second half only where times are measured, or where a trace is recorded.
+// What `light` of a plan holds; the second half only where a trace is recorded, calls are logged with the numbers of their
+// tensors, or times are measured.
 enum Light { kOp, kCalls, kRows, kFlush, kSites, kFindSite, kFailed, kRun, kSizeOfNote,
              kBegin = kSizeOfNote, kEnd, kName, kSizeOfTrace,
+             kIsView = kName, kNoting, kSizeOfLog,
              kMark = kSizeOfNote, kRelease, kDeviceType, kSequence, kNoteNodes, kTiming, kForward, kSizeOfTime };
 // What `around` holds: all calls share it.
 enum Around { kInterceptor, kKnown, kDescribe, kIds, kStarts, kCapturing, kSizeOfAround };
@@ -140,16 +142,19 @@ bool collected(PyObject *result, PyObject *results) {
   return true;
 }
 
+// The tensors of a result, whatever it is.
+bool list_results(PyObject *shared, PyObject *result, PyObject *results) {
+  if (collected(result, results)) return true;
+  PyErr_Clear();
+  if (PyList_SetSlice(results, 0, PyList_GET_SIZE(results), nullptr) < 0) return false;
+  Owned described{PyObject_CallFunctionObjArgs(PyTuple_GET_ITEM(shared, kDescribe), result, results, nullptr)};
+  return described != nullptr;
+}
+
 // A call of a run that is traced.
 bool trace(Watched &call, PyObject *shared, PyObject *result) {
   Owned results{PyList_New(0)};
-  if (results == nullptr) return false;
-  if (!collected(result, results)) {
-    PyErr_Clear();
-    if (PyList_SetSlice(results, 0, PyList_GET_SIZE(results.object), nullptr) < 0) return false;
-    Owned described{PyObject_CallFunctionObjArgs(PyTuple_GET_ITEM(shared, kDescribe), result, results.object, nullptr)};
-    if (described == nullptr) return false;
-  }
+  if (results == nullptr || !list_results(shared, result, results)) return false;
   Owned step{PyObject_GetAttr(PyTuple_GET_ITEM(shared, kInterceptor), name_step)};
   if (step == nullptr || !count_call(call.light)) return false;
   PyObject *given[] = {call.begun, call.tensors, PyTuple_GET_ITEM(call.light, kName), call.location,
@@ -201,6 +206,25 @@ PyObject *numbered_site(Watched &call, PyObject *outputs) {
   room.number = Py_NewRef(number.object);
   for (PyObject *one : {old.parts[0], old.parts[1], old.parts[2], old.parts[3], old.number}) Py_XDECREF(one);
   return Py_NewRef(number.object);
+}
+
+// A call of a run whose calls are logged with the numbers of their tensors.
+bool log_call(Watched &call, PyObject *shared, PyObject *result) {
+  Owned results{PyList_New(0)};
+  if (results == nullptr || !list_results(shared, result, results)) return false;
+  Owned outputs{described_result(call, shared, result)};
+  Owned site{outputs == nullptr ? nullptr : numbered_site(call, outputs)};
+  Owned step{site == nullptr ? nullptr : PyObject_GetAttr(PyTuple_GET_ITEM(shared, kInterceptor), name_step)};
+  if (step == nullptr || !count_call(call.light)) return false;
+  PyObject *places = PyTuple_GET_ITEM(call.light, kNoting);  // a list of who wants to know where calls are made
+  if (PyList_GET_SIZE(places) > 0) {
+    Owned place{Py_NewRef(PyList_GET_ITEM(places, 0))};
+    Owned noted{PyObject_CallFunctionObjArgs(place, call.id, site.object, step.object, nullptr)};
+    if (noted == nullptr) return false;
+  }
+  PyObject *given[] = {call.begun, call.tensors, results, step, call.id, site, PyTuple_GET_ITEM(call.light, kIsView)};
+  Owned done{PyObject_Vectorcall(PyTuple_GET_ITEM(call.light, kEnd), given, 7, nullptr)};
+  return done != nullptr;
 }
 
 bool note(Watched &call, PyObject *shared, PyObject *result) {
@@ -286,7 +310,7 @@ bool list_tensors(Watched &call, const Words &like) {
 }
 
 // What the arguments of a call look like, owned, if that is known and the call is one to watch; no error is set.
-PyObject *described_arguments(Watched &call, PyObject *shared, PyObject *args, PyObject *kwargs, bool timed, bool traced) {
+PyObject *described_arguments(Watched &call, PyObject *shared, PyObject *args, PyObject *kwargs, bool timed, bool recorded) {
   PyObject *device_type = timed ? PyTuple_GET_ITEM(call.light, kDeviceType) : nullptr;
   const Scratch room;
   Words &like = *room;
@@ -308,11 +332,11 @@ PyObject *described_arguments(Watched &call, PyObject *shared, PyObject *args, P
       return nullptr;
     }
     if (is_read) remember(like, hash, found);
-  } else if (traced && !list_tensors(call, like)) {
+  } else if (recorded && !list_tensors(call, like)) {
     PyErr_Clear();
     return nullptr;
   }
-  if (!timed && !traced) {  // where tensors were before the call
+  if (!timed && !recorded) {  // where tensors were before the call
     if (is_read) {
       add_addresses(call.addresses, like);
     } else {
@@ -325,15 +349,16 @@ PyObject *described_arguments(Watched &call, PyObject *shared, PyObject *args, P
 // Call a function and note it; `watched` stays false where `Interceptor.watch` must do that, and nothing has happened then.
 PyObject *watch_lightly(PyObject *light, PyObject *function, PyObject *args, PyObject *kwargs, bool &watched) {
   Owned shared{Py_XNewRef(around)};
-  const bool timed = PyTuple_GET_SIZE(light) == kSizeOfTime, traced = PyTuple_GET_SIZE(light) == kSizeOfTrace;
-  if (traced && names_written(kwargs)) return nullptr;
+  const Py_ssize_t size = PyTuple_GET_SIZE(light);
+  const bool timed = size == kSizeOfTime, recorded = size == kSizeOfTrace || size == kSizeOfLog;
+  if (recorded && names_written(kwargs)) return nullptr;
   if (shared == nullptr || PyTuple_GET_SIZE(shared.object) != kSizeOfAround || !may_watch(shared)) {
     PyErr_Clear();
     return nullptr;
   }
   Watched call{};
   call.light = light;
-  Owned inputs{described_arguments(call, shared, args, kwargs, timed, traced)};
+  Owned inputs{described_arguments(call, shared, args, kwargs, timed, recorded)};
   if (inputs == nullptr) return nullptr;
   Owned location{call_site(nullptr, nullptr)}, id{location == nullptr ? nullptr : PyIter_Next(PyTuple_GET_ITEM(shared.object, kIds))};
   if (id != nullptr && timed) {
@@ -342,8 +367,8 @@ PyObject *watch_lightly(PyObject *light, PyObject *function, PyObject *args, PyO
     call.release = reinterpret_cast<void (*)(void *, void *)>(PyLong_AsVoidPtr(PyTuple_GET_ITEM(light, kRelease)));
     if (!PyErr_Occurred()) call.events[0] = marked(light);
   }
-  if (id != nullptr && traced) call.begun.object = PyObject_CallOneArg(PyTuple_GET_ITEM(light, kBegin), call.tensors);
-  if (id == nullptr || (timed && call.events[0] == nullptr) || (traced && (call.begun == nullptr || call.begun == Py_None))) {
+  if (id != nullptr && recorded) call.begun.object = PyObject_CallOneArg(PyTuple_GET_ITEM(light, kBegin), call.tensors);
+  if (id == nullptr || (timed && call.events[0] == nullptr) || (recorded && (call.begun == nullptr || call.begun == Py_None))) {
     PyErr_Clear();
     return nullptr;
   }
@@ -354,7 +379,8 @@ PyObject *watch_lightly(PyObject *light, PyObject *function, PyObject *args, PyO
   Owned result{PyObject_Call(function, args, kwargs)};
   if (result == nullptr) return nullptr;
   if (timed && (call.events[1] = marked(light)) == nullptr) PyErr_SetString(PyExc_RuntimeError, "no event could be recorded");
-  if (PyErr_Occurred() || !(traced ? trace(call, shared, result) : note(call, shared, result))) {
+  const auto tell = size == kSizeOfTrace ? trace : size == kSizeOfLog ? log_call : note;
+  if (PyErr_Occurred() || !tell(call, shared, result)) {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;  // Ctrl-C
     PyObject *type, *error, *trace;
     PyErr_Fetch(&type, &error, &trace);

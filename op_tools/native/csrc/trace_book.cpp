@@ -1,61 +1,22 @@
 // The book of a trace: which tensor is which, who made it, and the rows of what happened, in columns of numbers.
 // `trace/book.py` has the twin in Python, which runs until this is compiled or where it cannot be, and says what each
-// method is for. Everything here runs under the GIL, which is the only lock.
+// method is for.
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "call_backward.h"
+
 #include <frameobject.h>
 #include <structmember.h>
 
-#include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/flat_hash_map.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/variable.h>
-
-#include <dlfcn.h>
 
 #include <chrono>
-#include <cstdint>
 #include <cstring>
 #include <map>
-#include <memory>
-#include <string>
-#include <typeindex>
-#include <unordered_map>
-#include <utility>
-#include <vector>
 
 namespace {
-
-using c10::StorageImpl;
-using c10::TensorImpl;
-using WeakTensor = c10::weak_intrusive_ptr<TensorImpl>;
-using WeakStorage = c10::weak_intrusive_ptr<StorageImpl>;
-
-struct Owned {  // a reference that is given back at the end of its scope
-  PyObject *object = nullptr;
-  explicit Owned(PyObject *owned) : object(owned) {}
-  Owned(const Owned &) = delete;
-  Owned &operator=(const Owned &) = delete;
-  ~Owned() { Py_XDECREF(object); }
-  operator PyObject *() const { return object; }
-};
-
-struct PythonError {};  // thrown where Python's error is set
-
-PyObject *checked(PyObject *made) {
-  if (made == nullptr) throw PythonError{};
-  return made;
-}
 
 // As in `trace/format.py`.
 enum Phase { kForward, kBackward, kRecomputed, kOptimizer };
@@ -128,55 +89,12 @@ struct HashOfNumbers {
   }
 };
 
-template <typename Key, typename Value, typename Hash = std::hash<Key>>
-using Map = ska::flat_hash_map<Key, Value, Hash>;
 constexpr size_t kDeadTensors = 1024;  // that may be remembered: as long as they are, PyTorch cannot use their memory again
 
 struct Made {  // a call, by the numbers of the nodes that it made
   uint64_t since, now;
   PyObject *op, *location;
 };
-
-using Wrap = PyObject *(*)(const at::TensorBase &);
-Wrap wrap = nullptr;  // its name says how it takes its argument, which in either case is the address of a tensor
-PyObject *get_cdata = nullptr;
-PyTypeObject *tensor_type = nullptr, *parameter_type = nullptr;
-
-PyObject *got(PyObject *getter, PyObject *object) {
-  return Py_TYPE(getter)->tp_descr_get(getter, object, reinterpret_cast<PyObject *>(Py_TYPE(object)));
-}
-
-bool is_plain(PyObject *tensor) { return Py_TYPE(tensor) == tensor_type || Py_TYPE(tensor) == parameter_type; }
-
-at::Tensor unwrapped(PyObject *tensor) {
-  Owned address{checked(got(get_cdata, tensor))};
-  auto *impl = static_cast<TensorImpl *>(PyLong_AsVoidPtr(address));
-  if (impl == nullptr) {
-    if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "not a tensor");
-    throw PythonError{};
-  }
-  return at::Tensor(c10::intrusive_ptr<TensorImpl>::reclaim_copy(impl));
-}
-
-int64_t version_of(const at::Tensor &tensor) {
-  return tensor.is_inference() ? 0 : int64_t(tensor.unsafeGetTensorImpl()->version_counter().current_version());
-}
-
-// Where a tensor's elements begin, null where it has none.
-const void *address_of(const at::Tensor &tensor) {
-  if (!tensor.has_storage() || tensor.is_meta()) return nullptr;
-  try {
-    return tensor.unsafeGetTensorImpl()->storage().data() == nullptr ? nullptr : tensor.const_data_ptr();
-  } catch (const std::exception &) {  // some wrapper tensors refuse
-    return nullptr;
-  }
-}
-
-WeakTensor weak(const at::Tensor &tensor) { return WeakTensor(tensor.getIntrusivePtr()); }
-
-bool is_strided(const at::Tensor &tensor) {
-  return tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
-}
 
 #include "trace_book_prints.h"
 
@@ -207,24 +125,10 @@ struct Book {
   size_t clean_at = kDeadTensors, since_sweep = 0;
   std::vector<int64_t> key;  // of the tensor that is looked up now
 
-  // Run what must not stop the training: what goes wrong is told, and the pass goes on. `name` is the operator's, or -1.
-  template <typename Function>
-  void guarded(int name, Function function) {
-    try {
-      return function();
-    } catch (const PythonError &) {
-    } catch (const std::exception &error) {
-      PyErr_SetString(PyExc_RuntimeError, std::string(error.what()).substr(0, 300).c_str());
-    }
-    PyObject *type, *error, *trace;
-    PyErr_Fetch(&type, &error, &trace);
-    PyErr_NormalizeException(&type, &error, &trace);
-    if (failed != nullptr && error != nullptr) {
-      Owned number{PyLong_FromLong(name)};
-      Owned told{number == nullptr ? nullptr : PyObject_CallFunctionObjArgs(failed, number.object, error, nullptr)};
-    }
-    for (PyObject *one : {type, error, trace}) Py_XDECREF(one);
-    PyErr_Clear();
+  // Something went wrong in a backward pass; `name` is the operator's, or -1.
+  void tell(int name, PyObject *error) {
+    Owned number{failed == nullptr ? nullptr : PyLong_FromLong(name)};
+    Owned told{number == nullptr ? nullptr : PyObject_CallFunctionObjArgs(failed, number.object, error, nullptr)};
   }
 
   // -- tensors ----------------------------------------------------------------------------------------------

@@ -11,13 +11,13 @@ PyObject *book_print_on(PyObject *self, PyObject *args) {
     const c10::Device there{std::string(device)};
     Printer &printer = book_of(self).printer;
     printer.forget();
-    printer.type = there.type();
-    printer.index = there.index();
+    printer.streams.type = there.type();
+    printer.streams.index = there.index();
     printer.function = reinterpret_cast<void *>(function);
     printer.address = int64_t(address);
     printer.capacity = capacity;
     printer.send = Py_NewRef(send);
-    printer.raw_stream = Py_NewRef(stream);
+    printer.streams.raw_stream = Py_NewRef(stream);
     printer.launch_kernel = reinterpret_cast<LaunchKernel>(launch);
     Py_RETURN_NONE;
   });
@@ -28,11 +28,8 @@ PyObject *book_take_printed(PyObject *self, PyObject *) {
   Printer &printer = book_of(self).printer;
   const size_t count = printer.starts.size();
   printer.starts.push_back(printer.used);
-  auto bytes = [](const std::vector<int64_t> &some, size_t first) {
-    return PyBytes_FromStringAndSize(reinterpret_cast<const char *>(some.data()), Py_ssize_t(8 * first));
-  };
-  Owned numbers{bytes(printer.numbers, count)}, starts{bytes(printer.starts, count + 1)};
-  Owned streams{bytes(printer.used_streams, printer.used_streams.size())};
+  Owned numbers{bytes_of(printer.numbers, count)}, starts{bytes_of(printer.starts, count + 1)};
+  Owned streams{bytes_of(printer.used_streams, printer.used_streams.size())};
   printer.numbers.erase(printer.numbers.begin(), printer.numbers.begin() + long(count));
   printer.starts.clear();
   printer.used_streams.clear();

@@ -48,31 +48,27 @@ bool laid_out(const at::Tensor &tensor, PrintEntry &entry) {
   return true;
 }
 
-using LaunchKernel = int (*)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
-
 struct Printer {
   LaunchKernel launch_kernel = nullptr;
   void *function = nullptr;
-  c10::DeviceType type = c10::DeviceType::CPU;
-  int index = 0;
+  Streams streams;
   int64_t address = 0, capacity = 0, used = 0;  // of rows on the device
-  PyObject *send = nullptr, *raw_stream = nullptr;
+  PyObject *send = nullptr;
   std::vector<PrintEntry> waiting;      // of the present call
   std::vector<int64_t> numbers;         // of tensors: those whose rows are on the device, then those that wait
   std::vector<int64_t> starts;          // the first row of each on the device
-  std::unordered_map<int64_t, int64_t> streams;  // the driver's, by PyTorch's numbers
   std::vector<int64_t> used_streams;
 
   void forget() {
     Py_CLEAR(send);
-    Py_CLEAR(raw_stream);
+    Py_CLEAR(streams.raw_stream);
     launch_kernel = nullptr;
     waiting.clear();
   }
 
   // Take a tensor that is to be printed; false where Python must do that.
   bool take(const at::Tensor &tensor, int64_t number) {
-    if (launch_kernel == nullptr || tensor.device().type() != type || tensor.device().index() != index) return false;
+    if (launch_kernel == nullptr || tensor.device().type() != streams.type || tensor.device().index() != streams.index) return false;
     if (!is_strided(tensor) || tensor.is_neg() || tensor.is_conj()) return false;
     PrintEntry entry{};
     entry.kind = kind_of_dtype(tensor.scalar_type());
@@ -87,37 +83,22 @@ struct Printer {
 
   static int64_t chunks(const PrintEntry &entry) { return (entry.numel + kChunk - 1) / kChunk; }
 
-  int64_t stream() {
-    const c10::impl::VirtualGuardImpl guard(type);
-    const int64_t id = guard.getStream(c10::Device(type, c10::DeviceIndex(index))).id();
-    auto found = streams.find(id);
-    if (found != streams.end()) return found->second;
-    Owned number{checked(PyObject_CallFunction(raw_stream, "i", index))};
-    const int64_t raw = int64_t(PyLong_AsUnsignedLongLong(number));
-    if (PyErr_Occurred()) throw PythonError{};
-    return streams[id] = raw;
-  }
-
   // Print what waits, before anybody writes to it.
   void launch() {
     if (waiting.empty()) return;
     std::vector<PrintEntry> entries;
     entries.swap(waiting);
-    const c10::impl::VirtualGuardImpl guard(type);
-    const auto before = guard.getDevice();
-    if (before.index() != index) guard.setDevice(c10::Device(type, c10::DeviceIndex(index)));
+    const OnDevice here(streams.type, streams.index);
     try {
       launch_all(entries);
     } catch (...) {
       numbers.resize(starts.size());  // those of the others are lost
-      if (before.index() != index) guard.setDevice(before);
       throw;
     }
-    if (before.index() != index) guard.setDevice(before);
   }
 
   void launch_all(const std::vector<PrintEntry> &entries) {
-    const int64_t raw = stream();
+    const int64_t raw = streams.now();
     if (std::find(used_streams.begin(), used_streams.end(), raw) == used_streams.end()) used_streams.push_back(raw);
     PrintTable table;
     for (size_t at = 0; at < entries.size();) {

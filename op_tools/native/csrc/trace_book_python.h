@@ -2,19 +2,6 @@
 
 Book &book_of(PyObject *self) { return *book_in(self); }
 
-// Run a method; errors of C++ become errors of Python.
-template <typename Function>
-PyObject *safely(Function function) {
-  try {
-    return function();
-  } catch (const PythonError &) {
-    return nullptr;
-  } catch (const std::exception &error) {
-    PyErr_SetString(PyExc_RuntimeError, std::string(error.what()).substr(0, 300).c_str());
-    return nullptr;
-  }
-}
-
 // (tensor, held, look, producer, output, module, wrote, print)
 PyObject *book_number(PyObject *self, PyObject *args) {
   PyObject *tensor, *held;
@@ -266,27 +253,10 @@ PyObject *book_close(PyObject *self, PyObject *) {
 // -- calls without Python: `front_light.h` calls these around each -------------------------------------------
 
 // The tensors that go into a call: a capsule with what is known before it; None where Python must record it.
-struct Begun {
-  variable_list inputs;
-  uint64_t since = 0;
-};
-
 PyObject *book_begin(PyObject *self, PyObject *tensors) {
   return safely([&]() -> PyObject * {
     if (book_of(self).closed || shared.module_call == nullptr) Py_RETURN_NONE;
-    const bool grad = at::GradMode::is_enabled();
-    if (grad) {
-      Owned hooks{checked(PyObject_CallOneArg(shared.saved_hooks, Py_True))};
-      if (hooks != Py_None) Py_RETURN_NONE;
-    }
-    auto begun = std::make_unique<Begun>();
-    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) begun->inputs.push_back(unwrapped(PyList_GET_ITEM(tensors, i)));
-    begun->since = at::sequence_number::peek();
-    PyObject *made = PyCapsule_New(begun.get(), nullptr, [](PyObject *capsule) {
-      delete static_cast<Begun *>(PyCapsule_GetPointer(capsule, nullptr));
-    });
-    if (made != nullptr) begun.release();
-    return made;
+    return begin_call(tensors, shared.saved_hooks);
   });
 }
 
@@ -298,8 +268,7 @@ PyObject *book_end(PyObject *self, PyObject *const *given, Py_ssize_t count) {
   }
   return safely([&]() -> PyObject * {
     Book &book = book_of(self);
-    auto *begun = static_cast<Begun *>(PyCapsule_GetPointer(given[0], nullptr));
-    if (begun == nullptr) throw PythonError{};
+    const Begun &begun = begun_in(given[0]);
     PyObject *tensors = given[1], *results = given[5];
     const PlaceOfCall place = place_of_call();
     int phase = kForward;
@@ -309,8 +278,8 @@ PyObject *book_end(PyObject *self, PyObject *const *given, Py_ssize_t count) {
     PyObject *text = PyDict_GetItemWithError(shared.argument_texts, PyTuple_GET_ITEM(given[4], 3));
     const int arguments = text != nullptr ? int(PyLong_AsLong(text)) : number_from(PyObject_CallOneArg(shared.arguments, given[4]));
     std::vector<int64_t> numbers;
-    for (size_t i = 0; i < begun->inputs.size(); ++i)
-      numbers.push_back(book.number(begun->inputs[i], begun->inputs[i], PyList_GET_ITEM(tensors, Py_ssize_t(i)), -1, -1, 0, -1,
+    for (size_t i = 0; i < begun.inputs.size(); ++i)
+      numbers.push_back(book.number(begun.inputs[i], begun.inputs[i], PyList_GET_ITEM(tensors, Py_ssize_t(i)), -1, -1, 0, -1,
                                     false, true));
     const int64_t op = book.add_operator(step, phase, name, place.module, location, 0, arguments, region_now(), stream_now(), 0, -1);
     for (size_t i = 0; i < numbers.size(); ++i) book.edge(op, kInput, int64_t(i), numbers[i]);
@@ -332,9 +301,9 @@ PyObject *book_end(PyObject *self, PyObject *const *given, Py_ssize_t count) {
       state->step = step;
       state->module = place.module;
       state->forward = op;
-      attach(state, begun->inputs, outputs, begun->since);
+      attach(state, begun.inputs, outputs, begun.since);
       const uint64_t now = at::sequence_number::peek();
-      if (state->nodes > 0 && now > begun->since) book.note_nodes(begun->since, now, given[7], given[3]);
+      if (state->nodes > 0 && now > begun.since) book.note_nodes(begun.since, now, given[7], given[3]);
     }
     Py_RETURN_NONE;
   });
@@ -371,10 +340,10 @@ PyObject *book_tell(PyObject *self, PyObject *failed) {
 
 // (module_call's and other functions of the recorder, see `trace/book.py`)
 PyObject *book_set_up(PyObject *, PyObject *args) {
-  PyObject *parts[9], *passing;
+  PyObject *parts[9], *names;
   const char *device;
   if (!PyArg_ParseTuple(args, "OOOOOOOOOO!s", &parts[0], &parts[1], &parts[2], &parts[3], &parts[4], &parts[5], &parts[6],
-                        &parts[7], &parts[8], &PyTuple_Type, &passing, &device))
+                        &parts[7], &parts[8], &PyTuple_Type, &names, &device))
     return nullptr;
   PyObject **places[] = {&shared.module_call, &shared.kind_of_code,   &shared.module_of,   &shared.texts,    &shared.text_of,
                          &shared.arguments,   &shared.argument_texts, &shared.find_region, &shared.saved_hooks};
@@ -386,10 +355,7 @@ PyObject *book_set_up(PyObject *, PyObject *args) {
   for (auto &[key, entry] : shared.modules) Py_DECREF(entry.first);
   shared.modules.clear();
   shared.regions.clear();
-  shared.passes_on.clear();
-  shared.passing.clear();
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(passing); ++i)
-    shared.passing.emplace_back(PyUnicode_AsUTF8(PyTuple_GET_ITEM(passing, i)));
+  set_passing(names);
   return safely([&]() -> PyObject * {
     shared.device = c10::Device(std::string(device)).type();
     Py_RETURN_NONE;
@@ -461,21 +427,6 @@ PyType_Slot book_slots[] = {{Py_tp_new, reinterpret_cast<void *>(new_book)},
                             {Py_tp_getset, book_members},
                             {0, nullptr}};
 PyType_Spec book_spec = {"op_tools_book.Book", sizeof(BookObject), 0, Py_TPFLAGS_DEFAULT, book_slots};
-
-// (TensorBase, Tensor, Parameter): False where tensors cannot be handed to Python.
-PyObject *set_types(PyObject *, PyObject *args) {
-  PyObject *base, *tensor, *parameter;
-  if (!PyArg_ParseTuple(args, "OOO", &base, &tensor, &parameter)) return nullptr;
-  get_cdata = PyObject_GetAttrString(base, "_cdata");
-  if (get_cdata == nullptr) return nullptr;
-  tensor_type = reinterpret_cast<PyTypeObject *>(Py_NewRef(tensor));
-  parameter_type = reinterpret_cast<PyTypeObject *>(Py_NewRef(parameter));
-  void *library = dlopen("libtorch_python.so", RTLD_LAZY | RTLD_NOLOAD);
-  void *found = library == nullptr ? nullptr : dlsym(library, "_Z16THPVariable_WrapRKN2at10TensorBaseE");
-  if (found == nullptr && library != nullptr) found = dlsym(library, "_Z16THPVariable_WrapN2at10TensorBaseE");
-  wrap = reinterpret_cast<Wrap>(found);
-  return PyBool_FromLong(wrap != nullptr && Py_TYPE(get_cdata)->tp_descr_get != nullptr);
-}
 
 PyMethodDef functions[] = {{"set_types", set_types, METH_VARARGS, nullptr},
                            {"set_up", book_set_up, METH_VARARGS, nullptr},

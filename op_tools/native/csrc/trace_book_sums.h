@@ -102,7 +102,7 @@ int64_t before_sum(const Sum *sum) {
   if (sums.object != nullptr) {
     Owned held{Py_NewRef(sums.object)};
     Book &book = *book_in(held);
-    book.guarded(-1, [&] { number = begin_sum(book, *sum); });
+    guarded([&](PyObject *error) { book.tell(-1, error); }, [&] { number = begin_sum(book, *sum); });
   }
   if (number == 0 && sums.before != nullptr) number = sums.before(sum);
   PyGILState_Release(gil);
@@ -116,7 +116,7 @@ void after_sum(int64_t number, const at::Tensor *result) {
   } else if (sums.object != nullptr) {
     Owned held{Py_NewRef(sums.object)};
     Book &book = *book_in(held);
-    book.guarded(-1, [&] { end_sum(book, number, result); });
+    guarded([&](PyObject *error) { book.tell(-1, error); }, [&] { end_sum(book, number, result); });
   }
   PyGILState_Release(gil);
 }

@@ -12,8 +12,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import op_tools
+from op_tools.compat import top_saved_tensor_hooks
 from op_tools.native import front, ledger, tensors
-from op_tools.native.statistics import Measure
 from op_tools.watch import backward_clock
 from op_tools.watch.intercept import INTERCEPTOR
 
@@ -54,15 +54,16 @@ def _program(device: str) -> None:
 
 
 def _rows(tool: Any) -> list[Any]:
-    kept = ("op", "location", "inputs", "outputs", "step", "phase")
+    kept = ("op", "location", "inputs", "outputs", "step", "phase", "role", "tensor", "min", "max", "norm")
     rows = [{key: row[key] for key in kept if key in row} for row in tool.records()]
-    return sorted(rows, key=lambda row: repr(row["op"])) if "phase" in rows[0] else rows
+    return sorted(rows, key=lambda row: repr(row["op"])) if "elapsed_ms" in tool.records()[0] else rows
 
 
-@pytest.mark.parametrize("name", ["OpObserve", "OpTimeMeasure"])
+@pytest.mark.parametrize("name", ["OpObserve", "OpTimeMeasure", "OpOverflowCheck"])
 def test_the_records_are_the_same(device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OP_TOOLS_CONSOLE", "off")
     backward_clock.LIBRARIES.wait()
+    ledger.LIBRARY.wait()
     walked: list[Any] = []
     found, counts, walks = [], [], []
     kind = getattr(op_tools, name)
@@ -214,19 +215,43 @@ def test_a_tool_of_ones_own_sees_every_call(device: str, monkeypatch: pytest.Mon
     assert Mine.seen == 4
 
 
-def _ledgers() -> list[Any]:
-    return [ledger.Ledger(), COMPILED.Ledger()]
+Measure = Callable[[list[torch.Tensor], list[int]], list[bool]]
+
+
+def _ledgers(*measures: Measure) -> list[Any]:
+    """One in Python and one that is compiled."""
+    library = ledger.LIBRARY.wait()
+    assert library is not None, ledger.LIBRARY.failure
+    first, second = measures if len(measures) == 2 else measures * 2
+    return [ledger.Ledger(first, _nothing), library.Ledger(second, _nothing, _nothing, top_saved_tensor_hooks, 0)]
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _all(new: list[torch.Tensor], numbers: list[int]) -> list[bool]:
+    return [True for _ in new]
 
 
 def test_ledgers_agree(device: str) -> None:
     rng = random.Random(0)
-    both = _ledgers()
-    measured: list[list[int]] = [[], []]
+    measured: list[list[Any]] = [[], []]
+
+    def measuring(seen: list[Any]) -> Measure:
+        def measure(new: list[torch.Tensor], numbers: list[int]) -> list[bool]:
+            seen.extend((id(t), number) for t, number in zip(new, numbers))
+            return [t.shape != (2, 3) for t in new]
+
+        return measure
+
+    both = _ledgers(*map(measuring, measured))
     tensors: list[torch.Tensor | None] = [None]
     makers: list[Callable[[], Any]] = [
         lambda: torch.ones(4, 3, device=device),
         lambda: torch.ones(2, device=device, dtype=torch.int64),
         lambda: torch.ones(0, device=device),
+        lambda: torch.ones(2, 3, device=device),  # cannot be measured
         lambda: rng.choice([t for t in tensors if t is not None] or [torch.ones(2, device=device)]).t(),
         lambda: rng.choice([t for t in tensors if t is not None] or [torch.ones(2, device=device)])[1:],
         lambda: torch.ones(3, device=device, dtype=torch.complex64),
@@ -251,36 +276,33 @@ def test_ledgers_agree(device: str) -> None:
             for one in both:
                 one.leave_alone([fresh])
         some = [None, *[rng.choice(tensors)] * rng.randrange(3)]
-        looks = []
-        for one, seen in zip(both, measured):
-
-            def measure(new: list[torch.Tensor], seen: list[int] = seen) -> list[Any]:
-                seen.extend(id(t) for t in new)
-                return [Measure(t.numel()) for t in new]
-
-            looks.append([(i, m.numel) for i, m in ledger_pairs(one.look(some, measure))])
-        assert looks[0] == looks[1]
+        arriving = [one.look(some) for one in both]
+        assert arriving[0] == arriving[1]
+        for one, pairs in zip(both, arriving):
+            one.enter(7, 8, True, 9, pairs, pairs[:2], "call")
         assert measured[0] == measured[1]
         assert both[0].reused == both[1].reused
-
-
-def ledger_pairs(found: tuple[Any, ...]) -> list[tuple[int, Measure]]:
-    return list(zip(found[::2], found[1::2]))
+    logs = [one.take() for one in both]
+    assert logs[0] == logs[1]
+    assert len(logs[0][2]) > 100
+    assert [one.take() for one in both] == [(b"", b"", [])] * 2
 
 
 def test_a_ledger_does_not_keep_tensors(device: str) -> None:
-    for one in _ledgers():
+    for one in _ledgers(_all):
         for _ in range(10_000):
-            one.look([torch.empty(1, device=device)], lambda new: [Measure(1) for _ in new])
+            one.look([torch.empty(1, device=device)])
         assert one.reused == 0, "another tensor at the same address is another tensor"
 
 
 def test_errors_of_measuring_come_through(device: str) -> None:
-    def broken(new: list[torch.Tensor]) -> list[Any]:
+    def broken(new: list[torch.Tensor], numbers: list[int]) -> list[bool]:
         raise OSError("no kernel")
 
-    for one in _ledgers():
-        with pytest.raises(OSError, match="no kernel"):
-            one.look([torch.ones(2, device=device)], broken)
+    tensor = torch.ones(2, device=device)
+    for one in _ledgers(broken):
+        for _ in range(2):  # it was not measured: it is tried again
+            with pytest.raises(OSError, match="no kernel"):
+                one.look([tensor])
     with pytest.raises(TypeError):
-        COMPILED.Ledger().look([torch.ones(2, device=device)], lambda new: [])
+        _ledgers(lambda new, numbers: [])[1].look([tensor])

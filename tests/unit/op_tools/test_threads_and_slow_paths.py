@@ -195,7 +195,7 @@ def test_a_kernel_for_statistics_that_does_not_work_is_a_finding(monkeypatch: py
     monkeypatch.setattr(statistics, "_FusedKernels", fails)
     monkeypatch.setattr(statistics, "BROKEN", broken := {})
     monkeypatch.setattr("op_tools.tools.overflow_check.BROKEN", broken)
-    assert statistics._tried.__wrapped__(7) is None
+    assert statistics._tried.__wrapped__(7, True) is None
     assert _slow(op_tools.OpOverflowCheck()) == [
         (
             "statistics on GPU 7",
@@ -208,7 +208,7 @@ def test_a_kernel_for_statistics_that_does_not_work_is_a_finding(monkeypatch: py
 
     broken.clear()
     monkeypatch.setattr(statistics, "_FusedKernels", absent)
-    assert statistics._tried.__wrapped__(7) is None
+    assert statistics._tried.__wrapped__(7, True) is None
     assert _slow(op_tools.OpOverflowCheck()) == [], "a machine without Triton is as it should be"
 
 
