@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -28,9 +28,15 @@ class TensorMeta(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """The same as JSON-able values (`meta.as_dict()["dtype"] == "float32"`)."""
-        texts = {"dtype": short(self.dtype), "device": str(self.device), "layout": str(self.layout)}
-        stride = None if self.stride is None else list(self.stride)
-        return {**self._asdict(), **texts, "shape": list(self.shape), "stride": stride}
+        return {
+            "shape": list(self.shape),
+            "stride": None if self.stride is None else list(self.stride),
+            "numel": self.numel,
+            "dtype": short(self.dtype),
+            "device": str(self.device),
+            "requires_grad": self.requires_grad,
+            "layout": str(self.layout),
+        }
 
 
 class Group(NamedTuple):
@@ -195,10 +201,12 @@ class Descriptions:
             tensors.extend(tensors_in(kwargs))
             return describe(args, kwargs)
         if found is None:
-            found = describe(args, kwargs)._replace(data_ptrs=())
+            found = _described_by(key, args, kwargs)
             if self._is_worth_it(key):
                 found = found._replace(number=next(_numbers))
-                self._kept.keep(tuple([_shared(self._parts, part) for part in key]), found, len(key))
+                if len(self._parts) >= _MAX_SHARED:
+                    self._parts.clear()
+                self._kept.keep(tuple(map(self._parts.setdefault, key, key)), found, len(key))
         elif self._recalls:
             retain(args, kwargs, found)
         return self._with_addresses(found, tensors) if pointers else found
@@ -285,6 +293,45 @@ def _add_to_key(value: Any, key: list[Any], tensors: list[Tensor]) -> bool:
     else:
         return False
     return True
+
+
+_looks: dict[tuple[Any, ...], TensorMeta] = {}  # of tensors, by their parts of a key
+_PARTS_OF_A_TENSOR = 6
+
+
+def _described_by(key: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Described:
+    """As `describe` without addresses, from a key of `key_of`: of the 700 tensors of an optimizer few look alone."""
+    if len(_looks) >= _MAX_SHARED:
+        _looks.clear()
+    members, at = _parts_by(key, 0, args)
+    if not kwargs:
+        return Described(members, None, ())
+    named: list[Part] = []
+    for value in kwargs.values():
+        some, at = _parts_by(key, at + 1, (value,))
+        named += some
+    return Described(members, Group(tuple(kwargs), tuple(named)), ())
+
+
+def _parts_by(key: tuple[Any, ...], at: int, values: Iterable[Any]) -> tuple[tuple[Part, ...], int]:
+    """Descriptions of values whose parts of the key begin at `at`, and where those end."""
+    parts: list[Part] = []
+    for value in values:
+        kind = type(value)
+        if isinstance(value, Tensor):
+            look = key[at : at + _PARTS_OF_A_TENSOR]
+            meta = _looks.get(look)
+            if meta is None:
+                meta = _looks[look] = _tensor_meta(value, [])
+            parts.append(meta)
+            at += _PARTS_OF_A_TENSOR
+        elif kind is tuple or kind is list:
+            members, at = _parts_by(key, at + 2, value)
+            parts.append(Group(None, members))
+        else:
+            parts.append(_describe_part(value, []))
+            at += 4 if kind is slice else 2
+    return tuple(parts), at
 
 
 def children(value: Any) -> tuple[tuple[str, ...] | None, list[Any]] | None:

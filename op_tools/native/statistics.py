@@ -180,7 +180,7 @@ class FusedBatch:
         self._numels: list[int] = []
         self.native: Any = None
         if kernels.table is not None:
-            where = (str(like.device), self._address, _ROWS, _MIN_SHARE, _MAX_PROGRAMS, cuda_stream)
+            where = (_WIDTH * 8, str(like.device), self._address, _ROWS, _MIN_SHARE, _MAX_PROGRAMS, cuda_stream)
             self.native = kernels.table.rows(*kernels.table.numbers, *where)
 
     def add(self, tensor: Tensor, number: int) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import json
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 from .. import lifecycle, settings
 from ..call.description import Described, Finding, TensorMeta, labelled
@@ -449,11 +451,20 @@ class Tool(Shown):
             self._store.flush_when_due(waiting)
 
 
-def _as_json(**described: Described) -> dict[str, Any]:
-    return {
-        name: [[label, p.as_dict() if isinstance(p, TensorMeta) else p] for label, p in labelled(parts, name)]
+def _as_json(**described: Described) -> str:
+    rows = {
+        name: ", ".join([f"[{_quoted(label)}, {_part_as_json(part)}]" for label, part in labelled(parts, name)])
         for name, parts in described.items()
     }
+    return f"{{{', '.join([f'{_quoted(name)}: [{texts}]' for name, texts in rows.items()])}}}"
+
+
+_quoted: Final = json.encoder.encode_basestring_ascii
+
+
+@functools.lru_cache(4_096)
+def _part_as_json(part: TensorMeta | str) -> str:
+    return json.dumps(part.as_dict()) if isinstance(part, TensorMeta) else _quoted(part)
 
 
 def _counted(number: int, what: str) -> str:

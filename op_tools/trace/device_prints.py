@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -15,7 +16,7 @@ from ..call.description import Tensor
 from ..call.devices import quiet
 from ..compat import cuda_stream, in_fake_mode, in_func_transform
 from ..native import book as native
-from ..native import front
+from ..native import ledger
 from ..native.kernels import Kernels, launch_in_cuda, launcher
 from .format import PROJECTIONS
 from .prints import CHUNK, fingerprint
@@ -34,8 +35,8 @@ BROKEN: Final[dict[int, str]] = {}  # GPUs whose kernel does not work, and why
 
 class _Kernel(NamedTuple):
     kernels: Kernels
-    launch: Any  # of `native.front`
-    numbers: tuple[int, int, int]  # the address of the driver's function, the kernel, its threads
+    rows: Any  # of `native.ledger`: what launches it
+    numbers: tuple[int, int]  # the address of the driver's function, the kernel
     together: int
     strided: int | None  # the kernel that the book in machine code launches
 
@@ -61,7 +62,7 @@ class _Landing:
         if streams != {kernels.stream()}:  # what follows waits for one stream only
             torch.cuda.synchronize(kernels.index)
         with quiet(), torch.cuda.device(kernels.index):
-            starts = torch.as_tensor(starts, dtype=torch.int64).pin_memory()
+            starts = torch.tensor(starts, dtype=torch.int64).pin_memory()
             starts_there = starts.to(self._device, non_blocking=True)
             found = torch.empty((count, _WIDTH), dtype=torch.float64, device=self._device)
             numbers = (self._address, starts_there.data_ptr(), found.data_ptr())
@@ -108,7 +109,7 @@ class BookPrints(_Landing):
         """The buffer is full, or the trace ends."""
         numbers, starts, streams = [np.frombuffer(part, np.int64) for part in self._book.take_printed()]
         if len(numbers):
-            self._send_rows(numbers.tolist(), starts.copy(), set(streams.tolist()))
+            self._send_rows(numbers.tolist(), starts, set(streams.tolist()))
         if self.sent > 1:
             self._write(*self._landed(wait=False))
 
@@ -126,49 +127,30 @@ class DevicePrints(_Landing):
 
     def __init__(self, kernel: _Kernel) -> None:
         super().__init__(kernel)
-        self._free = 0
-        self._keys: list[Any] = []
-        self._starts: list[int] = []
-        self._streams: set[int] = set()
+        where = (_ROW_BYTES, str(self._device), self._address, _ROWS, CHUNK, _MAX_BLOCKS, cuda_stream)
+        self._native = kernel.rows(*kernel.numbers, *where)
+        self._keys: dict[int, Any] = {}  # by the numbers that they have in C++
+        self._numbers = itertools.count()
 
     def add(self, wanted: list[tuple[Any, Tensor]]) -> list[tuple[Any, Tensor]]:
         """Print tensors with one launch, each under a key; returns those that it cannot print."""
-        kernels = self._kernels
-        keys, tensors, left = [], [], []
-        for pair in wanted:
-            tensor = pair[1]
-            if tensor.dtype not in _DTYPES or not tensor.numel() or tensor.numel() > CHUNK * (_ROWS - 1):
-                left.append(pair)
-            else:
-                keys.append(pair[0])
-                tensors.append(tensor if tensor.is_contiguous() and not tensor.is_neg() else _in_one_piece(tensor))
-        if not tensors:
-            return left
-        with torch.cuda.device(kernels.index) if not kernels.current() else _HERE:
-            stream = kernels.stream()
-            self._streams.add(stream)
-            done = 0
-            for _ in range(2):
-                while done < len(tensors):
-                    place = (stream, kernels.index, self._address + _ROW_BYTES * self._free, 0, _ROWS - self._free)
-                    *found, rows = self._kernel.launch(
-                        *self._kernel.numbers, *place, CHUNK, _MAX_BLOCKS, tensors[done:] if done else tensors
-                    )
-                    if not found:
-                        break
-                    self._starts += [self._free + start for start in found[1::2]]
-                    self._keys += keys[done : done + len(found) // 2]
-                    done += len(found) // 2
-                    self._free += rows
-                if done == len(tensors):
-                    break
-                self._send()
-        return left + list(zip(keys[done:], tensors[done:]))
+        fits = [pair[1].dtype in _DTYPES and 0 < pair[1].numel() <= CHUNK * (_ROWS - 1) for pair in wanted]
+        left = [pair for pair, fit in zip(wanted, fits) if not fit]
+        waiting = [(key, _in_one_piece(tensor)) for (key, tensor), fit in zip(wanted, fits) if fit]
+        for _ in range(2):  # the second time the buffer is empty
+            numbers = [next(self._numbers) for _ in waiting]
+            taken = self._native.measure([tensor for _, tensor in waiting], numbers)
+            self._keys.update({number: key for number, (key, _), done in zip(numbers, waiting, taken) if done})
+            waiting = [pair for pair, done in zip(waiting, taken) if not done]
+            if not waiting:
+                break
+            self._send()
+        return left + waiting
 
     def _send(self) -> None:
-        if self._keys:
-            self._send_rows(self._keys, [*self._starts, self._free], self._streams)
-            self._keys, self._starts, self._free, self._streams = [], [], 0, set()
+        numbers, _, starts, streams = [np.frombuffer(part, np.int64) for part in self._native.take()]
+        if len(numbers):
+            self._send_rows([self._keys.pop(number) for number in numbers.tolist()], starts, set(streams.tolist()))
 
     def land(self, wait: bool = False) -> tuple[list[Any], Any]:
         """Keys and prints that have arrived, or all of them after waiting."""
@@ -211,16 +193,9 @@ def book_agrees(index: int) -> bool:
     return False
 
 
-class _Here:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-
-_HERE: Final = _Here()
-
-
 def _in_one_piece(tensor: Tensor) -> Tensor:
+    if tensor.is_contiguous() and not tensor.is_neg():
+        return tensor
     with quiet():
         return tensor.detach().resolve_neg().contiguous()
 
@@ -232,7 +207,7 @@ def kernel_of(index: int) -> _Kernel | None:
 
 def is_compiling(index: int) -> bool:
     """Whether something that the kernel needs is still being compiled, in the background: the run does not wait."""
-    if front.LIBRARY.get() is None and front.LIBRARY.building:
+    if ledger.LIBRARY.get() is None and ledger.LIBRARY.building:
         return True
     compiler = _compiler(index)
     return compiler is not None and compiler.building
@@ -249,7 +224,7 @@ def _compiler(index: int) -> Any:
 @functools.cache
 def _kernel_of(index: int) -> _Kernel | None:
     try:
-        library = front.LIBRARY.get()
+        library = ledger.LIBRARY.get()
         kernels = Kernels(index, "trace_prints", arguments=3)
         torch.zeros(1, device=f"cuda:{index}")  # the driver needs a context
         function = None if library is None else kernels.in_cuda("table", [_TABLE_BYTES])
@@ -257,7 +232,7 @@ def _kernel_of(index: int) -> _Kernel | None:
         strided = None if function is None else kernels.in_cuda("strided", [_STRIDED_BYTES])
         if library is None or function is None or together is None:
             return None
-        found = _Kernel(kernels, library.launch_statistics, (launcher(), function, _THREADS), together, strided)
+        found = _Kernel(kernels, library.Rows, (launcher(), function), together, strided)
         with quiet():
             if kernels.is_checked("prints") or _agrees(found):
                 kernels.note_checked("prints")

@@ -12,7 +12,6 @@ import csv
 import functools
 import io
 import itertools
-import json
 import os
 import sqlite3
 import threading
@@ -87,13 +86,13 @@ class Store:
         """The names of the tables that were declared (`"sites" in store.tables`)."""
         return frozenset(self._tables)
 
-    def site(self, key: Hashable, op: str, location: str, describe: Callable[[], Any]) -> int:
-        """The number of a call site and signature; its description is written the first time only."""
+    def site(self, key: Hashable, op: str, location: str, describe: Callable[[], str]) -> int:
+        """The number of a call site and signature; its description, as JSON, is written the first time only."""
         number = self._sites.get(key)
         if number is None:
             number = next(self._site_numbers)
             self._sites.keep(key, number, _size_of(key))
-            self._site.append((number, op, location, json.dumps(describe())))
+            self._site.append((number, op, location, describe()))
         return number
 
     def flush_when_due(self, rows: Rows) -> None:

@@ -11,8 +11,8 @@ namespace {
 
 // -- one launch for many tensors ----------------------------------------------------------------------------
 
-// As in statistics.cu; all of it is the kernel's one parameter.
-constexpr int kMaxEntries = 32, kRowBytes = 48, kThreads = 256;
+// As in statistics.cu and trace_prints.cu; all of it is the kernel's one parameter.
+constexpr int kMaxEntries = 32, kThreads = 256;
 struct TableEntry {
   int64_t data, numel, share, first, inner, step, kind;
 };
@@ -67,12 +67,12 @@ struct Fresh {  // a tensor that has not been measured
   PyObject *object;  // borrowed, or null
 };
 
-// Rows of partial results on one GPU; `native/statistics.py` sends them to the host.
+// Rows of partial results on one GPU; `native/statistics.py` and `trace/device_prints.py` send them to the host.
 struct Rows {
   LaunchKernel launch_kernel = nullptr;
   void *function = nullptr;
   Streams streams;
-  int64_t address = 0, capacity = 0, used = 0;
+  int64_t address = 0, row_bytes = 0, capacity = 0, used = 0;
   int64_t share = 0, programs = 0;  // elements of one block at least, blocks of one tensor at most
   std::vector<int64_t> numbers, numels, starts, used_streams;
   ~Rows() { Py_CLEAR(streams.raw_stream); }
@@ -127,7 +127,7 @@ struct Rows {
   void launch(Table &table, int64_t &blocks) {
     const int64_t raw = streams.now();
     if (std::find(used_streams.begin(), used_streams.end(), raw) == used_streams.end()) used_streams.push_back(raw);
-    table.rows = address + kRowBytes * used;
+    table.rows = address + row_bytes * used;
     void *parameters[] = {&table};
     const int error = launch_kernel(function, unsigned(blocks), 1, 1, kThreads, 1, 1, 0, reinterpret_cast<void *>(raw), parameters,
                                     nullptr);
@@ -497,13 +497,14 @@ PyObject *rows_take(PyObject *self, PyObject *) {
   return PyTuple_Pack(4, numbers.object, numels.object, starts.object, streams.object);
 }
 
-// (launch, function, device, rows, capacity, elements of a block at least, blocks of a tensor at most, stream of a device)
+// (launch, function, bytes of a row, device, rows, capacity, elements of a block at least, blocks of a tensor at most, stream of a device)
 PyObject *new_rows(PyTypeObject *type, PyObject *args, PyObject *) {
   unsigned long long launch, function, address;
   const char *device;
-  long long capacity, share, programs;
+  long long row_bytes, capacity, share, programs;
   PyObject *stream;
-  if (!PyArg_ParseTuple(args, "KKsKLLLO", &launch, &function, &device, &address, &capacity, &share, &programs, &stream)) return nullptr;
+  if (!PyArg_ParseTuple(args, "KKLsKLLLO", &launch, &function, &row_bytes, &device, &address, &capacity, &share, &programs, &stream))
+    return nullptr;
   return safely([&]() -> PyObject * {
     const c10::Device there{std::string(device)};
     auto *made = reinterpret_cast<RowsObject *>(checked(type->tp_alloc(type, 0)));
@@ -515,6 +516,7 @@ PyObject *new_rows(PyTypeObject *type, PyObject *args, PyObject *) {
     rows.streams.index = there.index();
     rows.streams.raw_stream = Py_NewRef(stream);
     rows.address = int64_t(address);
+    rows.row_bytes = row_bytes;
     rows.capacity = capacity;
     rows.share = share;
     rows.programs = programs;

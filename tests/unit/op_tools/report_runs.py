@@ -59,7 +59,7 @@ class Written:
     def site(self, op: str = OP, line: str = LINE) -> int:
         """The number of a site."""
         described = {"inputs": [["inputs[0]", {"dtype": "bfloat16"}]]}
-        return self.store.site((op, line), op, line, lambda: described)
+        return self.store.site((op, line), op, line, lambda: json.dumps(described))
 
     def wrong(self, call: int, op: str = OP, module: str = "block.0", line: str = LINE, reason: str = "far off",
               step: int = 0, folder: str = "/tmp/saved one/28") -> Written:  # fmt: skip

@@ -68,6 +68,17 @@ def test_arguments_have_the_same_keys(one: Any, other: Any) -> None:
         assert same == (quick[0] == _outcome(COMPILED.key_of, other)[0])
 
 
+@given(calls)
+def test_a_key_is_described_as_its_arguments_are(call: Any) -> None:
+    """Both twins' keys have a tensor's parts and all others in places that descriptions count on."""
+    for of in (_in_python, COMPILED.key_of):
+        key = _outcome(of, call)[0]
+        if isinstance(key, tuple):
+            expected = description.describe(*call)._replace(data_ptrs=())
+            for _ in range(2):  # the second time its tensors have been seen
+                assert description._described_by(key, *call) == expected
+
+
 def test_many_arguments() -> None:
     tensors: list[torch.Tensor] = []
     many = [torch.zeros(n % 7) for n in range(500)]

@@ -101,8 +101,8 @@ def test_places_in_the_records(tmp_path: Path) -> None:
         numbers, sizes = set(), []
         for step in range(600):
             text = describe((TENSORS, 0.1 * step)).args
-            store.site(("op", "line", text), "op", "line", dict)
-            numbers.add(store.site(("op", "every step"), "op", "line", dict))
+            store.site(("op", "line", text), "op", "line", str)
+            numbers.add(store.site(("op", "every step"), "op", "line", str))
             sizes.append(len(store._sites))
         assert len(numbers) == 1
         assert sizes[-1] <= max(sizes[:400])

@@ -77,7 +77,7 @@ def test_a_site_is_described_once() -> None:
     calls = []
     for _ in range(3):
         assert records.site("key", "torch.add", "here", lambda: calls.append(1)) == 0
-    assert records.site("other", "torch.add", "there", lambda: None) == 1
+    assert records.site("other", "torch.add", "there", str) == 1
     assert calls == [1]
     assert len(records.rows("SELECT * FROM sites")) == 2
     records.close()
@@ -273,7 +273,7 @@ def test_many_times_are_written_in_bounded_memory(tmp_path: Path) -> None:
     columns = {"run": "INTEGER", **OpTimeMeasure.columns}
     waiting = records.table("op_time_measure", columns)
     for site, op in enumerate(("torch.add", '=evil,"op"')):
-        records.site(site, op, "a.py:1", list)
+        records.site(site, op, "a.py:1", str)
     for phase in ("forward", "backward"):
         for number in range(rows):
             waiting.append((7, number, number % 2, phase, number / 8, float(number), 1, 0))
