@@ -177,7 +177,9 @@ class OpOverflowCheck(Tool):
         with self._guard:
             if last_name(call.op) in UNINITIALISED:
                 self._ledger.leave_alone(call.results)
-            leaving = () if call.traits.view else self._ledger.look(call.results)
+            # what lies in an argument's memory has been looked at there; `to`, `reshape` and others give a view or a copy
+            fresh = [None if call.traits.view and result._is_view() else result for result in call.results]
+            leaving = self._ledger.look(fresh)
             self._enter(call, site, False, arriving, leaving)
 
     def _note_place(self, number: int, site: int, step: int, depth: int = 2) -> None:

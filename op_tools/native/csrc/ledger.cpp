@@ -322,7 +322,8 @@ variable_list all_unwrapped(PyObject *tensors) {
   return found;
 }
 
-// (begun, inputs, results, step, id, site, whether the results are views): a call has run; `inputs` are the tensors of `begin`.
+// (begun, inputs, results, step, id, site, whether the results may be views): a call has run; `inputs` are the tensors of
+// `begin`. What lies in an argument's memory has been looked at there; `to`, `reshape` and others give a view or a copy.
 PyObject *ledger_end(PyObject *self, PyObject *const *given, Py_ssize_t count) {
   if (count != 7) {
     PyErr_SetString(PyExc_TypeError, "end takes seven arguments");
@@ -335,7 +336,10 @@ PyObject *ledger_end(PyObject *self, PyObject *const *given, Py_ssize_t count) {
     const int64_t step = PyLong_AsLongLong(given[3]), id = PyLong_AsLongLong(given[4]), site = PyLong_AsLongLong(given[5]);
     if (PyErr_Occurred()) throw PythonError{};
     const Pairs arriving = ledger.look(begun.inputs, given[1]);
-    const Pairs leaving = given[6] == Py_True ? Pairs() : ledger.look(outputs, given[2]);
+    variable_list fresh = outputs;
+    for (at::Tensor &one : fresh)
+      if (given[6] == Py_True && one.defined() && one.is_view()) one.reset();
+    const Pairs leaving = ledger.look(fresh, given[2]);
     ledger.enter(id, site, false, step, arriving, leaving, Py_None);
     if (at::GradMode::is_enabled() && !outputs.empty())
       attach(std::make_shared<LoggedCall>(self, id, site, step), begun.inputs, outputs, begun.since);

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import op_tools
 from op_tools.files import archive, captures
+from op_tools.native import ledger
 
 # -- OpCapture ----------------------------------------------------------------------------------------
 
@@ -415,6 +416,17 @@ def test_more_tensors_in_one_call_than_a_batch_holds(device: str) -> None:
     rows = [r for r in check.records() if r["role"] == "inputs"]
     assert [r["min"] for r in rows] == [float(i) for i in range(700)]
     assert [r["tensor"] for r in rows if r["inf"]] == [699]
+
+
+def test_a_conversion_that_overflows_is_what_made_it(device: str) -> None:
+    ledger.LIBRARY.wait()
+    x, w = torch.full((2, 3), 1e6, device=device), torch.ones(2, 3, device=device, requires_grad=True)
+    with op_tools.OpOverflowCheck() as check:
+        for _ in range(2):  # the second time in machine code, where that is compiled
+            x.to(torch.float16).t().reshape(6) + 1
+            (w.t() * 1e6).to(torch.float16)
+    made = [(finding.op, finding.phase) for finding in check.findings()]
+    assert made == [("torch.Tensor.to", "forward")] * 4
 
 
 def test_half_values_that_only_their_square_overflows_are_fine(device: str) -> None:
