@@ -177,7 +177,7 @@ class OpOverflowCheck(Tool):
         with self._guard:
             if last_name(call.op) in UNINITIALISED:
                 self._ledger.leave_alone(call.results)
-            # what lies in an argument's memory has been looked at there; `to`, `reshape` and others give a view or a copy
+            # what lies in an argument's memory has been looked at there; `to` and `reshape` give a view or a copy
             fresh = [None if call.traits.view and result._is_view() else result for result in call.results]
             leaving = self._ledger.look(fresh)
             self._enter(call, site, False, arriving, leaving)

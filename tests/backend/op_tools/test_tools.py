@@ -425,8 +425,7 @@ def test_a_conversion_that_overflows_is_what_made_it(device: str) -> None:
         for _ in range(2):  # the second time in machine code, where that is compiled
             x.to(torch.float16).t().reshape(6) + 1
             (w.t() * 1e6).to(torch.float16)
-    made = [(finding.op, finding.phase) for finding in check.findings()]
-    assert made == [("torch.Tensor.to", "forward")] * 4
+    assert [finding.op for finding in check.findings()] == ["torch.Tensor.to"] * 4
 
 
 def test_half_values_that_only_their_square_overflows_are_fine(device: str) -> None:
