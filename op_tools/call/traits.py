@@ -53,6 +53,11 @@ class OpTraits:
         return function_facts(self.name)
 
     @functools.cached_property
+    def runs_kernel(self) -> bool:
+        """Whether a call may run a kernel; a view runs none, what gives a view or a copy (`reshape`) may."""
+        return not (self.view and self.facts.aliases)
+
+    @functools.cached_property
     def may_write(self) -> bool:
         """Whether a call without keyword arguments may write to its arguments; `out` and `inplace` come on top."""
         return questions.may_mutate(self.name, {})

@@ -1,4 +1,7 @@
-"""OpTimeMeasure: time of every operator, forward and backward, from device events and without a sync per op."""
+"""OpTimeMeasure: time of every operator, forward and backward, from device events and without a sync per op.
+
+Where the backward clock listens, it keeps most times in C++; others wait here until the device has passed them.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,25 @@ from pathlib import Path
 from threading import get_ident
 from typing import Any, ClassVar, Final, NamedTuple
 
+import numpy as np
+
 from .. import settings
 from ..call.description import Described, Tensor, describe, labelled
 from ..call.devices import accelerator_type, event_class
 from ..call.traits import OpTraits
 from ..view import console, store, timings
-from ..watch.backward_clock import LIBRARIES, BackwardClock
+from ..watch.backward_clock import LIBRARIES, BackwardClock, Way
 from ..watch.intercept import Call
 from .base import Tool
 from .light import noted
 
 _READ_AT: Final = 1_024  # timings are read back when this many wait
-_AT_ONCE: Final = 64  # that the clock is asked about
 _MAX_WAITING: Final = 8_192
 _MAX_SAMPLES: Final = 4_096
 _MAX_SHOWN: Final = 100_000  # rows of the table at the end; the CSV file has all
+
+
+_MAX_KNOWN: Final = 100_000  # operators of sites
 
 
 _Made = tuple[int, str, int, int, str]  # a call that was measured: its id, operator, site, step and device type
@@ -40,7 +47,7 @@ class _Timing(NamedTuple):
 
     made: _Made
     phase: str
-    spans: tuple[Any, ...] | bytes  # first and last mark of each stretch, in turns; addresses of the clock's events
+    spans: tuple[Any, ...]  # first and last mark of each stretch, in turns
     host_start: int
     thread: int
     described: _Shown | None
@@ -104,6 +111,8 @@ class OpTimeMeasure(Tool):
         self._unshown: deque[tuple[_Made, str, _Shown, float]] = deque()  # recorded by `read_late`
         self._free: dict[str, list[Any]] = {}  # device events that have been read, by device type
         self._samples: dict[tuple[str, str], _Samples] = {}
+        self._op_names: dict[int, str] = {}  # operators by site
+        self._times: timings.Times | None = None
         self._reading = threading.Lock()
         self._began_ns = time.perf_counter_ns()
         here = accelerator_type()
@@ -120,9 +129,24 @@ class OpTimeMeasure(Tool):
         clock, device_type = self._clock, self._clock_device
         if type(self) is not OpTimeMeasure or self.gated or clock is None or device_type == "cpu":
             return None
-        marks = (*clock.functions, device_type, clock.sequence, clock.note)
         shared = noted(self, traits.name, lambda _: self._read_when_due(), self._waiting, self._run_key)
-        return (*shared, *marks, _Timing, "forward")
+        return (*shared, *clock.functions, device_type, traits.runs_kernel)
+
+    def site(self, call: Call) -> int:
+        number = super().site(call)
+        if number not in self._op_names:
+            if len(self._op_names) >= _MAX_KNOWN:
+                del self._op_names[next(iter(self._op_names))]
+            self._op_names[number] = call.op
+        return number
+
+    def _op_of(self, site: int) -> str:
+        op = self._op_names.get(site)
+        if op is None and self._store is not None:
+            op = next(
+                (str(found) for (found,) in self._store.tuples(f"SELECT op FROM sites WHERE site = {site}")), None
+            )
+        return op or ""
 
     def _mark(self, device_type: str) -> Any:
         event = None
@@ -144,20 +168,24 @@ class OpTimeMeasure(Tool):
         device_type = call.device.type
         clock = self._clock
         number = 0 if clock is None else clock.sequence()
-        call.notes[self] = (device_type, time.perf_counter_ns(), self._mark(device_type), number)
+        # two events next to each other would still be some microseconds apart, and cost as much
+        idle = not call.traits.runs_kernel and event_class(device_type) is not None
+        call.notes[self] = (device_type, time.perf_counter_ns(), 0 if idle else self._mark(device_type), number)
 
     def after(self, call: Call) -> None:
         started = call.notes.get(self)
         if started is None:
             return
         device_type, host_start, first, number = started
-        last = self._mark(device_type)
+        last = 0 if first == 0 else self._mark(device_type)
         call.notes[self] = made = (call.id, call.op, self.site(call), call.step, device_type)
         clock = self._clock
         if clock is not None:
             end = clock.sequence()
             if end > number:
-                clock.note(number, end, made)
+                elsewhere = Way.HOST if device_type == "cpu" else Way.NONE
+                way = Way.EVENTS if device_type == self._clock_device != "cpu" else elsewhere
+                clock.note(number, end, (made[0], made[2], made[3]), way)
         self.count(call)
         described = (call.inputs, call.outputs, call.location) if self.view.full else None
         self._wait_for(_Timing(made, "forward", (first, last), host_start, _thread(get_ident()), described))
@@ -187,17 +215,7 @@ class OpTimeMeasure(Tool):
         clock = self._clock
         if clock is None:
             return
-        for one in clock.passes(graph_is_kept):
-            device_type = one.call[-1]
-            spans: tuple[int, int] | bytes = one.events
-            if device_type != self._clock_device or device_type == "cpu":
-                clock.release(one.events)  # they are of another device's stream
-                if device_type != "cpu":
-                    continue
-                spans = (0, one.host_ns)
-            elif not one.events and not one.idle:
-                continue
-            self._waiting.append(_Timing(one.call, "backward", spans, one.began, one.thread, None))
+        clock.passes(graph_is_kept)
         self._read_when_due()
 
     # -- reading back ---------------------------------------------------------------------------------
@@ -211,11 +229,12 @@ class OpTimeMeasure(Tool):
         self._read_when_due()
 
     def _read_when_due(self) -> None:
-        waiting = self._waiting
+        clock = self._clock
+        waiting = len(self._waiting) + (0 if clock is None else clock.counts().waiting)
         at_once = self.only is not None  # a feature on one operator shows at once
-        if (at_once or len(waiting) + len(self._unshown) >= _READ_AT) and self._reading.acquire(blocking=False):
+        if (at_once or waiting + len(self._unshown) >= _READ_AT) and self._reading.acquire(blocking=False):
             try:
-                self._read(wait=at_once or len(waiting) >= _MAX_WAITING)
+                self._read(wait=at_once or waiting >= _MAX_WAITING)
             finally:
                 self._reading.release()
 
@@ -228,21 +247,13 @@ class OpTimeMeasure(Tool):
                 self._reading.release()
 
     def _read(self, wait: bool, show: bool = True) -> None:
-        waiting, kept, clock = self._waiting, list[tuple[_Timing, float]](), self._clock
+        clock = self._clock
+        if clock is not None:
+            self._keep_heard(clock.read(wait))
+        waiting, kept = self._waiting, list[tuple[_Timing, float]]()
         try:
             while waiting:
                 timing = waiting[0]
-                if clock is not None and type(timing) is _Timing and type(timing.spans) is bytes:
-                    some = list(itertools.islice(waiting, _AT_ONCE))
-                    spans: list[Any] = [one.spans if type(one) is _Timing else "" for one in some]
-                    other = next((n for n, each in enumerate(spans) if type(each) is not bytes), len(spans))
-                    times = clock.times(spans[:other], wait)
-                    kept += [pair for pair in zip(some, times) if pair[1] >= 0]  # type: ignore[misc]
-                    for _ in times:
-                        waiting.popleft()
-                    if len(times) < other:
-                        return
-                    continue
                 if isinstance(timing, str):
                     if not show:
                         return
@@ -255,16 +266,13 @@ class OpTimeMeasure(Tool):
                 if elapsed is None:
                     return
                 waiting.popleft()
-                if elapsed >= 0:
-                    kept.append((timing, elapsed))
+                kept.append((timing, elapsed))
         finally:
             self._keep(kept, show)
 
     def _elapsed(self, timing: _Timing, wait: bool) -> float | None:
-        """Milliseconds of a timing; None where the device is not that far, negative where they cannot be known."""
+        """Milliseconds of a timing; None where the device is not that far."""
         spans: Any = timing.spans
-        if type(spans) is bytes:  # the clock has stopped
-            return -1.0
         if type(spans[-1]) is int:
             nanoseconds: int = sum(spans[1::2]) - sum(spans[::2])
             return nanoseconds / 1e6
@@ -278,25 +286,52 @@ class OpTimeMeasure(Tool):
         return elapsed
 
     def _keep(self, measured: list[tuple[_Timing, float]], show: bool = True) -> None:
-        began, run, rows, times = (
-            self._began_ns,
-            self._run_key,
-            list[tuple[Any, ...]](),
-            defaultdict[Any, list[float]](list),
-        )
+        rows, times = list[tuple[Any, ...]](), defaultdict[Any, list[float]](list)
         for (made, phase, _, host_start, thread, described), elapsed in measured:
             number, op, site, step, _ = made
             times[op, phase].append(elapsed)
-            rows.append((run, number, site, phase, elapsed, (host_start - began) / 1e3, thread, step))
+            start = (host_start - self._began_ns) / 1e3
+            rows.append((number, site, phase == "backward", thread, step, elapsed, start))
             if described is not None:
                 self._unshown.append((made, phase, described, elapsed))
         for key, values in times.items():
-            if key not in self._samples:
-                self._samples[key] = _Samples()
-            self._samples[key].extend(values)
-        self.record_whole(rows)
+            self._sample(key, values)
+        self._record(np.array(rows, timings.ROW))
         while show and self._unshown:
             self._show(*self._unshown.popleft())
+
+    def _keep_heard(self, heard: Any) -> None:
+        """Keep times that the clock has read."""
+        rows = np.empty(len(heard), timings.ROW)
+        for name in ("id", "site", "backward", "thread", "step", "elapsed"):
+            rows[name] = heard[name]
+        rows["start"] = (heard["began"] - self._began_ns) / 1e3
+        times = defaultdict[Any, list[float]](list)
+        for site, backward, value in zip(*(rows[name].tolist() for name in ("site", "backward", "elapsed"))):
+            times[site, backward].append(value)
+        for (site, backward), values in times.items():
+            self._sample((self._op_of(site), timings.PHASES[backward]), values)
+        self._record(rows)
+
+    def _record(self, rows: Any) -> None:
+        if not len(rows):
+            return
+        self._all_times().add(rows)
+        phases = [timings.PHASES[backward] for backward in rows["backward"].tolist()]
+        names = ("elapsed", "start", "thread", "step")
+        columns = (rows["id"].tolist(), rows["site"].tolist(), phases, *(rows[name].tolist() for name in names))
+        self.record_whole(list(zip(itertools.repeat(self._run_key), *columns)))
+
+    def _all_times(self) -> timings.Times:
+        assert self._store is not None
+        if self._times is None:
+            self._times = timings.Times(self._store, self._run_key)
+        return self._times
+
+    def _sample(self, key: tuple[str, str], values: list[float]) -> None:
+        if key not in self._samples:
+            self._samples[key] = _Samples()
+        self._samples[key].extend(values)
 
     def _show(self, made: _Made, phase: str, described: _Shown, elapsed: float) -> None:
         number, op, site, *_ = made
@@ -327,20 +362,21 @@ class OpTimeMeasure(Tool):
             self._clock = None
 
     def finish(self) -> None:
-        assert self._store is not None
+        times = self._all_times()
         with self._reading:
             self._read(wait=True)
         if self._clock_device and LIBRARIES.failure:
             self.slowed("backward clock", f"hooks on autograd nodes measure backward times: {LIBRARIES.failure}")
         if self.view.full and self._samples:
-            rows = list(itertools.islice(timings.calls(self._store, self._run_key), _MAX_SHOWN))
+            rows = list(itertools.islice(times.table(), _MAX_SHOWN))
             self.view.block(console.table(console.TIME_COLUMNS, rows))
+        assert self._store is not None
         timings.write_totals(self._store, self._run_key, self.by_op())
         label = f"pid{settings.process_label()}_{store.time_label()}"
         self.csv_path = _unused(self._folder / f"op_elasped_info_{label}.csv")
-        timings.write_csv(self.csv_path, self._store, self._run_key)
+        times.write_csv(self.csv_path)
         self.trace_path = self.csv_path.with_name(self.csv_path.name.replace("info", "trace")).with_suffix(".json")
-        timings.write_trace(self.trace_path, self._store, self._run_key)
+        times.write_trace(self.trace_path)
         self.view.say(f"op elasped info saved to {settings.shown_path(self.csv_path)}")
 
     def by_op(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""When autograd nodes ran, heard in C++ without a hook on any node; OpTimeMeasure asks it for backward times.
+"""Times of calls and of their backward passes, kept in C++ without a hook on any node; OpTimeMeasure asks for them.
 
 A call is known by the numbers that its nodes got in the forward pass: PyTorch counts nodes per thread. Where there is
 no compiler, or it has not finished yet, or another tool listens already, hooks on the nodes do the same, slower.
@@ -7,9 +7,8 @@ no compiler, or it has not finished yet, or another tool listens already, hooks 
 from __future__ import annotations
 
 import ctypes
-import struct
-import threading
-from collections.abc import Callable, Container
+import enum
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -22,157 +21,83 @@ from .backward import WITHOUT_KERNEL
 
 _SOURCE: Final = compiling.SOURCES / "backward_clock.cpp"
 _CALLBACK: Final = "at::addGlobalCallback, of backward functions"
-_MAX_NODES: Final = 200_000  # of a thread that may still be run backward
-_MAX_SPANS: Final = 1_024
+_MAX_CALLS: Final = 200_000  # of a thread that may still be run backward
+_AT_ONCE: Final = 1_024  # times
 _LIGHT: Final = "\n".join(sorted(WITHOUT_KERNEL)).encode()
+# A time, as `Row` of backward_clock.cpp has it: the call, whether it is of its backward, who ran it, when it began by
+# the host's clock in nanoseconds, and milliseconds.
+_ROW: Final = np.dtype(
+    [(name, "i8") for name in ("id", "site", "step", "backward", "thread", "began")] + [("elapsed", "f8")]
+)
 
 
-_COLUMNS: Final = 8  # of one run of one node, as `Span` of backward_clock.cpp has them
+class Way(enum.IntEnum):
+    """What the backward pass of a call is timed by."""
+
+    EVENTS = 0
+    HOST = 1  # the host's clock
+    NONE = 2  # it runs on another accelerator
 
 
-class Pass(NamedTuple):
-    """The backward pass of one call."""
+class Counts(NamedTuple):
+    """How much a clock holds: times to be read, calls that may be run backward, device events that nobody uses."""
 
-    call: Any  # a tuple whose first member is its id
-    began: int  # nanoseconds of the host's clock
-    host_ns: int  # spent in its nodes
-    events: bytes  # addresses of first and last of each node, in turns; empty where the host's clock must do
-    thread: int
-    idle: bool = False  # no kernel runs in it
-
-
-class _Heard:
-    """What was heard of the backward pass of one call so far."""
-
-    __slots__ = ("began", "call", "events", "host_ns", "light_ns", "runner")
-
-    def __init__(self, call: Any, runner: int, began: int) -> None:
-        self.call, self.runner, self.began = call, runner, began
-        self.host_ns = self.light_ns = 0  # in nodes that run a kernel, and in the others
-        self.events: list[int] = []  # of the first: 0 where the host's clock must do
-
-
-class _Thread:
-    """Calls of one thread by the numbers of their nodes; another thread may run them backward."""
-
-    __slots__ = ("calls", "end", "number")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.end = 0
-        self.calls: dict[int, Any] = {}  # its methods need no lock
-
-    def note(self, start: int, end: int, call: Any) -> bool:
-        """False where node numbers have started again: Python gave the thread's number to a new thread."""
-        if start < self.end:
-            return False
-        calls = self.calls
-        if len(calls) >= _MAX_NODES:
-            for oldest in list(calls)[: _MAX_NODES // 2]:
-                calls.pop(oldest, None)
-        self.end = end
-        for number in range(start, end):
-            calls[number] = call
-        return True
-
-    def forget(self, ids: Container[int]) -> None:
-        """These calls have been run backward, and will not be again."""
-        calls = self.calls
-        for number in [number for number, call in calls.copy().items() if call[0] in ids]:
-            calls.pop(number, None)
+    waiting: int
+    calls: int
+    events: int
 
 
 class BackwardClock:
     """Listens to the autograd engine from `listening` until `stop`."""
 
     def __init__(self, short: Any, waiting: Any) -> None:
-        self._short = short
+        self._short, self._waiting = short, waiting
         self._listening = True
-        self._threads: dict[int, _Thread] = {}  # by Python's number of the thread
-        self._by_number: dict[int, _Thread] = {}  # by PyTorch's
-        self._taken = np.zeros((_MAX_SPANS, _COLUMNS), dtype=np.int64)
-        self._guard = threading.Lock()
+        self._rows = np.zeros(_AT_ONCE, dtype=_ROW)
         self.sequence: Callable[[], int] = sequence_number or short.op_tools_clock_sequence
-        self._waiting = waiting
-        found = (short.op_tools_clock_mark, short.op_tools_clock_release)
+        found = (
+            short.op_tools_clock_mark,
+            short.op_tools_clock_release,
+            short.op_tools_clock_sequence,
+            short.op_tools_clock_ran,
+        )
         self.functions = [ctypes.cast(function, ctypes.c_void_p).value for function in found]  # for `native.front`
 
     @classmethod
     def listening(cls, device_type: str) -> BackwardClock | None:
         """A clock that has started, or None where there cannot be one (`BackwardClock.listening("cuda")`)."""
         libraries = LIBRARIES.get()
-        if libraries is None or not libraries[0].op_tools_clock_start(device_type.encode(), _LIGHT):
+        if libraries is None or not libraries[0].op_tools_clock_start(device_type.encode(), _LIGHT, _MAX_CALLS):
             return None
         clock = cls(*libraries)
         patches.record(_CALLBACK, "tells in C++ which autograd node ran when", clock._end, "native")
         return clock
 
-    def note(self, start: int, end: int, call: Any) -> None:
-        """The nodes of a call have the numbers from `start` up to `end` of this thread (`clock.note(7, 9, (12,))`)."""
-        here = threading.get_ident()
-        thread = self._threads.get(here)
-        if thread is None or not thread.note(start, end, call):
-            thread = _Thread(int(self._short.op_tools_clock_thread()))
-            self._threads[here] = self._by_number[thread.number] = thread
-            thread.note(start, end, call)
+    def note(self, start: int, end: int, call: tuple[int, int, int], way: Way) -> None:
+        """The nodes of a call (id, site, step) have the numbers from `start` up to `end` of this thread."""
+        self._short.op_tools_clock_note(start, end, *call, way)
 
-    def passes(self, graph_is_kept: bool) -> list[Pass]:
-        """Backward passes heard since the last time; call it when no pass is under way (`clock.passes(False)`)."""
-        with self._guard:
-            found: dict[int, _Heard] = {}  # by id of the call
-            heard: set[int] = set()  # numbers of threads
-            count = _MAX_SPANS
-            while count == _MAX_SPANS:
-                count = self._short.op_tools_clock_take(self._taken.ctypes.data, _MAX_SPANS)
-                for number, sequence, runner, light, began, ended, first, last in self._taken[:count].tolist():
-                    thread = self._by_number.get(number)
-                    call = None if thread is None else thread.calls.get(sequence)
-                    if call is None:
-                        self._short.op_tools_clock_release(first, last)
-                        continue
-                    heard.add(number)
-                    known = found.get(call[0])
-                    if known is None:
-                        known = found[call[0]] = _Heard(call, runner, began)
-                    if light:
-                        known.light_ns += ended - began
-                    else:
-                        known.runner = known.runner if known.events else runner
-                        known.host_ns += ended - began
-                        known.events += (first, last)
-                    if began < known.began:
-                        known.began = began
-            for number in () if graph_is_kept else heard:
-                self._by_number[number].forget(found)
-            return [self._pass(one) for one in found.values()]
+    def passes(self, graph_is_kept: bool) -> None:
+        """Backward passes have ended, and none is under way: their times wait to be read (`clock.passes(False)`)."""
+        self._short.op_tools_clock_passes(graph_is_kept)
 
-    def times(self, events: list[bytes], wait: bool) -> list[float]:
-        """Milliseconds of timings, each the sum over its pairs of events, negative where they cannot be known.
+    def read(self, wait: bool) -> Any:
+        """Times from the oldest on that the device has passed, as rows; with `wait`, all that there are.
 
-        Those from the first on that the device has passed; with `wait`, all. Others may use their events from now on.
+        >>> clock.read(wait=True)["elapsed"].sum()  # doctest: +SKIP
         """
-        pairs = np.array([len(one) // 16 for one in events], dtype=np.int64)
-        addresses, found = np.frombuffer(b"".join(events), dtype=np.int64), np.empty(len(events))
-        places = (addresses.ctypes.data, pairs.ctypes.data, len(events), wait, found.ctypes.data)
-        count = self._waiting.op_tools_clock_read(*places)
-        done: list[float] = found[:count].tolist()
-        return done
+        found, taken = list[Any](), ctypes.c_int64(_AT_ONCE)
+        while taken.value == _AT_ONCE:
+            place = self._rows.ctypes.data
+            count = self._waiting.op_tools_clock_read(place, _AT_ONCE, wait, ctypes.byref(taken))
+            found.append(self._rows[:count].copy())
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
-    def release(self, events: bytes) -> None:
-        """Nobody will ask how far apart these are (`clock.release(one.events)`)."""
-        addresses = np.frombuffer(events, dtype=np.int64).tolist()
-        for pair in zip(addresses[::2], addresses[1::2]):
-            self._short.op_tools_clock_release(*pair)
-
-    def _pass(self, heard: _Heard) -> Pass:
-        events = heard.events
-        if not events:
-            return Pass(heard.call, heard.began, heard.light_ns, b"", heard.runner, idle=True)
-        packed = struct.pack(f"={len(events)}q", *events)
-        if not all(events):
-            self.release(packed)
-            packed = b""
-        return Pass(heard.call, heard.began, heard.host_ns, packed, heard.runner)
+    def counts(self) -> Counts:
+        """How much it holds (`clock.counts().waiting`)."""
+        numbers = (ctypes.c_int64 * 3)()
+        self._short.op_tools_clock_count(numbers)
+        return Counts(*numbers)
 
     def stop(self) -> None:
         """Listen no more (`clock.stop()`)."""
@@ -193,14 +118,15 @@ def _load() -> tuple[Any, Any] | None:
     if path is None:
         return None
     short, waiting = ctypes.PyDLL(str(path)), ctypes.CDLL(str(path))
-    short.op_tools_clock_start.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
-    short.op_tools_clock_thread.restype = short.op_tools_clock_sequence.restype = ctypes.c_uint64
-    short.op_tools_clock_take.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-    short.op_tools_clock_take.restype = ctypes.c_int64
-    short.op_tools_clock_release.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
-    short.op_tools_clock_release.restype = short.op_tools_clock_stop.restype = None
     address, number = ctypes.c_void_p, ctypes.c_int64
-    waiting.op_tools_clock_read.argtypes = [address, address, number, ctypes.c_int, address]
+    short.op_tools_clock_start.argtypes = [ctypes.c_char_p, ctypes.c_char_p, number]
+    short.op_tools_clock_sequence.restype = ctypes.c_uint64
+    short.op_tools_clock_note.argtypes = [number] * 6
+    short.op_tools_clock_count.argtypes = [address]
+    for function in (short.op_tools_clock_note, short.op_tools_clock_count, short.op_tools_clock_stop):
+        function.restype = None
+    short.op_tools_clock_passes.restype = number
+    waiting.op_tools_clock_read.argtypes = [address, number, ctypes.c_int, address]
     waiting.op_tools_clock_read.restype = number
     return short, waiting
 

@@ -44,9 +44,14 @@ FUNCTIONS.register(
     FunctionFacts(uninitialised=True, stays=True),
 )
 FUNCTIONS.register("""
-    _pin_memory _reshape_alias _unsafe_view alias detach detach_ lift lift_fresh set_ set_data unsafe_chunk
-    unsafe_split unsafe_split_with_sizes view
+    _pin_memory _reshape_alias _unsafe_view detach_ lift lift_fresh set_ set_data unsafe_chunk unsafe_split
+    unsafe_split_with_sizes
     """, FunctionFacts(stays=True))  # fmt: skip
+FUNCTIONS.register("alias detach view", FunctionFacts(stays=True, aliases=True))
+FUNCTIONS.register("""
+    as_strided chunk diagonal expand expand_as moveaxis movedim narrow permute select squeeze swapaxes swapdims t
+    transpose unbind unflatten unsqueeze view_as view_as_complex view_as_real
+    """, FunctionFacts(aliases=True))  # fmt: skip
 FUNCTIONS.register("_to_copy copy_ _copy_from", FunctionFacts(moves=True))
 FUNCTIONS.register("nextafter nextafter_", FunctionFacts(bound_to_dtype=True))
 FUNCTIONS.register(

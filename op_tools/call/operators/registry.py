@@ -85,6 +85,7 @@ class FunctionFacts(NamedTuple):
     law: str = ""  # "samples", or "dropout" with "alpha" or "channel" before it: what must hold for whatever it draws
     stays: bool = False  # without arithmetic: stays on the device when operators fall back to the CPU
     moves: bool = False  # copies between devices
+    aliases: bool = False  # its results are views, never copies: no kernel runs
     writes: tuple[int, ...] = ()  # positions of arguments that it writes to, though its schema does not say so
     indices: IndexFacts | None = None
     free_vectors: tuple[tuple[int, int], ...] = ()  # (number of the result, dimension along a vector of any sign)

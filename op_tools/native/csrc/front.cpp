@@ -13,7 +13,6 @@
 #include <utility>
 #include <vector>
 
-#include <sys/syscall.h>
 #include <unistd.h>
 
 namespace {

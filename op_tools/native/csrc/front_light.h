@@ -7,11 +7,11 @@
 enum Light { kOp, kCalls, kRows, kFlush, kSites, kFindSite, kFailed, kRun, kSizeOfNote,
              kBegin = kSizeOfNote, kEnd, kName, kSizeOfTrace,
              kIsView = kName, kNoting, kSizeOfLog,
-             kMark = kSizeOfNote, kRelease, kDeviceType, kSequence, kNoteNodes, kTiming, kForward, kSizeOfTime };
+             kMark = kSizeOfNote, kRelease, kSequence, kRan, kDeviceType, kRunsKernel, kSizeOfTime };
 // What `around` holds: all calls share it.
 enum Around { kInterceptor, kKnown, kDescribe, kIds, kStarts, kCapturing, kSizeOfAround };
 
-constexpr Py_ssize_t kAskEvery = 64;  // rows: as `record` of the tools
+constexpr unsigned kAskEvery = 64;  // rows: as `record` of the tools
 
 bool is_none_active(PyObject *count_modes) {
   Owned count{PyObject_CallNoArgs(count_modes)};
@@ -59,69 +59,40 @@ void add_addresses(std::vector<uint64_t> &addresses, PyObject *tensors) {
   }
 }
 
-// A device event that is recorded now, by the backward clock; a null pointer where that fails.
-void *marked(PyObject *light) {
-  auto mark = reinterpret_cast<void *(*)()>(PyLong_AsVoidPtr(PyTuple_GET_ITEM(light, kMark)));
-  return mark == nullptr ? nullptr : mark();
+// A function of the backward clock, in C++.
+template <typename Function>
+Function of_clock(PyObject *light, Light which) {
+  return reinterpret_cast<Function>(PyLong_AsVoidPtr(PyTuple_GET_ITEM(light, which)));
 }
+using Mark = void *(*)();  // a device event that is recorded now; a null pointer where that fails
+using Release = void (*)(void *, void *);
+using Sequence = uint64_t (*)();
+using Ran = int64_t (*)(void *, void *, int64_t, int64_t, int64_t, int64_t, int64_t);
 
-PyObject *now() {  // as time.perf_counter_ns
+int64_t now() {  // as time.perf_counter_ns
   timespec time{};
   clock_gettime(CLOCK_MONOTONIC, &time);
-  return PyLong_FromLongLong(time.tv_sec * 1'000'000'000ll + time.tv_nsec);
+  return time.tv_sec * 1'000'000'000ll + time.tv_nsec;
 }
 
 struct Watched {
   PyObject *light, *id, *location, *inputs;  // borrowed
-  Owned tensors, began, begun;
+  Owned tensors, begun;
   std::vector<uint64_t> addresses;  // of tensors among the arguments, then of results
   void *events[2] = {nullptr, nullptr};  // before and after
-  void (*release)(void *, void *) = nullptr;
-  long long sequence = 0;
+  Release release = nullptr;
+  int64_t sequence = 0, began = 0;
   ~Watched() {  // of a call that failed, or could not be noted
     if (events[0] != nullptr) release(events[0], events[1]);
   }
 };
 
-long long sequence_of(PyObject *light) {
-  PyObject *ask = PyTuple_GET_ITEM(light, kSequence);
-  if (ask == Py_None) return 0;
-  Owned number{PyObject_CallNoArgs(ask)};
-  return number == nullptr ? -1 : PyLong_AsLongLong(number);
-}
-
-// One row in the order of the tool's table, or one timing that waits until the device has passed its events.
+// One row in the order of the tool's table.
 PyObject *row_of(Watched &call, PyObject *site, PyObject *step) {
-  PyObject *light = call.light;
-  if (PyTuple_GET_SIZE(light) == kSizeOfNote) {
-    const auto *bytes = reinterpret_cast<const char *>(call.addresses.data());
-    Owned addresses{PyBytes_FromStringAndSize(bytes, Py_ssize_t(8 * call.addresses.size()))};
-    if (addresses == nullptr) return nullptr;
-    return PyTuple_Pack(5, PyTuple_GET_ITEM(light, kRun), call.id, site, step, addresses.object);
-  }
-  PyObject *op = PyTuple_GET_ITEM(light, kOp), *device_type = PyTuple_GET_ITEM(light, kDeviceType);
-  Owned made{PyTuple_Pack(5, call.id, op, site, step, device_type)};
-  if (made == nullptr) return nullptr;
-  const long long end = sequence_of(light);
-  if (PyErr_Occurred()) return nullptr;
-  if (end > call.sequence) {
-    Owned from{PyLong_FromLongLong(call.sequence)}, to{PyLong_FromLongLong(end)};
-    if (from == nullptr || to == nullptr) return nullptr;
-    Owned done{PyObject_CallFunctionObjArgs(PyTuple_GET_ITEM(light, kNoteNodes), from.object, to.object, made.object, nullptr)};
-    if (done == nullptr) return nullptr;
-  }
-  thread_local const long thread = syscall(SYS_gettid);
-  Owned spans{PyBytes_FromStringAndSize(reinterpret_cast<char *>(call.events), sizeof(call.events))};
-  Owned runner{PyLong_FromLong(thread)};
-  if (spans == nullptr || runner == nullptr) return nullptr;
-  Owned parts{PyTuple_Pack(6, made.object, PyTuple_GET_ITEM(light, kForward), spans.object, call.began.object,
-                           runner.object, Py_None)};
-  Owned packed{parts == nullptr ? nullptr : PyTuple_Pack(1, parts.object)};
-  if (packed == nullptr) return nullptr;
-  auto *kind = reinterpret_cast<PyTypeObject *>(PyTuple_GET_ITEM(light, kTiming));
-  PyObject *timing = PyTuple_Type.tp_new(kind, packed, nullptr);
-  if (timing != nullptr) call.events[0] = call.events[1] = nullptr;  // they are the timing's now
-  return timing;
+  const auto *bytes = reinterpret_cast<const char *>(call.addresses.data());
+  Owned addresses{PyBytes_FromStringAndSize(bytes, Py_ssize_t(8 * call.addresses.size()))};
+  if (addresses == nullptr) return nullptr;
+  return PyTuple_Pack(5, PyTuple_GET_ITEM(call.light, kRun), call.id, site, step, addresses.object);
 }
 
 bool count_call(PyObject *light) {
@@ -227,23 +198,30 @@ bool log_call(Watched &call, PyObject *shared, PyObject *result) {
   return done != nullptr;
 }
 
+bool asked_to_flush(PyObject *light) {
+  Owned flushed{PyObject_CallOneArg(PyTuple_GET_ITEM(light, kFlush), PyTuple_GET_ITEM(light, kRows))};
+  return flushed != nullptr;
+}
+
 bool note(Watched &call, PyObject *shared, PyObject *result) {
   PyObject *light = call.light;
   Owned outputs{described_result(call, shared, result)};
   Owned site{outputs == nullptr ? nullptr : numbered_site(call, outputs)};
   Owned step{site == nullptr ? nullptr : PyObject_GetAttr(PyTuple_GET_ITEM(shared, kInterceptor), name_step)};
-  Owned row{step == nullptr ? nullptr : row_of(call, site, step)};
-  if (row == nullptr) return false;
-  PyObject *rows = PyTuple_GET_ITEM(light, kRows);
-  if (!count_call(light)) return false;
-  Owned done{PyObject_CallMethodOneArg(rows, name_append, row)};
-  const Py_ssize_t size = done == nullptr ? -1 : PyObject_Size(rows);
-  if (size < 0) return false;
-  if (size % kAskEvery == 0) {
-    Owned flushed{PyObject_CallOneArg(PyTuple_GET_ITEM(light, kFlush), rows)};
-    return flushed != nullptr;
+  if (step == nullptr || !count_call(light)) return false;
+  if (PyTuple_GET_SIZE(light) == kSizeOfTime) {  // the clock keeps it until the device has passed its events
+    const int64_t id = PyLong_AsLongLong(call.id), where = PyLong_AsLongLong(site), when = PyLong_AsLongLong(step);
+    if (PyErr_Occurred()) return false;
+    of_clock<Ran>(light, kRan)(call.events[0], call.events[1], id, where, when, call.began, call.sequence);
+    call.events[0] = call.events[1] = nullptr;
+    static unsigned count = 0;  // under the GIL
+    return ++count % kAskEvery != 0 || asked_to_flush(light);
   }
-  return true;
+  Owned row{row_of(call, site, step)};
+  PyObject *rows = PyTuple_GET_ITEM(light, kRows);
+  Owned done{row == nullptr ? nullptr : PyObject_CallMethodOneArg(rows, name_append, row)};
+  const Py_ssize_t size = done == nullptr ? -1 : PyObject_Size(rows);
+  return size >= 0 && (size % kAskEvery != 0 || asked_to_flush(light));
 }
 
 // Whether nothing stands in the way of a short cut: no other mode, no compiled code, no graph that is being captured.
@@ -361,14 +339,15 @@ PyObject *watch_lightly(PyObject *light, PyObject *function, PyObject *args, PyO
   Owned inputs{described_arguments(call, shared, args, kwargs, timed, recorded)};
   if (inputs == nullptr) return nullptr;
   Owned location{call_site(nullptr, nullptr)}, id{location == nullptr ? nullptr : PyIter_Next(PyTuple_GET_ITEM(shared.object, kIds))};
+  const bool marks = timed && PyTuple_GET_ITEM(light, kRunsKernel) == Py_True;
   if (id != nullptr && timed) {
-    call.sequence = sequence_of(light);
-    call.began.object = now();
-    call.release = reinterpret_cast<void (*)(void *, void *)>(PyLong_AsVoidPtr(PyTuple_GET_ITEM(light, kRelease)));
-    if (!PyErr_Occurred()) call.events[0] = marked(light);
+    call.sequence = int64_t(of_clock<Sequence>(light, kSequence)());
+    call.began = now();
+    call.release = of_clock<Release>(light, kRelease);
+    if (marks) call.events[0] = of_clock<Mark>(light, kMark)();
   }
   if (id != nullptr && recorded) call.begun.object = PyObject_CallOneArg(PyTuple_GET_ITEM(light, kBegin), call.tensors);
-  if (id == nullptr || (timed && call.events[0] == nullptr) || (recorded && (call.begun == nullptr || call.begun == Py_None))) {
+  if (id == nullptr || (marks && call.events[0] == nullptr) || (recorded && (call.begun == nullptr || call.begun == Py_None))) {
     PyErr_Clear();
     return nullptr;
   }
@@ -378,7 +357,7 @@ PyObject *watch_lightly(PyObject *light, PyObject *function, PyObject *args, PyO
   call.inputs = inputs;
   Owned result{PyObject_Call(function, args, kwargs)};
   if (result == nullptr) return nullptr;
-  if (timed && (call.events[1] = marked(light)) == nullptr) PyErr_SetString(PyExc_RuntimeError, "no event could be recorded");
+  if (marks && (call.events[1] = of_clock<Mark>(light, kMark)()) == nullptr) PyErr_SetString(PyExc_RuntimeError, "no event could be recorded");
   const auto tell = size == kSizeOfTrace ? trace : size == kSizeOfLog ? log_call : note;
   if (PyErr_Occurred() || !tell(call, shared, result)) {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;  // Ctrl-C

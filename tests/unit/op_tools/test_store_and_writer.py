@@ -9,12 +9,17 @@ import os
 import re
 import shutil
 import sqlite3
+import tempfile
 import threading
 import time
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from op_tools import OpObserve, OpTimeMeasure, cli
 from op_tools.copies import queue
@@ -268,7 +273,7 @@ def test_rows_of_a_file_that_was_removed_are_still_read(tmp_path: Path) -> None:
     records.close()
 
 
-def test_many_times_are_written_in_bounded_memory(tmp_path: Path) -> None:
+def test_many_times_are_written_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows, records = 10_000, Store(tmp_path / "x.sqlite")
     columns = {"run": "INTEGER", **OpTimeMeasure.columns}
     waiting = records.table("op_time_measure", columns)
@@ -278,9 +283,12 @@ def test_many_times_are_written_in_bounded_memory(tmp_path: Path) -> None:
         for number in range(rows):
             waiting.append((7, number, number % 2, phase, number / 8, float(number), 1, 0))
     records.flush()
+    monkeypatch.setattr(timings, "_MAX_HELD", rows)
+    times = timings.Times(records, 7)
+    times.add(np.zeros(2 * rows, timings.ROW))  # too many to be at hand
     tracemalloc.start()
-    timings.write_csv(tmp_path / "x.csv", records, 7)
-    timings.write_trace(tmp_path / "x.json", records, 7)
+    times.write_csv(tmp_path / "x.csv")
+    times.write_trace(tmp_path / "x.json")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 5 << 20  # all rows together take three times that
@@ -293,6 +301,43 @@ def test_many_times_are_written_in_bounded_memory(tmp_path: Path) -> None:
     assert len(found) == rows + 1
     assert len(json.loads((tmp_path / "x.json").read_text())["traceEvents"]) == 2 * rows
     records.close()
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 1), st.floats(0, 1e4)), max_size=12), st.integers(1, 4))
+def test_times_at_hand_and_in_the_records_are_the_same_files(given_rows: list[Any], at_once: int) -> None:
+    """Some calls were not run backward, some twice, some only backward; parts may end within a call."""
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        folder = Path(name)
+        records = Store(folder / "x.sqlite")
+        waiting = records.table("op_time_measure", {"run": "INTEGER", **OpTimeMeasure.columns})
+        for site in range(7):
+            records.site(site, f"op{site}", "a.py:1", str)
+        rows = np.zeros(len(given_rows), timings.ROW)
+        for place, (number, backward, elapsed) in enumerate(given_rows):
+            rows[place] = (number, number % 7, backward, 5, 3, elapsed, place / 8)
+            waiting.append((7, number, number % 7, timings.PHASES[backward], elapsed, place / 8, 5, 3))
+        records.flush()
+        patch.setattr(timings, "_AT_ONCE", at_once)
+        found = []
+        for most in (100, -1):
+            patch.setattr(timings, "_MAX_HELD", most)
+            times = timings.Times(records, 7)
+            times.add(rows)
+            times.write_csv(folder / "x.csv")
+            times.write_trace(folder / "x.json")
+            found.append([(folder / one).read_text() for one in ("x.csv", "x.json")])
+        records.close()
+    assert found[0] == found[1]
+    lines = list(csv.reader(found[0][0].splitlines()))[1:]
+    expected = {
+        number: [
+            next((f"{e:.8f}" for n, b, e in reversed(given_rows) if (n, b) == (number, phase)), "") for phase in (0, 1)
+        ]
+        for number, _, _ in given_rows
+    }
+    assert {int(line[1]): line[2:4] for line in lines} == expected
+    assert [line[0] for line in lines] == [f"op{number % 7}" for number in sorted(expected)]
+    assert len(json.loads(found[0][1])["traceEvents"]) == len(given_rows)
 
 
 @pytest.mark.parametrize("name", ["a#b", "a?b", "a%20b", "a b"])

@@ -120,30 +120,6 @@ def test_copied_bytes_are_counted_once_each(often: None) -> None:
     assert copies.copied_bytes == 8 * 500 * 12
 
 
-def test_calls_of_a_thread_are_found_while_another_one_forgets_some(often: None) -> None:
-    thread = backward_clock._Thread(1)
-    calls = [(number, "op", 1, 0, "cpu") for number in range(20_000)]
-    gone = set(range(0, 20_000, 2))
-    done = threading.Event()
-
-    def note() -> None:
-        for number, call in enumerate(calls):
-            thread.note(number, number + 1, call)
-        done.set()
-
-    def forget() -> None:
-        while not done.is_set():
-            thread.forget(gone)
-
-    workers = [threading.Thread(target=work) for work in (note, forget)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    thread.forget(gone)
-    assert thread.calls == {number: calls[number] for number in range(1, 20_000, 2)}
-
-
 def test_the_last_free_event_is_given_to_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     class Emptied(list[Any]):
         """It looks as if there were one, and another thread takes it."""

@@ -253,7 +253,7 @@ def test_nobody_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         ended.wait(60)
 
     library = compiling.Library("slow", build)
-    monkeypatch.setattr(device_prints.front, "LIBRARY", library)
+    monkeypatch.setattr(device_prints.ledger, "LIBRARY", library)
     began = time.perf_counter()
     try:
         assert device_prints.is_compiling(0)
