@@ -210,8 +210,10 @@ class OpTrace(Tool):
 
     def read_late(self) -> None:
         if self._recorder is not None:
+            writer = self._recorder.writer
             with self._recorder.lock:
-                self._recorder.writer.flush()
+                writer.flush()
+            writer.settle()
 
     def finish(self) -> None:
         COMPILED.ignore()

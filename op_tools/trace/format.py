@@ -11,7 +11,9 @@ import json
 import os
 import threading
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -26,6 +28,7 @@ NAMED: Final = b"op_tools trace "
 PROJECTIONS: Final = 8
 _ROWS: Final = 16_384  # of a table that wait to be written
 _MAX_PASSING: Final = 1 << 20  # characters of texts that may never come again
+_MAX_PACKING: Final = 8  # blocks
 _MAX_LINE: Final = 1 << 20
 _MAX_WORLD: Final = 1 << 24  # ranks
 _MAX_RATIO: Final = 200  # of a file unpacked to the file: zlib packs rows of numbers to a fiftieth at best
@@ -104,6 +107,7 @@ class TraceWriter:
 
     def __init__(self, path: Path, facts: dict[str, Any]) -> None:
         self.path = path
+        self._pid = os.getpid()
         self._lock = threading.RLock()
         self.texts: dict[str, int] = {"": 0}  # their numbers
         self._new_texts: list[str] = [""]
@@ -116,10 +120,12 @@ class TraceWriter:
         self.counts = dict.fromkeys(TABLES, 0)
         self.take: Callable[[str], tuple[int, bytes]] | None = None  # rows that wait elsewhere, in columns
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._packing = ThreadPoolExecutor(1, "op_tools-trace")  # zlib hands over the GIL: the run goes on
+        self._packed: deque[tuple[dict[str, Any], Future[bytes]]] = deque()  # blocks that are not in the file yet
         self._file: BinaryIO | None = path.open("wb")
         self._file.write(NAMED + f"{VERSION}\n".encode())
         self._block({"facts": facts}, b"")
-        self._file.flush()
+        self._write_packed(0)
 
     def text(self, text: str) -> int:
         """The number of a text; each is written once."""
@@ -176,7 +182,9 @@ class TraceWriter:
             self._block({"table": table, "rows": rows}, body, _LEVELS.get(table, 1))
 
     def flush(self, *tables: str) -> None:
-        """Write the rows that wait, of all tables unless some are named."""
+        """Have the rows that wait written, of all tables unless some are named; `settle` waits until they are."""
+        if self._pid != os.getpid():  # a forked child: the file is its parent's
+            return
         with self._lock:
             if self._new_texts:
                 texts, self._new_texts = self._new_texts, []
@@ -194,22 +202,45 @@ class TraceWriter:
                     if count:
                         self.counts[table] += count
                         self._block({"table": table, "rows": count}, body)
-            if self._file is not None:
-                self._file.flush()  # what is written outlives this process
+            self._write_packed(_MAX_PACKING)
+
+    def settle(self) -> None:
+        """Wait until all that was flushed is in the file, and outlives this process (`trace.settle()`)."""
+        with self._lock:
+            if self._pid == os.getpid():
+                self._write_packed(0)
 
     def _block(self, head: dict[str, Any], body: bytes, level: int = 1) -> None:
         if self._file is not None:
-            packed = zlib.compress(body, level)
+            self._packed.append((head, self._pack(body, level)))
+
+    def _pack(self, body: bytes, level: int) -> Future[bytes]:
+        try:
+            return self._packing.submit(zlib.compress, body, level)
+        except RuntimeError:  # the interpreter ends, or may start no more threads
+            done = Future[bytes]()
+            done.set_result(zlib.compress(body, level))
+            return done
+
+    def _write_packed(self, left: int) -> None:
+        """Write the blocks that are packed, in order, and wait for all but so many."""
+        while self._file is not None and self._packed and (len(self._packed) > left or self._packed[0][1].done()):
+            head, packing = self._packed.popleft()
+            packed = packing.result()
             self._file.write(json.dumps({**head, "bytes": len(packed)}).encode() + b"\n" + packed)
+        if self._file is not None:
+            self._file.flush()
 
     def close(self, **facts: Any) -> None:
         """Write what waits, and that the trace is complete."""
         with self._lock:
-            if self._file is not None:
+            if self._file is not None and self._pid == os.getpid():
                 self.flush()
                 self._block({"end": self.counts, "facts": facts}, b"")
+                self._write_packed(0)
                 self._file.close()
                 self._file = None
+                self._packing.shutdown(wait=False)
 
     def __enter__(self) -> TraceWriter:
         return self

@@ -120,6 +120,7 @@ class Times:
             for backward, phase in enumerate(PHASES):
                 head = f'{{"name": {json.dumps(op)}, "cat": "{phase}", "ph": "X", "ts": '
                 ends[site, backward] = head, f'"location": {json.dumps(location)}}}}}'
+        lost = '{"name": "", "ph": "X", "ts": ', '"location": ""}}'  # the description of the site could not be kept
         event = f'%s%.3f, "dur": %.3f, "pid": {os.getpid()}, "tid": %d, "args": {{"forward_id": %d, "step": %d, %s'
         with whole_file(path) as handle:
             handle.write('{"traceEvents": [')
@@ -127,7 +128,7 @@ class Times:
             for rows in self._parts(by_call=False):
                 if not len(rows):
                     continue
-                found = [ends[key] for key in zip(rows["site"].tolist(), rows["backward"].tolist())]
+                found = [ends.get(key, lost) for key in zip(rows["site"].tolist(), rows["backward"].tolist())]
                 numbers = (rows["start"], rows["elapsed"] * 1e3, rows["thread"], rows["id"], rows["step"])
                 columns = [[head for head, _ in found], *[one.tolist() for one in numbers], [end for _, end in found]]
                 handle.write(between + ", ".join(map(event.__mod__, zip(*columns))))

@@ -237,6 +237,7 @@ def test_what_was_flushed_outlives_the_process(tmp_path: Path) -> None:
     assert read(writer.path, partial=True).facts == {"rank": 0}
     writer.add("modules", (0, -1, writer.text("model"), 0, 0))
     writer.flush()
+    writer.settle()
     assert read(writer.path, partial=True).words("modules", "name") == ["model"]
 
 
