@@ -13,6 +13,8 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <c10/util/SmallVector.h>
+
 #include <algorithm>
 #include <memory>
 #include <typeindex>
@@ -33,6 +35,10 @@ void set_passing(PyObject *names) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) passing.emplace_back(PyUnicode_AsUTF8(PyTuple_GET_ITEM(names, i)));
 }
 
+// Most calls have few tensors, and most nodes few edges: no memory is taken for these.
+using Tensors = c10::SmallVector<at::Tensor, 4>;
+using SomeTensors = c10::ArrayRef<at::Tensor>;
+
 struct Wider {
   at::ScalarType dtype = at::ScalarType::Undefined;
   TensorImpl *leaf = nullptr;  // that gets it, if there is one
@@ -42,13 +48,13 @@ struct Wider {
 struct AwaitedCall {
   size_t nodes = 0, heard = 0;
   bool queued = false, stand_ins = false;
-  variable_list grad_outputs, grad_inputs;
-  std::vector<Wider> wider;  // of gradients that are converted after they have left the call
-  std::vector<std::vector<const void *>> passed_on;
+  Tensors grad_outputs, grad_inputs;
+  c10::SmallVector<Wider, 4> wider;  // of gradients that are converted after they have left the call
+  std::vector<std::vector<const void *>> passed_on;  // by result, where there are stand-ins
   virtual ~AwaitedCall() = default;
 
   // The gradients of its results and of its inputs, once all of its nodes have run; some may be undefined.
-  virtual void told(const variable_list &outputs, const variable_list &inputs, const std::vector<Wider> &becomes) = 0;
+  virtual void told(SomeTensors outputs, SomeTensors inputs, c10::ArrayRef<Wider> becomes) = 0;
   // What went wrong while its backward was heard; the pass goes on.
   virtual void failed(PyObject *error) = 0;
 
@@ -65,10 +71,10 @@ struct AwaitedCall {
     if (heard == 0) return;
     heard = 0;
     queued = false;
-    variable_list outputs(grad_outputs.size()), inputs(grad_inputs.size());
+    Tensors outputs(grad_outputs.size()), inputs(grad_inputs.size());
     outputs.swap(grad_outputs);
     inputs.swap(grad_inputs);
-    std::vector<Wider> becomes(wider.size());
+    c10::SmallVector<Wider, 4> becomes(wider.size());
     becomes.swap(wider);
     told(outputs, inputs, becomes);
   }
@@ -76,9 +82,9 @@ struct AwaitedCall {
 
 struct Target {  // an edge over which gradients leave a call, and the nodes on the way to the inputs that have no hook
   size_t edge;
-  std::vector<int> inputs;
+  c10::SmallVector<int, 2> inputs;
   bool to_leaf;
-  std::vector<NodePointer> through;
+  c10::SmallVector<NodePointer, 1> through;
   at::ScalarType dtype = at::ScalarType::Undefined;  // of those inputs
   c10::DeviceType device = c10::DeviceType::CPU;
   TensorImpl *leaf = nullptr;
@@ -116,8 +122,8 @@ struct Quiet {
 
 struct Hook : public torch::autograd::FunctionPostHook {
   std::shared_ptr<AwaitedCall> state;
-  std::vector<Target> targets;
-  std::vector<std::pair<uint32_t, size_t>> sources;  // output number of the node, result of the call
+  c10::SmallVector<Target, 2> targets;
+  c10::SmallVector<std::pair<uint32_t, size_t>, 1> sources;  // output number of the node, result of the call
   std::vector<StandIn> stand_ins;
 
   variable_list operator()(const variable_list &to_inputs, const variable_list &from_outputs) override {
@@ -189,12 +195,12 @@ using Edge = std::pair<Node *, uint32_t>;
 constexpr size_t kFew = 8;  // nodes that are looked through one by one
 
 struct Attaching {
-  const variable_list &given;
+  const SomeTensors given;
   uint64_t since;
-  std::vector<std::pair<Edge, int>> targets;         // of inputs, in order: most calls have few
-  std::vector<std::pair<TensorImpl *, int>> leaves;  // of inputs, in order
+  c10::SmallVector<std::pair<Edge, int>, 4> targets;         // of inputs, in order
+  c10::SmallVector<std::pair<TensorImpl *, int>, 4> leaves;  // of inputs, in order
 
-  Attaching(const variable_list &inputs, uint64_t since) : given(inputs), since(since) {
+  Attaching(SomeTensors inputs, uint64_t since) : given(inputs), since(since) {
     for (size_t i = 0; i < inputs.size(); ++i) {
       if (!inputs[i].requires_grad()) continue;
       const auto &node = inputs[i].grad_fn();
@@ -205,14 +211,17 @@ struct Attaching {
     std::sort(leaves.begin(), leaves.end());
   }
 
-  template <typename Key>
-  static std::vector<int> those_of(const std::vector<std::pair<Key, int>> &pairs, const Key &key) {
-    std::vector<int> found;
+  template <typename Pairs, typename Key>
+  static c10::SmallVector<int, 2> those_of(const Pairs &pairs, const Key &key) {
+    c10::SmallVector<int, 2> found;
     for (auto at = std::lower_bound(pairs.begin(), pairs.end(), std::make_pair(key, -1)); at != pairs.end() && at->first == key; ++at)
       found.push_back(at->second);
     return found;
   }
-  bool is_input(const Edge &edge) const { return !those_of(targets, edge).empty(); }
+  bool is_input(const Edge &edge) const {
+    auto at = std::lower_bound(targets.begin(), targets.end(), std::make_pair(edge, -1));
+    return at != targets.end() && at->first == edge;
+  }
   bool is_input(Node *node) const {
     auto first = std::lower_bound(targets.begin(), targets.end(), std::make_pair(Edge{node, 0}, -1));
     return first != targets.end() && first->first.first == node;
@@ -220,7 +229,7 @@ struct Attaching {
 
   // Whether an edge ends here: at inputs, or at a leaf that is none.
   bool ends(const torch::autograd::Edge &edge, Target &target) const {
-    target.inputs = those_of(targets, {edge.function.get(), edge.input_nr});
+    target.inputs = those_of(targets, Edge{edge.function.get(), edge.input_nr});
     target.to_leaf = false;
     if (target.inputs.empty()) {
       const auto *leaf = dynamic_cast<const torch::autograd::AccumulateGrad *>(edge.function.get());
@@ -261,10 +270,10 @@ struct Attaching {
 };
 
 // Hook the nodes between the results of a call and its inputs.
-void attach(const std::shared_ptr<AwaitedCall> &state, const variable_list &inputs, const variable_list &outputs, uint64_t since) {
+void attach(const std::shared_ptr<AwaitedCall> &state, SomeTensors inputs, SomeTensors outputs, uint64_t since) {
   const Attaching graph(inputs, since);
   if (graph.targets.empty() && graph.leaves.empty()) return;
-  std::vector<std::pair<NodePointer, std::unique_ptr<Hook>>> found;
+  c10::SmallVector<std::pair<NodePointer, std::unique_ptr<Hook>>, 4> found;
   Map<Node *, size_t> numbers;  // of those after the first few
   auto known = [&](Node *node) -> Hook * {
     for (size_t i = 0; i < std::min(found.size(), kFew); ++i)
@@ -291,7 +300,9 @@ void attach(const std::shared_ptr<AwaitedCall> &state, const variable_list &inpu
     for (const auto &edge : node->next_edges()) {
       const size_t own = number++;
       if (!edge.is_valid()) continue;
-      Target target{own, {}, false, {}};
+      Target target;
+      target.edge = own;
+      target.to_leaf = false;
       if (graph.ends(edge, target)) {
         if (!target.inputs.empty()) found[at].second->targets.push_back(std::move(target));
         continue;
@@ -320,13 +331,13 @@ void attach(const std::shared_ptr<AwaitedCall> &state, const variable_list &inpu
   state->grad_outputs.resize(outputs.size());
   state->grad_inputs.resize(inputs.size());
   state->wider.resize(inputs.size());
-  state->passed_on.resize(outputs.size());
+  if (state->stand_ins) state->passed_on.resize(outputs.size());
   for (auto &[node, hook] : found) node->add_post_hook(std::move(hook));
 }
 
 // Arguments of a call that is under way, and which number the next node of this thread gets.
 struct Begun {
-  variable_list inputs;
+  Tensors inputs;
   uint64_t since = 0;
 };
 

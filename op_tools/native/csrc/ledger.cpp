@@ -150,7 +150,7 @@ PyTypeObject *rows_type = nullptr;
 // -- what is known of tensors -------------------------------------------------------------------------------
 
 constexpr size_t kMaxWaiting = 1024;   // calls of the log
-constexpr size_t kDeadTensors = 1024;  // that may be remembered: as long as they are, PyTorch cannot use their memory again
+constexpr size_t kDeadTensors = 256;  // that may be remembered: as long as they are, PyTorch cannot use their memory again
 constexpr int64_t kNotMeasured = -1;   // nobody has written to the tensor yet
 
 struct Measured {
@@ -158,7 +158,7 @@ struct Measured {
   int64_t version, number;
 };
 
-using Pairs = std::vector<int64_t>;  // the place of a tensor and its number, in turns
+using Pairs = c10::SmallVector<int64_t, 12>;  // the place of a tensor and its number, in turns
 
 struct Ledger {
   PyObject *measure = nullptr, *due = nullptr, *failed = nullptr;  // functions of the tool
@@ -203,11 +203,11 @@ struct Ledger {
       if (at->second.tensor.expired()) at = known.erase(at);
       else ++at;
     }
-    clean_at = 2 * known.size() + kDeadTensors;
+    clean_at = known.size() + known.size() / 4 + kDeadTensors;
   }
 
   // Places and numbers of tensors; undefined ones have none. `objects` are the same in Python, or null.
-  Pairs look(const variable_list &tensors, PyObject *objects) {
+  Pairs look(SomeTensors tensors, PyObject *objects) {
     Pairs pairs;
     std::vector<Fresh> fresh;
     for (size_t i = 0; i < tensors.size(); ++i) {
@@ -255,7 +255,7 @@ struct Ledger {
       if (at != known.end() && at->second.number == fresh[i].number) known.erase(at);
       for (size_t place = 0; place < pairs.size();) {
         if (pairs[place + 1] != fresh[i].number) place += 2;
-        else pairs.erase(pairs.begin() + long(place), pairs.begin() + long(place) + 2);
+        else pairs.erase(pairs.begin() + place, pairs.begin() + place + 2);
       }
     }
     if (failed && !PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "measure must return a list of as many");
@@ -292,7 +292,7 @@ struct LoggedCall : public AwaitedCall {
     PyGILState_Release(gil);
   }
 
-  void told(const variable_list &outputs, const variable_list &inputs, const std::vector<Wider> &) override {
+  void told(SomeTensors outputs, SomeTensors inputs, c10::ArrayRef<Wider>) override {
     Ledger &ledger = ledger_of(object);
     if (ledger.closed) return;
     const Pairs arriving = ledger.look(outputs, nullptr);
@@ -313,8 +313,8 @@ PyObject *ledger_begin(PyObject *self, PyObject *tensors) {
   });
 }
 
-variable_list all_unwrapped(PyObject *tensors) {
-  variable_list found(size_t(PyList_GET_SIZE(tensors)));
+Tensors all_unwrapped(PyObject *tensors) {
+  Tensors found(size_t(PyList_GET_SIZE(tensors)));
   for (size_t i = 0; i < found.size(); ++i) {
     PyObject *one = PyList_GET_ITEM(tensors, Py_ssize_t(i));
     if (one != Py_None) found[i] = unwrapped(one);
@@ -332,11 +332,11 @@ PyObject *ledger_end(PyObject *self, PyObject *const *given, Py_ssize_t count) {
   return safely([&]() -> PyObject * {
     Ledger &ledger = ledger_of(self);
     const Begun &begun = begun_in(given[0]);
-    const variable_list outputs = all_unwrapped(given[2]);
+    const Tensors outputs = all_unwrapped(given[2]);
     const int64_t step = PyLong_AsLongLong(given[3]), id = PyLong_AsLongLong(given[4]), site = PyLong_AsLongLong(given[5]);
     if (PyErr_Occurred()) throw PythonError{};
     const Pairs arriving = ledger.look(begun.inputs, given[1]);
-    variable_list fresh = outputs;
+    Tensors fresh = outputs;
     for (at::Tensor &one : fresh)
       if (given[6] == Py_True && one.defined() && one.is_view()) one.reset();
     const Pairs leaving = ledger.look(fresh, given[2]);
@@ -473,7 +473,7 @@ PyObject *rows_measure(PyObject *self, PyObject *args) {
   if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &tensors, &PyList_Type, &numbers)) return nullptr;
   return safely([&]() -> PyObject * {
     std::vector<Fresh> fresh;
-    const variable_list all = all_unwrapped(tensors);
+    const Tensors all = all_unwrapped(tensors);
     for (size_t i = 0; i < all.size() && Py_ssize_t(i) < PyList_GET_SIZE(numbers); ++i)
       fresh.push_back({PyLong_AsLongLong(PyList_GET_ITEM(numbers, Py_ssize_t(i))), all[i], nullptr});
     if (PyErr_Occurred()) throw PythonError{};

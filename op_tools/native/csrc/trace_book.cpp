@@ -89,7 +89,7 @@ struct HashOfNumbers {
   }
 };
 
-constexpr size_t kDeadTensors = 1024;  // that may be remembered: as long as they are, PyTorch cannot use their memory again
+constexpr size_t kDeadTensors = 256;  // that may be remembered: as long as they are, PyTorch cannot use their memory again
 
 struct Made {  // a call, by the numbers of the nodes that it made
   uint64_t since, now;
@@ -240,7 +240,7 @@ struct Book {
   void clean() {
     forget_if(known, [](const auto &entry) { return entry.second.tensor.expired(); });
     forget_if(by_memory, [this](const auto &entry) { return known.find(entry.second) == known.end(); });
-    clean_at = 2 * known.size() + kDeadTensors;
+    clean_at = known.size() + known.size() / 4 + kDeadTensors;
   }
 
   template <typename Entries, typename Condition>

@@ -162,7 +162,7 @@ struct CallState : public AwaitedCall {
 
   void failed(PyObject *error) override { held.book->tell(name, error); }
 
-  void told(const variable_list &outputs, const variable_list &inputs, const std::vector<Wider> &becomes) override {
+  void told(SomeTensors outputs, SomeTensors inputs, c10::ArrayRef<Wider> becomes) override {
     Book &book = *held.book;
     if (book.closed) return;
     book.last_module = module;

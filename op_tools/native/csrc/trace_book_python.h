@@ -277,13 +277,13 @@ PyObject *book_end(PyObject *self, PyObject *const *given, Py_ssize_t count) {
     const int name = int(PyLong_AsLong(given[2])), location = text_number(given[3]), step = int(PyLong_AsLong(given[6]));
     PyObject *text = PyDict_GetItemWithError(shared.argument_texts, PyTuple_GET_ITEM(given[4], 3));
     const int arguments = text != nullptr ? int(PyLong_AsLong(text)) : number_from(PyObject_CallOneArg(shared.arguments, given[4]));
-    std::vector<int64_t> numbers;
+    c10::SmallVector<int64_t, 8> numbers;
     for (size_t i = 0; i < begun.inputs.size(); ++i)
       numbers.push_back(book.number(begun.inputs[i], begun.inputs[i], PyList_GET_ITEM(tensors, Py_ssize_t(i)), -1, -1, 0, -1,
                                     false, true));
     const int64_t op = book.add_operator(step, phase, name, place.module, location, 0, arguments, region_now(), stream_now(), 0, -1);
     for (size_t i = 0; i < numbers.size(); ++i) book.edge(op, kInput, int64_t(i), numbers[i]);
-    variable_list outputs;
+    Tensors outputs;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(results); ++i) {
       PyObject *one = PyList_GET_ITEM(results, i);
       outputs.push_back(unwrapped(one));
