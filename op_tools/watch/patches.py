@@ -22,6 +22,7 @@ from ..call.traits import COLLECTIVES, traits_of
 from ..compat import DYNAMO_MODULE, PythonNode, dynamo_eval_frame, hide_from_dynamo
 from . import compiled, functions
 from .compiled import THREAD
+from .past_the_mode import past_the_mode, quiet_methods, straight_to_the_mode
 
 if TYPE_CHECKING:
     from .intercept import Interceptor
@@ -186,7 +187,7 @@ class Installed:
             for function in self._functions:
                 hide_from_dynamo(function)
 
-    # -- kernels behind torch.autograd.Function -------------------------------------------------------
+    # -- methods of classes ---------------------------------------------------------------------------
 
     def _watch_classes(self) -> None:
         interceptor, owner = self._interceptor, torch.autograd.Function
@@ -198,22 +199,35 @@ class Installed:
                 return own(*args, **kwargs)
             return functions.applied(interceptor, kind, own, args, kwargs)
 
-        patched: Any = classmethod(apply)
+        self._replace_in_class(
+            owner, "apply", classmethod(apply), "a kernel that is called inside is no operator: no mode sees it"
+        )
+        for kind, name, holds in quiet_methods():
+            method = past_the_mode(interceptor, vars(kind)[name], holds)
+            self._replace_in_class(kind, name, method, "it asks many questions and calls no operator: the mode is off")
+
+        functional: Any = torch.nn.functional
+        handle = straight_to_the_mode(interceptor, functional.handle_torch_function)
+        self._replace(functional, "handle_torch_function", handle, "a shorter way to the mode")
+
+    def _replace_in_class(self, owner: Any, name: str, patched: Any, why: str) -> None:
+        """Set an attribute of a class; compiled functions find the original one."""
+        original = vars(owner)[name]
 
         def hide() -> None:
-            if vars(owner).get("apply") is patched:
-                owner.apply = original  # type: ignore[method-assign]
+            if vars(owner).get(name) is patched:
+                setattr(owner, name, original)
 
         def show() -> None:
-            if vars(owner).get("apply") is original:
-                owner.apply = patched  # type: ignore[method-assign]
+            if vars(owner).get(name) is original:
+                setattr(owner, name, patched)
 
         def undo() -> None:
             compiled.HIDDEN.remove(what)
             hide()
 
-        what = f"{full_name(owner)}.apply"
-        record(what, "a kernel that is called inside is no operator: no mode sees it", undo, "replaced", original)
+        what = f"{full_name(owner)}.{name}"
+        record(what, why, undo, "replaced", original)
         show()
         self._names.append(what)
         compiled.HIDDEN.add(what, hide, show)

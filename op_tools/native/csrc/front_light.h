@@ -237,8 +237,9 @@ bool may_watch(PyObject *shared) {
 // Whether arguments by name say that a call writes to one.
 bool names_written(PyObject *kwargs) {
   if (kwargs == nullptr) return false;
-  for (const char *name : {"out", "inplace"}) {
-    PyObject *value = PyDict_GetItemString(kwargs, name);
+  static PyObject *const names[] = {PyUnicode_InternFromString("out"), PyUnicode_InternFromString("inplace")};
+  for (PyObject *name : names) {
+    PyObject *value = PyDict_GetItemWithError(kwargs, name);
     if (value != nullptr && value != Py_None && value != Py_False) return true;
   }
   return false;
@@ -254,7 +255,8 @@ bool is_on(PyObject *tensor, PyObject *device_type) {
 
 // Whether arguments by name say that a call without tensors makes one on the device whose times are measured, or on any.
 bool names_device(PyObject *kwargs, PyObject *device_type) {
-  PyObject *device = kwargs == nullptr ? nullptr : PyDict_GetItemString(kwargs, "device");  // borrowed
+  static PyObject *const name = PyUnicode_InternFromString("device");
+  PyObject *device = kwargs == nullptr ? nullptr : PyDict_GetItemWithError(kwargs, name);  // borrowed
   if (device == nullptr || Py_TYPE(device) != device_class) return false;
   Owned type{PyObject_GetAttr(device, name_type)};
   if (type == nullptr || !PyUnicode_Check(type)) return false;
