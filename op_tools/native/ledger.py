@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 
 from ..call.facts import NODES_WITHOUT_KERNEL
-from ..compat import TensorBase, top_saved_tensor_hooks
+from ..compat import TensorBase
 from ..view import console
 from . import compiling
 from .layout import is_dense
@@ -59,7 +59,7 @@ def new_ledger(
     first = next(_LEDGERS) << 40  # a number is that of one tensor in all records of this process
     if library is None:
         return Ledger(measure, due, first), False
-    return library.Ledger(measure, due, failed, top_saved_tensor_hooks, first), True
+    return library.Ledger(measure, due, failed, first), True
 
 
 class _Measured(weakref.ref):  # type: ignore[type-arg]

@@ -14,7 +14,7 @@ from .. import settings
 from ..call.description import Described, Tensor, short
 from ..call.devices import accelerator_type, module_of
 from ..call.recent import Recent
-from ..compat import MODULE_CALL, cuda_device, cuda_stream, top_saved_tensor_hooks
+from ..compat import MODULE_CALL, cuda_device, cuda_stream
 from ..native import book as native
 from ..native.ledger import PASSES_ON
 from ..watch.compiled import Tally
@@ -77,7 +77,7 @@ class Recorder:
         if self.native is not None:
             self._library.set_up(
                 *(MODULE_CALL, kind_of_code, self._numbered, self.writer.texts, self.writer.text, self.arguments),
-                *(self._arguments.young, self._region, top_saved_tensor_hooks, PASSES_ON, self._accelerator),
+                *(self._arguments.young, self._region, PASSES_ON, self._accelerator),
             )
         return self.native
 

@@ -6,6 +6,7 @@
 #include "python_tensors.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/SequenceNumber.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
@@ -341,12 +342,9 @@ struct Begun {
   uint64_t since = 0;
 };
 
-// A capsule with what is known before a call; None where Python must watch it: `saved_hooks` tells of hooks on saved tensors.
-PyObject *begin_call(PyObject *tensors, PyObject *saved_hooks) {
-  if (at::GradMode::is_enabled()) {
-    Owned hooks{checked(PyObject_CallOneArg(saved_hooks, Py_True))};
-    if (hooks != Py_None) Py_RETURN_NONE;
-  }
+// A capsule with what is known before a call; None where Python must watch it, since there are hooks on saved tensors.
+PyObject *begin_call(PyObject *tensors) {
+  if (at::GradMode::is_enabled() && !at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) Py_RETURN_NONE;
   auto begun = std::make_unique<Begun>();
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) begun->inputs.push_back(unwrapped(PyList_GET_ITEM(tensors, i)));
   begun->since = at::sequence_number::peek();

@@ -162,7 +162,6 @@ using Pairs = c10::SmallVector<int64_t, 12>;  // the place of a tensor and its n
 
 struct Ledger {
   PyObject *measure = nullptr, *due = nullptr, *failed = nullptr;  // functions of the tool
-  PyObject *saved_hooks = nullptr;
   PyObject *rows = nullptr;   // that tensors are measured into, or null
   PyObject *calls = nullptr;  // a list: of each call of the log what Python gave, or None
   Map<TensorImpl *, Measured> known;
@@ -173,7 +172,7 @@ struct Ledger {
   bool closed = false;
 
   void forget() {
-    for (PyObject **one : {&measure, &due, &failed, &saved_hooks, &rows, &calls}) Py_CLEAR(*one);
+    for (PyObject **one : {&measure, &due, &failed, &rows, &calls}) Py_CLEAR(*one);
   }
 
   // The number of a tensor in the version that another one has, -2 where it has none.
@@ -309,7 +308,7 @@ struct LoggedCall : public AwaitedCall {
 PyObject *ledger_begin(PyObject *self, PyObject *tensors) {
   return safely([&]() -> PyObject * {
     if (ledger_of(self).closed) Py_RETURN_NONE;
-    return begin_call(tensors, ledger_of(self).saved_hooks);
+    return begin_call(tensors);
   });
 }
 
@@ -423,11 +422,11 @@ PyObject *ledger_use(PyObject *self, PyObject *rows) {
   Py_RETURN_NONE;
 }
 
-// (measure, due, failed, saved hooks, the first number)
+// (measure, due, failed, the first number)
 PyObject *new_ledger(PyTypeObject *type, PyObject *args, PyObject *) {
-  PyObject *parts[4];
+  PyObject *parts[3];
   long long first;
-  if (!PyArg_ParseTuple(args, "OOOOL", &parts[0], &parts[1], &parts[2], &parts[3], &first)) return nullptr;
+  if (!PyArg_ParseTuple(args, "OOOL", &parts[0], &parts[1], &parts[2], &first)) return nullptr;
   PyObject *calls = PyList_New(0);
   auto *made = calls == nullptr ? nullptr : reinterpret_cast<LedgerObject *>(type->tp_alloc(type, 0));
   if (made == nullptr) {
@@ -435,8 +434,8 @@ PyObject *new_ledger(PyTypeObject *type, PyObject *args, PyObject *) {
     return nullptr;
   }
   made->ledger = new Ledger();
-  PyObject **places[] = {&made->ledger->measure, &made->ledger->due, &made->ledger->failed, &made->ledger->saved_hooks};
-  for (int i = 0; i < 4; ++i) *places[i] = Py_NewRef(parts[i]);
+  PyObject **places[] = {&made->ledger->measure, &made->ledger->due, &made->ledger->failed};
+  for (int i = 0; i < 3; ++i) *places[i] = Py_NewRef(parts[i]);
   made->ledger->calls = calls;
   made->ledger->numbers = first;
   return reinterpret_cast<PyObject *>(made);

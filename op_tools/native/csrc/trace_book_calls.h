@@ -4,8 +4,7 @@
 
 // What all calls share; filled by `Book.set_up`.
 struct Shared {
-  PyObject *module_call, *kind_of_code, *module_of, *texts, *text_of, *arguments, *argument_texts, *find_region,
-      *saved_hooks;
+  PyObject *module_call, *kind_of_code, *module_of, *texts, *text_of, *arguments, *argument_texts, *find_region;
   std::unordered_map<PyObject *, int> kinds;                           // of code objects, which are kept alive
   std::unordered_map<PyObject *, std::pair<PyObject *, int>> modules;  // parts of models: a weak reference, a number
   std::unordered_map<int64_t, int> regions;

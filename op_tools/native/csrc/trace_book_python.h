@@ -256,7 +256,7 @@ PyObject *book_close(PyObject *self, PyObject *) {
 PyObject *book_begin(PyObject *self, PyObject *tensors) {
   return safely([&]() -> PyObject * {
     if (book_of(self).closed || shared.module_call == nullptr) Py_RETURN_NONE;
-    return begin_call(tensors, shared.saved_hooks);
+    return begin_call(tensors);
   });
 }
 
@@ -340,14 +340,14 @@ PyObject *book_tell(PyObject *self, PyObject *failed) {
 
 // (module_call's and other functions of the recorder, see `trace/book.py`)
 PyObject *book_set_up(PyObject *, PyObject *args) {
-  PyObject *parts[9], *names;
+  PyObject *parts[8], *names;
   const char *device;
-  if (!PyArg_ParseTuple(args, "OOOOOOOOOO!s", &parts[0], &parts[1], &parts[2], &parts[3], &parts[4], &parts[5], &parts[6],
-                        &parts[7], &parts[8], &PyTuple_Type, &names, &device))
+  if (!PyArg_ParseTuple(args, "OOOOOOOOO!s", &parts[0], &parts[1], &parts[2], &parts[3], &parts[4], &parts[5], &parts[6],
+                        &parts[7], &PyTuple_Type, &names, &device))
     return nullptr;
   PyObject **places[] = {&shared.module_call, &shared.kind_of_code,   &shared.module_of,   &shared.texts,    &shared.text_of,
-                         &shared.arguments,   &shared.argument_texts, &shared.find_region, &shared.saved_hooks};
-  for (int i = 0; i < 9; ++i) {
+                         &shared.arguments,   &shared.argument_texts, &shared.find_region};
+  for (int i = 0; i < 8; ++i) {
     PyObject *old = *places[i];
     *places[i] = Py_NewRef(parts[i]);
     Py_XDECREF(old);

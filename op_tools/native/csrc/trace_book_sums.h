@@ -23,12 +23,19 @@ struct OpenSum {
   bool in_place;
 };
 
+struct KnownSum {  // what a sum is called, and where it is said to be
+  PyObject *op;
+  int name, location;
+};
+constexpr size_t kKnownSums = 4096;
+
 struct Sums {  // one for the process, as the callbacks are
   PyObject *object = nullptr;  // the book
   PyObject *watcher = nullptr, *calls = nullptr;  // who knows the step; counts of calls by operator
   BeforeSum before = nullptr;  // of Python, for what is not recorded here
   AfterSum after = nullptr;
   std::unordered_map<int64_t, OpenSum> open;
+  std::map<std::tuple<std::string, PyObject *, PyObject *, int>, KnownSum> known;  // by kernel, call (held) and terms
   std::map<std::pair<uint64_t, int64_t>, int> terms;  // in sums of this pass, by who gets them
   int64_t last = 0;
 };
@@ -54,6 +61,26 @@ std::string utf8(PyObject *text) {
   return found;
 }
 
+void forget_known_sums() {
+  for (auto &[key, sum] : sums.known)
+    for (PyObject *one : {std::get<1>(key), std::get<2>(key), sum.op}) Py_DECREF(one);
+  sums.known.clear();
+}
+
+const KnownSum &known_sum(const Sum &sum, const Made &maker, int count) {
+  const auto key = std::make_tuple(std::string(sum.kernel), maker.op, maker.location, std::min(count, kMaxCounted + 1));
+  auto found = sums.known.find(key);
+  if (found != sums.known.end()) return found->second;
+  if (sums.known.size() >= kKnownSums) forget_known_sums();
+  const std::string name = std::string("autograd.sum_of_gradients.") + sum.kernel;
+  const std::string words = "sum of " + (count <= kMaxCounted ? "" : std::string("more than ")) +
+                            std::to_string(std::min(count, kMaxCounted)) + " gradients of the result of ";
+  Owned op{checked(PyUnicode_FromString(name.c_str()))};
+  const int number = text_number(op), location = text_number(words + utf8(maker.op) + ", " + utf8(maker.location));
+  for (PyObject *one : {maker.op, maker.location, op.object}) Py_INCREF(one);
+  return sums.known[key] = {op, number, location};
+}
+
 // A number for `after_sum`; 0 where Python must record it.
 int64_t begin_sum(Book &book, const Sum &sum) {
   const bool plain = !sum.total->key_set().has(c10::DispatchKey::Python) && !(sum.added && sum.added->key_set().has(c10::DispatchKey::Python));
@@ -61,16 +88,12 @@ int64_t begin_sum(Book &book, const Sum &sum) {
   const Made *maker = call_at(book, sum.maker.thread, uint64_t(sum.maker.sequence));
   if (maker == nullptr) return 0;
   const int count = ++sums.terms[{sum.maker.thread, sum.maker.sequence}] + 1;
-  const std::string name = std::string("autograd.sum_of_gradients.") + sum.kernel;
-  const std::string words = "sum of " + (count <= kMaxCounted ? "" : std::string("more than ")) +
-                            std::to_string(std::min(count, kMaxCounted)) + " gradients of the result of ";
-  Owned step{checked(PyObject_GetAttrString(sums.watcher, "step"))};
-  Owned op{checked(PyUnicode_FromString(name.c_str()))};
-  PyObject *known = PyDict_GetItemWithError(sums.calls, op);
-  Owned calls{checked(PyLong_FromLongLong(1 + (known == nullptr ? 0 : PyLong_AsLongLong(known))))};
+  const KnownSum called = known_sum(sum, *maker, count);
+  Owned op{Py_NewRef(called.op)}, step{checked(PyObject_GetAttrString(sums.watcher, "step"))};
+  PyObject *before = PyDict_GetItemWithError(sums.calls, op);
+  Owned calls{checked(PyLong_FromLongLong(1 + (before == nullptr ? 0 : PyLong_AsLongLong(before))))};
   if (PyErr_Occurred() || PyDict_SetItem(sums.calls, op, calls) < 0) throw PythonError{};
-  OpenSum open{{}, text_number(op), text_number(words + utf8(maker->op) + ", " + utf8(maker->location)), int(PyLong_AsLong(step)),
-               name.back() == '_'};
+  OpenSum open{{}, called.name, called.location, int(PyLong_AsLong(step)), sum.kernel[std::strlen(sum.kernel) - 1] == '_'};
   for (const at::Tensor *tensor : {sum.total, sum.added}) {
     const at::Tensor same = tensor->variable_data();  // the engine's own gets no second owner
     open.inputs.push_back(book.number(same, same, nullptr, -1, -1, 0, -1, false, true));
@@ -125,6 +148,7 @@ void forget_sums() {
   Py_CLEAR(sums.object);
   Py_CLEAR(sums.watcher);
   Py_CLEAR(sums.calls);
+  forget_known_sums();
   sums.open.clear();
   sums.terms.clear();
 }

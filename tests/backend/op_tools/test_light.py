@@ -12,7 +12,6 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import op_tools
-from op_tools.compat import top_saved_tensor_hooks
 from op_tools.native import front, ledger, tensors
 from op_tools.watch import backward_clock
 from op_tools.watch.intercept import INTERCEPTOR
@@ -223,7 +222,7 @@ def _ledgers(*measures: Measure) -> list[Any]:
     library = ledger.LIBRARY.wait()
     assert library is not None, ledger.LIBRARY.failure
     first, second = measures if len(measures) == 2 else measures * 2
-    return [ledger.Ledger(first, _nothing), library.Ledger(second, _nothing, _nothing, top_saved_tensor_hooks, 0)]
+    return [ledger.Ledger(first, _nothing), library.Ledger(second, _nothing, _nothing, 0)]
 
 
 def _nothing(*_: Any) -> None:
