@@ -53,6 +53,16 @@ def completed(numels: Sequence[int], inf: Any, low: Any, high: Any, mean: Any, v
 # -- with PyTorch's reductions --------------------------------------------------------------------------
 
 
+class _Taken(NamedTuple):
+    """A tensor that was added to a batch."""
+
+    number: int
+    numel: int
+    variance: Tensor
+    mean: Tensor
+    infinite: Any
+
+
 class TorchBatch:
     """Measurements of one device that have not been sent to the host yet: some reductions per tensor.
 
@@ -61,55 +71,54 @@ class TorchBatch:
     takes the same tensor on the host, and returns a row of statistics for each of `numbers`, in the order of NAMES.
     """
 
-    __slots__ = ("_numels", "_synchronous", "extremes", "infinite", "means", "numbers", "slots", "variances")
+    __slots__ = ("_slots", "_synchronous", "_taken", "extremes")
 
     def __init__(self, like: Tensor) -> None:
         self._synchronous = like.device.type in _SYNCHRONOUS_DEVICES
         dtype = _WIDE.get(like.dtype, torch.float32)
         self.extremes = torch.empty(2 * _BATCH_SIZE, dtype=dtype, device=like.device)
-        self.slots = list(self.extremes.unbind())  # reductions write there: nothing is gathered afterwards
-        self.slots.reverse()
-        self.variances: list[Tensor] = []
-        self.means: list[Tensor] = []
-        self.infinite: list[Any] = []
-        self.numbers: list[int] = []
-        self._numels: list[int] = []
+        self._slots = self.extremes.unbind()  # reductions write there: nothing is gathered afterwards
+        self._taken: list[_Taken] = []  # one step for each, which Ctrl-C cannot divide
 
     def add(self, tensor: Tensor, number: int) -> None:
-        slots = self.slots
+        low, high = self._slots[2 * len(self._taken) :][:2]
         with quiet():
             data = _as_real(tensor)
             if data.dtype not in _REDUCED_AS_IS:
                 data = data.float()
             if not data.is_contiguous() and is_dense(data):
                 data = data.as_strided((data.numel(),), (1,))  # the order does not matter, and a copy is saved
-            torch.aminmax(data, out=(slots[-1], slots[-2]))
+            torch.aminmax(data, out=(low, high))
             var, mean = torch.var_mean(data, correction=0)
+            infinite: Any
             if self._synchronous:
-                finite = math.isfinite(slots[-1].item()) and math.isfinite(slots[-2].item())
-                self.infinite.append(not finite and bool(data.isinf().any()))  # a NaN hides infinities
+                finite = math.isfinite(low.item()) and math.isfinite(high.item())
+                infinite = not finite and bool(data.isinf().any())  # a NaN hides infinities
             else:
-                self.infinite.append(data.isinf().any())
-        del slots[-2:]  # only now: a reduction that the device lacks leaves the batch as it was
-        self.variances.append(var)
-        self.means.append(mean)
-        self._numels.append(data.numel())
-        self.numbers.append(number)
+                infinite = data.isinf().any()
+        self._taken.append(_Taken(number, data.numel(), var, mean, infinite))
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the tensors that were added."""
+        return [one.number for one in self._taken]
 
     @property
     def full(self) -> bool:
-        return not self.slots
+        return len(self._taken) == _BATCH_SIZE
 
     def values(self) -> Tensor:
-        extremes, found = self.extremes[: 2 * len(self.numbers)], self.infinite
+        extremes, found = self.extremes[: 2 * len(self._taken)], [one.infinite for one in self._taken]
         infinite = torch.tensor(found, device=extremes.device) if self._synchronous else torch.stack(found)
-        return torch.cat([extremes, torch.stack(self.variances + self.means), infinite.to(extremes.dtype)])
+        moments = [one.variance for one in self._taken] + [one.mean for one in self._taken]
+        return torch.cat([extremes, torch.stack(moments), infinite.to(extremes.dtype)])
 
     def land(self, values: Tensor) -> Any:
-        n = len(self.numbers)
+        n = len(self._taken)
         columns = values.numpy().astype(np.float64)
         var, mean, infinite = (columns[k * n : (k + 1) * n] for k in (2, 3, 4))
-        return completed(self._numels, infinite, columns[: 2 * n : 2], columns[1 : 2 * n : 2], mean, var)
+        numels = [one.numel for one in self._taken]
+        return completed(numels, infinite, columns[: 2 * n : 2], columns[1 : 2 * n : 2], mean, var)
 
 
 def _as_real(tensor: Tensor) -> Tensor:
@@ -154,18 +163,7 @@ class FusedBatch:
     Where C++ launches the kernel, `native` is what does, for many tensors at once (`ledger.use(batch.native)`).
     """
 
-    __slots__ = (
-        "_address",
-        "_free",
-        "_kernels",
-        "_numels",
-        "_starts",
-        "_streams",
-        "device",
-        "native",
-        "numbers",
-        "rows",
-    )
+    __slots__ = ("_address", "_kernels", "_streams", "_taken", "device", "native", "rows")
 
     def __init__(self, like: Tensor, kernels: _FusedKernels | None = None) -> None:
         kernels = kernels or fused(like.device.index)
@@ -173,15 +171,17 @@ class FusedBatch:
         self._kernels, self.device = kernels, like.device
         self.rows = torch.empty((_ROWS, _WIDTH), dtype=torch.float64, device=like.device)
         self._address = self.rows.data_ptr()
-        self._free = 0
-        self._starts: list[int] = []
         self._streams: set[int] = set()
-        self.numbers: list[int] = []
-        self._numels: list[int] = []
+        self._taken: list[tuple[int, int, int, int]] = []  # number, elements, first row, and the one behind the last
         self.native: Any = None
         if kernels.table is not None:
             where = (_WIDTH * 8, str(like.device), self._address, _ROWS, _MIN_SHARE, _MAX_PROGRAMS, cuda_stream)
             self.native = kernels.table.rows(*kernels.table.numbers, *where)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the tensors that were added; C++ has them until `values` is called."""
+        return [number for number, *_ in self._taken]
 
     def add(self, tensor: Tensor, number: int) -> None:
         if self.native is not None:
@@ -190,7 +190,7 @@ class FusedBatch:
             return
         if tensor.dtype not in _KERNEL_DTYPES or not is_dense(tensor):
             tensor = _in_one_piece(tensor)
-        numel, kernels, free = tensor.numel(), self._kernels, self._free
+        numel, kernels, free = tensor.numel(), self._kernels, self._taken[-1][-1] if self._taken else 0
         programs = 1 if numel <= _MIN_SHARE else min(-(-numel // _MIN_SHARE), _MAX_PROGRAMS)
         launch, stream = kernels.launch(tensor.dtype, programs), kernels.stream()
         numbers = (tensor.data_ptr(), self._address + free * (_WIDTH * 8), numel, -(-numel // programs))
@@ -200,36 +200,38 @@ class FusedBatch:
             with torch.cuda.device(kernels.index):
                 launch(stream, *numbers)
         self._streams.add(stream)
-        self._starts.append(free)
-        self._free = free + programs
-        self._numels.append(numel)
-        self.numbers.append(number)
+        self._taken.append((number, numel, free, free + programs))  # one step, which Ctrl-C cannot divide
 
     @property
     def full(self) -> bool:
-        return self._free > _ROWS - _MAX_PROGRAMS if self.native is None else bool(self.native.full)
+        if self.native is not None:
+            return bool(self.native.full)
+        return bool(self._taken) and self._taken[-1][-1] > _ROWS - _MAX_PROGRAMS
 
     def values(self) -> Tensor:
         kernels = self._kernels
         if self.native is not None:
             numbers, numels, starts, streams = (np.frombuffer(one, np.int64).tolist() for one in self.native.take())
-            self.numbers, self._numels, self._streams = numbers, numels, set(streams)
-            *self._starts, self._free = starts
+            self._taken, self._streams = list(zip(numbers, numels, starts, starts[1:])), set(streams)
+        end = self._taken[-1][-1] if self._taken else 0
         if self._streams != {kernels.stream()}:  # the copy to the host waits for one stream only
             torch.cuda.synchronize(kernels.index)
         if kernels.table is None:
-            return self.rows[: self._free]
+            return self.rows[:end]
         with torch.cuda.device(kernels.index):
-            found = torch.empty((len(self.numbers), _WIDTH), dtype=torch.float64, device=self.device)
-            first = torch.tensor([*self._starts, self._free], dtype=torch.int64, device=self.device)
+            found = torch.empty((len(self._taken), _WIDTH), dtype=torch.float64, device=self.device)
+            firsts = [*[start for _, _, start, _ in self._taken], end]
+            first = torch.tensor(firsts, dtype=torch.int64, device=self.device)
             places = (self._address, first.data_ptr(), found.data_ptr())
-            if self.numbers:
-                launch_in_cuda(kernels.table.together, kernels.stream(), len(self.numbers), 32, *places)
+            if self._taken:
+                launch_in_cuda(kernels.table.together, kernels.stream(), len(self._taken), 32, *places)
         return found
 
     def land(self, values: Tensor) -> Any:
-        starts = self._starts if self._kernels.table is None else list(range(len(self.numbers)))
-        return completed(self._numels, *put_together(values.numpy(), starts))
+        starts = [start for _, _, start, _ in self._taken]
+        if self._kernels.table is not None:
+            starts = list(range(len(starts)))
+        return completed([numel for _, numel, _, _ in self._taken], *put_together(values.numpy(), starts))
 
 
 Batch = TorchBatch | FusedBatch

@@ -17,7 +17,7 @@ from ..call.site import module_path
 from ..call.traits import OpTraits
 from ..copies.operands import mark_after
 from ..native.ledger import Pairs, new_ledger
-from ..native.statistics import BROKEN, NAMES, Batch, FusedBatch, batch_for
+from ..native.statistics import BROKEN, NAMES, Batch, FusedBatch, TorchBatch, batch_for
 from ..view import console
 from ..watch.intercept import INTERCEPTOR, Call
 from .base import Tool
@@ -152,7 +152,9 @@ class OpOverflowCheck(Tool):
         try:
             batch.add(tensor, number)
         except Exception:
-            if not batch.numbers:  # made inside a transform of torch.func, its memory may be of no use outside
+            if (
+                isinstance(batch, TorchBatch) and not batch.numbers
+            ):  # made inside a transform of torch.func, its memory may be of no use outside
                 self._batches.pop(key, None)
             raise
         if batch.full:

@@ -206,9 +206,10 @@ class TraceWriter:
 
     def settle(self) -> None:
         """Wait until all that was flushed is in the file, and outlives this process (`trace.settle()`)."""
+        if self._pid != os.getpid():
+            return
         with self._lock:
-            if self._pid == os.getpid():
-                self._write_packed(0)
+            self._write_packed(0)
 
     def _block(self, head: dict[str, Any], body: bytes, level: int = 1) -> None:
         if self._file is not None:
@@ -225,16 +226,23 @@ class TraceWriter:
     def _write_packed(self, left: int) -> None:
         """Write the blocks that are packed, in order, and wait for all but so many."""
         while self._file is not None and self._packed and (len(self._packed) > left or self._packed[0][1].done()):
-            head, packing = self._packed.popleft()
-            packed = packing.result()
-            self._file.write(json.dumps({**head, "bytes": len(packed)}).encode() + b"\n" + packed)
+            head, packing = self._packed[0]
+            packed = packing.result()  # Ctrl-C may come here: the block stays
+            self._packed.popleft()
+            try:
+                self._file.write(json.dumps({**head, "bytes": len(packed)}).encode() + b"\n" + packed)
+            except OSError:  # the disk is full: nothing piles up
+                self._packed.clear()
+                raise
         if self._file is not None:
             self._file.flush()
 
     def close(self, **facts: Any) -> None:
         """Write what waits, and that the trace is complete."""
+        if self._pid != os.getpid():
+            return
         with self._lock:
-            if self._file is not None and self._pid == os.getpid():
+            if self._file is not None:
                 self.flush()
                 self._block({"end": self.counts, "facts": facts}, b"")
                 self._write_packed(0)

@@ -115,7 +115,10 @@ def edges_of(tensors: list[Tensor]) -> Edges | None:
     bases: dict[tuple[Any, int], tuple[int, _Slice]] = {}
     for index, tensor in enumerate(tensors):
         if tensor.requires_grad:
-            node = tensor.grad_fn
+            try:
+                node = tensor.grad_fn
+            except RuntimeError:  # a view whose base was changed in place: nothing can come to it
+                continue
             key = id(tensor) if node is None else (node, tensor.output_nr)
             known = targets.get(key)
             targets[key] = (index,) if known is None else (*known, index)

@@ -50,7 +50,7 @@ class Counts(NamedTuple):
 class BackwardClock:
     """Listens to the autograd engine from `listening` until `stop`."""
 
-    def __init__(self, short: Any, waiting: Any) -> None:
+    def __init__(self, short: Any, waiting: Any, number: int) -> None:
         self._short, self._waiting = short, waiting
         self._listening = True
         self._rows = np.zeros(_AT_ONCE, dtype=_ROW)
@@ -61,15 +61,20 @@ class BackwardClock:
             short.op_tools_clock_sequence,
             short.op_tools_clock_ran,
         )
-        self.functions = [ctypes.cast(function, ctypes.c_void_p).value for function in found]  # for `native.front`
+        # what `native.front` needs: addresses of functions, and which listening it is
+        self.functions = [*(ctypes.cast(function, ctypes.c_void_p).value for function in found), number]
 
     @classmethod
     def listening(cls, device_type: str) -> BackwardClock | None:
         """A clock that has started, or None where there cannot be one (`BackwardClock.listening("cuda")`)."""
         libraries = LIBRARIES.get()
-        if libraries is None or not libraries[0].op_tools_clock_start(device_type.encode(), _LIGHT, _MAX_CALLS):
+        if libraries is None:
             return None
-        clock = cls(*libraries)
+        short, waiting = libraries
+        number = short.op_tools_clock_start(device_type.encode(), _LIGHT, _MAX_CALLS)
+        if not number:
+            return None
+        clock = cls(short, waiting, number)
         patches.record(_CALLBACK, "tells in C++ which autograd node ran when", clock._end, "native")
         return clock
 

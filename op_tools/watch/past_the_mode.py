@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def quiet_methods() -> Iterator[tuple[type, str, Callable[..., bool]]]:
     """Methods that call no operator, each with its class and what tells whether that holds for a call of it."""
     yield torch.optim.Optimizer, "zero_grad", _only_forgets
-    yield torch.nn.Module, "zero_grad", _only_forgets
+    yield torch.nn.Module, "zero_grad", _only_forgets_parameters
     for kind in vars(torch.optim).values():
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and "_init_group" in vars(kind):
             yield kind, "_init_group", _only_collects
@@ -33,30 +33,41 @@ def _only_forgets(_: Any, set_to_none: bool = True) -> bool:
     return set_to_none
 
 
+def _only_forgets_parameters(module: torch.nn.Module, set_to_none: bool = True) -> bool:
+    """The same for the parameters of a module, where that finds them as all do."""
+    kind, plain = type(module), torch.nn.Module
+    own = kind.parameters is not plain.parameters or kind.named_parameters is not plain.named_parameters
+    return set_to_none and not own
+
+
 def _only_collects(optimizer: torch.optim.Optimizer, group: dict[str, Any], *_: Any, **__: Any) -> bool:
     """Whether all state is there: what is not gets made by operators."""
     if isinstance(optimizer, torch.optim.SGD):  # its state is made elsewhere
         return True
-    state = optimizer.state
-    return all(state.get(p) for p in group["params"] if p.grad is not None)
+    state, needed = optimizer.state, _STATE.get(type(optimizer).__name__, "step")
+    return all(needed in state.get(p, ()) for p in group["params"] if p.grad is not None)
+
+
+# What an optimizer has put into the state of a parameter once that is there, if it is not "step".
+_STATE: Final = {"Muon": "momentum_buffer"}
 
 
 def past_the_mode(interceptor: Interceptor, original: Callable[..., Any], holds: Callable[..., bool]) -> Any:
-    """A method that runs with the mode off where that is sure to miss nothing."""
+    """A function that runs with the mode off where its arguments say so."""
 
     @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def function(*args: Any, **kwargs: Any) -> Any:
         if THREAD.region is not None or not interceptor.is_on():
-            return original(self, *args, **kwargs)
+            return original(*args, **kwargs)
         interceptor.take_off()
         try:
-            if _is_sure(holds, self, *args, **kwargs):
-                return original(self, *args, **kwargs)
+            if _is_sure(holds, *args, **kwargs):
+                return original(*args, **kwargs)
         finally:
             interceptor.put_on()
-        return original(self, *args, **kwargs)
+        return original(*args, **kwargs)
 
-    return method
+    return function
 
 
 def _is_sure(holds: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:

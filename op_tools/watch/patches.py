@@ -206,6 +206,11 @@ class Installed:
             method = past_the_mode(interceptor, vars(kind)[name], holds)
             self._replace_in_class(kind, name, method, "it asks many questions and calls no operator: the mode is off")
 
+        tracer: Any = torch.jit._trace
+        for place, name in ((tracer, "_trace_impl"), (torch.jit, "trace_module"), (torch.jit, "_get_trace_graph")):
+            if hasattr(place, name):
+                traced = past_the_mode(interceptor, getattr(place, name), lambda *_, **__: True)
+                self._replace(place, name, traced, "sizes are tensors there, and what a tool asks would be traced")
         functional: Any = torch.nn.functional
         handle = straight_to_the_mode(interceptor, functional.handle_torch_function)
         self._replace(functional, "handle_torch_function", handle, "a shorter way to the mode")

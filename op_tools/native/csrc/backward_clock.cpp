@@ -77,6 +77,7 @@ std::deque<Timing> waiting;
 std::map<c10::DeviceIndex, std::vector<c10::Event*>> spare;
 at::CallbackHandle handle = 0;
 bool listening = false;
+int64_t listenings = 0;  // how many there have been: a call that ends after the next has begun is not of that one
 c10::DeviceType wanted_device = c10::DeviceType::CPU;
 
 // Nodes in which no kernel runs: two events next to each other would still be some microseconds apart, and cost as much.
@@ -211,7 +212,7 @@ void after(const at::RecordFunction&, at::ObserverContext* context) {
 
 extern "C" {
 
-// Returns 0 where somebody else listens already, or the device is not known. `light` are names of nodes, by lines; of each
+// The number of this listening; 0 where somebody else listens already, or the device is not known. `light` are names of nodes, by lines; of each
 // thread, so many calls at the most are remembered.
 __attribute__((visibility("default"))) int op_tools_clock_start(const char* device_type, const char* light, int64_t most) {
   c10::DeviceType device;
@@ -224,6 +225,7 @@ __attribute__((visibility("default"))) int op_tools_clock_start(const char* devi
     const std::lock_guard<std::mutex> held(lock);
     if (listening) return 0;
     listening = true;
+    ++listenings;
     wanted_device = device;
     if (light_nodes.empty()) {  // once: nodes of an earlier run may still look
       std::istringstream names(light);
@@ -242,7 +244,7 @@ __attribute__((visibility("default"))) int op_tools_clock_start(const char* devi
     listening = false;
     return 0;
   }
-  return 1;
+  return int(listenings);
 }
 
 __attribute__((visibility("default"))) void op_tools_clock_stop() {
@@ -283,12 +285,12 @@ __attribute__((visibility("default"))) void op_tools_clock_note(
 
 // A call has run, between two events; it ran no kernel where these are null. Returns how many times wait to be read.
 __attribute__((visibility("default"))) int64_t op_tools_clock_ran(
-    c10::Event* first, c10::Event* last, int64_t id, int64_t site, int64_t step, int64_t began, int64_t since) {
+    c10::Event* first, c10::Event* last, int64_t id, int64_t site, int64_t step, int64_t began, int64_t since, int64_t which) {
   const auto until = int64_t(at::sequence_number::peek());
   const Call call{id, site, step, kEvents};
   const int64_t runner = runner_now();
   const std::lock_guard<std::mutex> held(lock);
-  if (!listening) {
+  if (!listening || which != listenings) {
     give_back_locked(first);
     give_back_locked(last);
     return 0;

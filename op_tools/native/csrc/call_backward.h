@@ -204,7 +204,12 @@ struct Attaching {
   Attaching(SomeTensors inputs, uint64_t since) : given(inputs), since(since) {
     for (size_t i = 0; i < inputs.size(); ++i) {
       if (!inputs[i].requires_grad()) continue;
-      const auto &node = inputs[i].grad_fn();
+      NodePointer node;
+      try {
+        node = inputs[i].grad_fn();
+      } catch (const std::exception &) {  // a view whose base was changed in place: nothing can come to it
+        continue;
+      }
       if (node) targets.push_back({{node.get(), inputs[i].output_nr()}, int(i)});
       else leaves.push_back({inputs[i].unsafeGetTensorImpl(), int(i)});
     }
@@ -317,13 +322,21 @@ void attach(const std::shared_ptr<AwaitedCall> &state, SomeTensors inputs, SomeT
       if (found.size() > 2000) return;
     }
   }
+  // No stand-ins where other results of the call send gradients as well: attention weights, and what they weigh.
+  const auto senders = [&](const Edge &to) {
+    size_t count = 0;
+    for (const auto &[node, hook] : found)
+      for (const auto &edge : node->next_edges()) count += edge.is_valid() && Edge{edge.function.get(), edge.input_nr} == to;
+    return count;
+  };
   for (size_t i = 0; i < outputs.size(); ++i) {
     if (!outputs[i].grad_fn() || !outputs[i].is_view()) continue;
     const auto &base = outputs[i]._base();
     const auto node = base.grad_fn();
     if (!node || node == outputs[i].grad_fn() || node->sequence_nr() < since || known(node.get()) == nullptr) continue;
     const bool whole = outputs[i].numel() == base.numel() && base.is_contiguous() && outputs[i].scalar_type() == base.scalar_type();
-    if (!whole || graph.is_input({node.get(), base.output_nr()})) continue;
+    const Edge made{node.get(), uint32_t(base.output_nr())};
+    if (!whole || graph.is_input(made) || senders(made) > 1) continue;
     hook_of(node).stand_ins.push_back({uint32_t(base.output_nr()), i, outputs[i].sizes().vec(), outputs[i].strides().vec(),
                                        outputs[i].storage_offset() - base.storage_offset()});
     state->stand_ins = true;

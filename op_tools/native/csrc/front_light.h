@@ -7,7 +7,7 @@
 enum Light { kOp, kCalls, kRows, kFlush, kSites, kFindSite, kFailed, kRun, kSizeOfNote,
              kBegin = kSizeOfNote, kEnd, kName, kSizeOfTrace,
              kIsView = kName, kNoting, kSizeOfLog,
-             kMark = kSizeOfNote, kRelease, kSequence, kRan, kDeviceType, kRunsKernel, kSizeOfTime };
+             kMark = kSizeOfNote, kRelease, kSequence, kRan, kListening, kDeviceType, kRunsKernel, kSizeOfTime };
 // What `around` holds: all calls share it.
 enum Around { kInterceptor, kKnown, kDescribe, kIds, kStarts, kCapturing, kSizeOfAround };
 
@@ -67,7 +67,7 @@ Function of_clock(PyObject *light, Light which) {
 using Mark = void *(*)();  // a device event that is recorded now; a null pointer where that fails
 using Release = void (*)(void *, void *);
 using Sequence = uint64_t (*)();
-using Ran = int64_t (*)(void *, void *, int64_t, int64_t, int64_t, int64_t, int64_t);
+using Ran = int64_t (*)(void *, void *, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t);
 
 int64_t now() {  // as time.perf_counter_ns
   timespec time{};
@@ -211,8 +211,9 @@ bool note(Watched &call, PyObject *shared, PyObject *result) {
   if (step == nullptr || !count_call(light)) return false;
   if (PyTuple_GET_SIZE(light) == kSizeOfTime) {  // the clock keeps it until the device has passed its events
     const int64_t id = PyLong_AsLongLong(call.id), where = PyLong_AsLongLong(site), when = PyLong_AsLongLong(step);
+    const int64_t which = PyLong_AsLongLong(PyTuple_GET_ITEM(light, kListening));
     if (PyErr_Occurred()) return false;
-    of_clock<Ran>(light, kRan)(call.events[0], call.events[1], id, where, when, call.began, call.sequence);
+    of_clock<Ran>(light, kRan)(call.events[0], call.events[1], id, where, when, call.began, call.sequence, which);
     call.events[0] = call.events[1] = nullptr;
     static unsigned count = 0;  // under the GIL
     return ++count % kAskEvery != 0 || asked_to_flush(light);

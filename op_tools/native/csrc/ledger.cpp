@@ -208,6 +208,7 @@ struct Ledger {
   // Places and numbers of tensors; undefined ones have none. `objects` are the same in Python, or null.
   Pairs look(SomeTensors tensors, PyObject *objects) {
     Pairs pairs;
+    if (closed) return pairs;  // the tool has stopped while a call or a backward pass was under way
     std::vector<Fresh> fresh;
     for (size_t i = 0; i < tensors.size(); ++i) {
       const at::Tensor &tensor = tensors[i];
@@ -383,14 +384,15 @@ PyObject *ledger_enter(PyObject *self, PyObject *args) {
 
 PyObject *ledger_take(PyObject *self, PyObject *) {
   Ledger &ledger = ledger_of(self);
-  Owned empty{PyList_New(0)}, log{bytes_of(ledger.log, ledger.log.size())}, steps{bytes_of(ledger.steps, ledger.steps.size())};
-  if (empty == nullptr || log == nullptr || steps == nullptr) return nullptr;
-  PyObject *made = PyTuple_Pack(3, log.object, steps.object, ledger.calls);
-  if (made == nullptr) return nullptr;
-  ledger.log.clear();
-  ledger.steps.clear();
-  Py_SETREF(ledger.calls, Py_NewRef(empty.object));
-  return made;
+  PyObject *empty = PyList_New(0);
+  if (empty == nullptr) return nullptr;
+  // All three at once: what follows may run Python, which may log a call.
+  std::vector<int64_t> numbers, of_calls;
+  numbers.swap(ledger.log);
+  of_calls.swap(ledger.steps);
+  Owned calls{std::exchange(ledger.calls, empty)};
+  Owned log{bytes_of(numbers, numbers.size())}, steps{bytes_of(of_calls, of_calls.size())};
+  return log == nullptr || steps == nullptr ? nullptr : PyTuple_Pack(3, log.object, steps.object, calls.object);
 }
 
 PyObject *ledger_leave_alone(PyObject *self, PyObject *tensors) {

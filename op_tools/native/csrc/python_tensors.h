@@ -97,6 +97,14 @@ bool is_strided(const at::Tensor &tensor) {
   return tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
 }
 
+// Raise an error in the main thread as soon as it runs Python: it is the user's Ctrl-C, or what a signal's handler raised.
+int raise_now(void *error) {
+  auto *held = static_cast<PyObject *>(error);
+  PyErr_SetObject(reinterpret_cast<PyObject *>(Py_TYPE(held)), held);
+  Py_DECREF(held);
+  return -1;
+}
+
 // Run what must not stop the training; `tell` gets what goes wrong, as an error of Python.
 template <typename Tell, typename Function>
 void guarded(Tell tell, Function function) {
@@ -109,7 +117,11 @@ void guarded(Tell tell, Function function) {
   PyObject *type, *error, *trace;
   PyErr_Fetch(&type, &error, &trace);
   PyErr_NormalizeException(&type, &error, &trace);
-  if (error != nullptr) tell(error);
+  if (error != nullptr && type != nullptr && !PyErr_GivenExceptionMatches(type, PyExc_Exception)) {
+    if (Py_AddPendingCall(raise_now, Py_NewRef(error)) != 0) Py_DECREF(error);
+  } else if (error != nullptr) {
+    tell(error);
+  }
   for (PyObject *one : {type, error, trace}) Py_XDECREF(one);
   PyErr_Clear();
 }

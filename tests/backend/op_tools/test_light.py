@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import op_tools
+from op_tools.call.devices import accelerator_type
 from op_tools.native import front, ledger, tensors
 from op_tools.watch import backward_clock
 from op_tools.watch.intercept import INTERCEPTOR
@@ -305,3 +311,126 @@ def test_errors_of_measuring_come_through(device: str) -> None:
                 one.look([tensor])
     with pytest.raises(TypeError):
         _ledgers(lambda new, numbers: [])[1].look([tensor])
+
+
+def _failures(tool: Any) -> list[str]:
+    return [f"{found.op}: {found.message}" for found in tool.findings() if found.kind == "tool-failure"]
+
+
+def test_a_backward_pass_after_the_tool_has_stopped(device: str) -> None:
+    assert ledger.LIBRARY.wait() is not None
+    for _ in range(2):
+        x = torch.ones(3, 4, device=device, requires_grad=True)
+        with op_tools.OpOverflowCheck() as tool:
+            for _ in range(2):
+                loss = (x * 2).relu_().mul(2).sum()
+        loss.backward()
+        assert _failures(tool) == []
+
+
+def test_a_tool_that_stops_in_the_middle_of_a_call(device: str) -> None:
+    assert ledger.LIBRARY.wait() is not None
+    x = torch.ones(4, device=device, requires_grad=True)
+    tools: list[Any] = [op_tools.OpOverflowCheck(), op_tools.OpTimeMeasure()]
+    for tool in tools:
+        tool.start()
+        for _ in range(2):
+            y = x.exp()
+        y.register_hook(lambda _, tool=tool: tool.stop())
+        y.mul(2).sum().backward()
+        INTERCEPTOR.take_off()  # PyTorch has put the mode back after the pass, as it does with every mode
+        assert _failures(tool) == []
+
+
+def test_a_call_that_ends_under_the_next_tool_is_not_of_it(device: str) -> None:
+    backward_clock.LIBRARIES.wait()
+    rows = []
+    with op_tools.OpTimeMeasure() as first:
+        old = first._clock  # what a call under way remembers
+    with op_tools.OpTimeMeasure() as second:
+        assert old is not None or second._clock is None
+        for clock in (old, second._clock):
+            assert clock is not None
+            *_, address, number = clock.functions
+            ran = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 6)(address)
+            ran(None, None, 7, 0, 0, 0, 0, number)
+            rows.append(second._clock.counts().waiting)
+    assert rows == [0, 1]
+
+
+def test_gradients_of_attention_weights_are_their_own(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ledger.LIBRARY.wait() is not None
+    found = []
+    for light in (True, False):
+        if not light:
+            monkeypatch.setattr(op_tools.OpOverflowCheck, "light", lambda self, traits: None)
+        torch.manual_seed(0)
+        attention = torch.nn.MultiheadAttention(8, 2, batch_first=True).to(device)
+        with op_tools.OpOverflowCheck() as tool:
+            for _ in range(3):
+                x = torch.randn(2, 3, 8, device=device, requires_grad=True)
+                y, weights = attention(x, x, x, average_attn_weights=False)
+                (y.sum() + (weights * weights).sum()).backward()
+        rows = [r for r in tool.records() if r["op"].endswith("multi_head_attention_forward")]
+        found.append([(r["role"], r["tensor"], r["min"], r["max"]) for r in rows if r["role"] == "grad_outputs"])
+    assert found[0] == found[1]
+
+
+def test_a_view_whose_base_was_changed_is_no_failure(device: str) -> None:
+    assert ledger.LIBRARY.wait() is not None
+    for name in ("OpOverflowCheck", "OpTrace"):
+        with getattr(op_tools, name)() as tool:
+            for _ in range(3):
+                x = torch.ones(4, 3, device=device, requires_grad=True).clone()
+                first, *_ = x.unbind()
+                x.mul_(2)
+                assert bool((first > 0).all())
+        assert _failures(tool) == []
+
+
+_INTERRUPTED = """
+import os, signal
+import ditorch
+import torch
+import op_tools
+from op_tools.native import ledger
+assert ledger.LIBRARY.wait() is not None
+from op_tools.tools.overflow_check import OpOverflowCheck
+own = OpOverflowCheck._measure
+armed = False
+
+def measure(self, tensor, number):
+    global armed
+    if armed:
+        armed = False
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):
+            pass
+    return own(self, tensor, number)
+
+OpOverflowCheck._measure = measure
+signal.signal(signal.SIGINT, signal.default_int_handler)
+x = torch.ones(3, device="cuda", requires_grad=True)
+with op_tools.OpOverflowCheck() as tool:
+    try:
+        for _ in range(2):
+            y = x.exp().mul(2).cpu().sum()
+        armed = True
+        y.backward()
+        for _ in range(1000):
+            pass
+        print("nothing came")
+    except KeyboardInterrupt:
+        print("interrupted")
+assert not [f for f in tool.findings() if f.kind == "tool-failure"], tool.findings()
+"""
+
+
+def test_ctrl_c_in_a_backward_pass_reaches_the_user(tmp_path: Path) -> None:
+    if accelerator_type() == "cuda":
+        pytest.skip("the GPU measures without Python")
+    environment = {**os.environ, "OP_TOOLS_CONSOLE": "off", "OP_TOOLS_RESULTS_DIR": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", _INTERRUPTED], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert ran.stdout.split() == ["interrupted"], ran.stdout + ran.stderr

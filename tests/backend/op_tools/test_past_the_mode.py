@@ -105,3 +105,41 @@ def test_another_mode_sees_functions_as_before(device: str) -> None:
     assert "layer_norm" in Counting.names
     assert ("layer_norm", (Own,)) in seen
     assert tool.calls["torch.nn.functional.layer_norm"] >= 3
+
+
+def test_state_of_ones_own_is_no_state_that_is_complete(device: str) -> None:
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this PyTorch has no Muon")
+    weight = torch.ones(3, 4, device=device, requires_grad=True)
+    optimizer = torch.optim.Muon([weight])
+    optimizer.state[weight]["mine"] = 1
+    with op_tools.OpObserve() as tool:
+        weight.square().sum().backward()
+        optimizer.step()
+    assert tool.calls["torch.zeros_like"] == 1
+
+
+def test_parameters_that_operators_make_are_seen(device: str) -> None:
+    class Doubled(torch.nn.Linear):
+        def parameters(self, recurse: bool = True) -> Any:
+            return iter([p.detach().mul(2) for p in super().parameters(recurse)])
+
+    model = Doubled(2, 2).to(device)
+    with op_tools.OpObserve() as tool:
+        model.zero_grad()
+    assert tool.calls["torch.Tensor.mul"] == 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["OpObserve", "OpTimeMeasure", "OpOverflowCheck", "OpTrace", "OpAutoCompare"])
+def test_what_is_traced_calls_no_tool(device: str, name: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.GELU()).to(device)
+    x = torch.randn(2, 4, device=device)
+    expected = model(x)
+    with getattr(op_tools, name)() as tool:
+        traced = torch.jit.trace(model, x)
+        with_method = torch.jit.trace_module(model, {"forward": x})
+        model(x)
+    assert torch.equal(traced(x), expected)
+    assert torch.equal(with_method(x), expected)
+    assert [f for f in tool.findings() if f.kind == "tool-failure"] == []

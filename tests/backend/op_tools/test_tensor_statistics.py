@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
+from typing import Any
 
 import pytest
 import torch
@@ -89,3 +91,33 @@ def test_what_measures_on_this_device(device: str) -> None:
         assert kind is FusedBatch
     else:
         assert kind is TorchBatch
+
+
+@pytest.mark.parametrize("after", range(1, 16))
+def test_an_interrupt_between_two_lines_shifts_nothing(after: int) -> None:
+    batch = TorchBatch(torch.ones(1))
+    batch.add(torch.tensor([1.0, 2.0]), 1)
+    lines = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal lines
+        if frame.f_code is not TorchBatch.add.__code__:
+            return None
+        lines += event == "line"
+        if lines == after:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        batch.add(torch.tensor([float("inf"), 0.0]), 2)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    torch._C._set_grad_enabled(True)
+    batch.add(torch.tensor([5.0, 7.0, 9.0]), 3)
+    rows = dict(zip(batch.numbers, batch.land(batch.values()).tolist()))
+    assert rows[1][:5] == [0, 0, 1, 2, 1.5]
+    assert rows[3][:5] == [0, 0, 5, 9, 7]
+    assert set(rows) <= {1, 2, 3}

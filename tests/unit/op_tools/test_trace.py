@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
+import sys
+import threading
 import zlib
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -239,6 +244,95 @@ def test_what_was_flushed_outlives_the_process(tmp_path: Path) -> None:
     writer.flush()
     writer.settle()
     assert read(writer.path, partial=True).words("modules", "name") == ["model"]
+
+
+def test_what_is_flushed_and_settled_outlives_the_process(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.optrace"
+    code = f"""
+import os
+from pathlib import Path
+from op_tools.trace.format import TraceWriter
+trace = TraceWriter(Path({str(path)!r}), {{"rank": 0}})
+for block in range(20):
+    for row in range(100):
+        trace.add("edges", (row, 0, 0, block))
+    trace.flush()
+trace.settle()
+os._exit(9)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 9
+    with pytest.raises(TraceError, match="its end is missing"):
+        read(path)
+    found = read(path, partial=True)
+    assert found["edges"]["tensor"].tolist() == [block for block in range(20) for _ in range(100)]
+
+
+def test_a_trace_that_ends_with_the_interpreter_is_complete(tmp_path: Path) -> None:
+    """No thread can be started any more when the functions of `atexit` run."""
+    path = tmp_path / "rank0.optrace"
+    code = f"""
+import atexit
+from pathlib import Path
+from op_tools.trace.format import TraceWriter
+trace = TraceWriter(Path({str(path)!r}), {{"rank": 0}})
+trace.add("edges", (1, 0, 0, 2))
+atexit.register(trace.close)
+"""
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    assert read(path).count("edges") == 1
+
+
+def test_a_forked_child_does_not_write_to_its_parents_trace(tmp_path: Path) -> None:
+    trace = TraceWriter(tmp_path / "rank0.optrace", {"rank": 0})
+    trace.add("edges", (1, 0, 0, 2))
+    with trace._lock:  # as when another thread has it
+        child = os.fork()
+        if child == 0:
+            done = threading.Thread(target=lambda: (trace.flush(), trace.settle(), trace.close()))
+            done.start()
+            done.join(20)
+            os._exit(done.is_alive())
+    assert os.waitpid(child, 0)[1] == 0
+    trace.close()
+    assert read(trace.path).count("edges") == 1
+
+
+def test_ctrl_c_while_a_block_is_packed_loses_no_block(tmp_path: Path) -> None:
+    trace = TraceWriter(tmp_path / "rank0.optrace", {"rank": 0})
+    trace.add("edges", (1, 0, 0, 2))
+
+    class Interrupted(Future[bytes]):
+        def result(self, timeout: float | None = None) -> bytes:
+            raise KeyboardInterrupt
+
+    waiting: Future[bytes] = Interrupted()
+    trace._packed.append(({"texts": 0}, waiting))
+    with pytest.raises(KeyboardInterrupt):
+        trace.settle()
+    assert trace._packed[0][1] is waiting
+    done: Future[bytes] = Future()
+    done.set_result(zlib.compress(b"[]"))
+    trace._packed[0] = ({"texts": 0}, done)
+    trace.close()
+    assert read(trace.path).count("edges") == 1
+
+
+def test_blocks_do_not_pile_up_where_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = TraceWriter(tmp_path / "rank0.optrace", {"rank": 0})
+
+    class Full:
+        def write(self, _: bytes) -> None:
+            raise OSError(28, "No space left on device")
+
+        def flush(self) -> None: ...
+
+    monkeypatch.setattr(trace, "_file", Full())
+    for _ in range(50):
+        trace.add("edges", (1, 0, 0, 2))
+        with contextlib.suppress(OSError):
+            trace.flush()
+            trace.settle()
+        assert len(trace._packed) <= columns._MAX_PACKING + 1
 
 
 @pytest.mark.parametrize(
