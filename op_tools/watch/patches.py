@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ditorch_common.patching import Ledger, Patch, full_name
 
 from ..call.traits import COLLECTIVES, traits_of
-from ..compat import DYNAMO_MODULE, PythonNode, dynamo_eval_frame, hide_from_dynamo
+from ..compat import DYNAMO_MODULE, JIT_TRACER, PythonNode, dynamo_eval_frame, hide_from_dynamo
 from . import compiled, functions
 from .compiled import THREAD
 from .past_the_mode import past_the_mode, quiet_methods, straight_to_the_mode
@@ -206,8 +206,7 @@ class Installed:
             method = past_the_mode(interceptor, vars(kind)[name], holds)
             self._replace_in_class(kind, name, method, "it asks many questions and calls no operator: the mode is off")
 
-        tracer: Any = torch.jit._trace
-        for place, name in ((tracer, "_trace_impl"), (torch.jit, "trace_module"), (torch.jit, "_get_trace_graph")):
+        for place, name in ((JIT_TRACER, "_trace_impl"), (torch.jit, "trace_module"), (torch.jit, "_get_trace_graph")):
             if hasattr(place, name):
                 traced = past_the_mode(interceptor, getattr(place, name), lambda *_, **__: True)
                 self._replace(place, name, traced, "sizes are tensors there, and what a tool asks would be traced")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import linecache
 import math
 import sys
 from typing import Any
@@ -104,7 +105,9 @@ def test_an_interrupt_between_two_lines_shifts_nothing(after: int) -> None:
         if frame.f_code is not TorchBatch.add.__code__:
             return None
         lines += event == "line"
-        if lines == after:
+        # at the end of a block its `with` comes again; Python itself looks for signals inside of `__exit__` only
+        is_with = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip().startswith("with ")
+        if lines == after and not is_with:
             raise KeyboardInterrupt
         return trace
 
@@ -115,7 +118,8 @@ def test_an_interrupt_between_two_lines_shifts_nothing(after: int) -> None:
         pass
     finally:
         sys.settrace(None)
-    torch._C._set_grad_enabled(True)
+    assert torch.is_grad_enabled()
+    assert torch._C._is_torch_function_enabled()
     batch.add(torch.tensor([5.0, 7.0, 9.0]), 3)
     rows = dict(zip(batch.numbers, batch.land(batch.values()).tolist()))
     assert rows[1][:5] == [0, 0, 1, 2, 1.5]
