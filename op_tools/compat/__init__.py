@@ -50,7 +50,7 @@ push_function_mode: Final = torch._C._push_on_torch_function_stack
 pop_function_mode: Final = torch._C._pop_torch_function_stack
 count_function_modes: Final = torch._C._len_torch_function_stack
 function_mode_at: Final = torch._C._get_function_stack_at
-# What `torch.jit.trace` does is in its function `_trace_impl`, since 2.4.
+# What `torch.jit.trace` does is in its function `_trace_impl` (2.13); without one, calls that are traced are watched.
 JIT_TRACER: Final[Any] = torch.jit._trace
 count_dispatch_modes: Final = torch._C._len_torch_dispatch_stack
 no_dispatch_modes: Final = _disable_current_modes
