@@ -191,7 +191,7 @@ class PythonBook:
         """Name, kind and module of a parameter, a buffer or a gradient; None for other tensors."""
         found = self._roles.get(id(tensor))
         if found is None or found[0]() is not tensor:
-            found = self._roles.get(-_address(tensor)) if tensor.is_leaf else None
+            found = self._roles.get(-_address(tensor)) if _is_leaf(tensor) else None
             owner = None if found is None else found[0]()
             if owner is None or tuple(owner.shape) != tuple(tensor.shape):
                 return None
@@ -313,6 +313,13 @@ def version_of(tensor: Tensor) -> int:
         return tensor._version
     except RuntimeError:  # inference tensors count none
         return 0
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    try:
+        return tensor.is_leaf
+    except RuntimeError:  # a view whose base was changed in place
+        return False
 
 
 def _address(tensor: Tensor) -> int:

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 import op_tools
 from op_tools.call.devices import accelerator_type
-from op_tools.native import front, ledger, tensors
+from op_tools.native import book, front, ledger, tensors
 from op_tools.watch import backward_clock
 from op_tools.watch.intercept import INTERCEPTOR
 
@@ -376,8 +376,11 @@ def test_gradients_of_attention_weights_are_their_own(device: str, monkeypatch: 
     assert found[0] == found[1]
 
 
-def test_a_view_whose_base_was_changed_is_no_failure(device: str) -> None:
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_a_view_whose_base_was_changed_is_no_failure(device: str, native: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OP_TOOLS_NATIVE", native)
     assert ledger.LIBRARY.wait() is not None
+    assert book.LIBRARY.wait() is not None
     for name in ("OpOverflowCheck", "OpTrace"):
         with getattr(op_tools, name)() as tool:
             for _ in range(3):
