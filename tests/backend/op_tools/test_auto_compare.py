@@ -63,7 +63,13 @@ class GPT(torch.nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def train(device: str, steps: int = 2, low: torch.dtype | None = None, **options: Any) -> list[float]:
+def train(
+    device: str,
+    steps: int = 2,
+    low: torch.dtype | None = None,
+    after_step: Callable[[], object] = lambda: None,
+    **options: Any,
+) -> list[float]:
     torch.manual_seed(3)
     model = GPT(**options).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -76,6 +82,7 @@ def train(device: str, steps: int = 2, low: torch.dtype | None = None, **options
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+        after_step()
     return losses
 
 

@@ -45,7 +45,8 @@ def test_a_healthy_training_is_settled_mostly_on_the_device(
 ) -> None:
     bare = train(device, steps=4, low=low, save_memory=save_memory)
     with op_tools.OpAutoCompare(look="device") as compared:
-        watched = train(device, steps=4, low=low, save_memory=save_memory)
+        # later calls are settled once the CPU has found the first of their kind right
+        watched = train(device, steps=4, low=low, save_memory=save_memory, after_step=compared.wait)
     assert watched == bare, "losses are the same to the last bit"
     assert [f for f in compared.findings() if f.kind != "skipped"] == []
     rows = compared.records()
