@@ -9,7 +9,7 @@ import torch
 from ..call.description import Tensor
 from ..call.devices import accelerator_type
 from ..compat import cuda_device
-from .device_prints import BookPrints, DevicePrints, book_agrees, is_compiling, kernel_of
+from .device_prints import BookPrints, DevicePrints, is_compiling, kernel_of
 from .format import TraceWriter
 from .places import Sharding
 from .prints import Batch, fingerprint
@@ -78,9 +78,9 @@ class Printing:
             kernel = kernel_of(device.index)
             if kernel is None and is_compiling(device.index):
                 return None  # PyTorch's operators print until it is there
-            self._on_gpus[device] = None if kernel is None else DevicePrints(kernel)
+            self._on_gpus[device] = None if kernel is None else DevicePrints(kernel, self._write_prints)
             alone = self._book is not None and self._of_book is None and self._world[1] == 1
-            if kernel is not None and alone and book_agrees(device.index):
+            if kernel is not None and alone:
                 self._of_book = BookPrints(kernel, self._book, self._write_numbered)
         return self._on_gpus[device]
 
@@ -94,17 +94,13 @@ class Printing:
             assert prints is not None
             for (number, part), tensor in prints.add(here):
                 self._batch.add(number, part, fingerprint(tensor))
-            if prints.sent > 1:
-                self._write_prints(*prints.land())
 
     def _write_numbered(self, numbers: list[int], rows: Any) -> None:
-        if numbers:
-            self._writer.add_columns("prints", [numbers, *rows.T, [0] * len(numbers)])
+        self._writer.add_columns("prints", [numbers, *rows.T, [0] * len(numbers)])
 
     def _write_prints(self, keys: list[tuple[int, int]], rows: Any) -> None:
-        if keys:
-            numbers, parts = zip(*keys)
-            self._writer.add_columns("prints", [numbers, *rows.T, parts])
+        numbers, parts = zip(*keys)
+        self._writer.add_columns("prints", [numbers, *rows.T, parts])
 
     def land(self) -> None:
         """Fetch the prints that wait on devices."""
@@ -118,7 +114,7 @@ class Printing:
             self._of_book.land()
         for prints in self._on_gpus.values():
             if prints is not None:
-                self._write_prints(*prints.land(wait=True))
+                prints.land()
         self.land()
 
 

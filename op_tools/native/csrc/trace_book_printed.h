@@ -23,6 +23,24 @@ PyObject *book_print_on(PyObject *self, PyObject *args) {
   });
 }
 
+// (tensors, their numbers): print them now; whether each can be.
+PyObject *book_print(PyObject *self, PyObject *args) {
+  PyObject *tensors, *numbers;
+  if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &tensors, &PyList_Type, &numbers)) return nullptr;
+  return safely([&]() -> PyObject * {
+    Printer &printer = book_of(self).printer;
+    Owned taken{checked(PyList_New(0))};
+    for (Py_ssize_t i = 0; i < std::min(PyList_GET_SIZE(tensors), PyList_GET_SIZE(numbers)); ++i) {
+      const long long number = PyLong_AsLongLong(PyList_GET_ITEM(numbers, i));
+      if (number == -1 && PyErr_Occurred()) throw PythonError{};
+      const bool can = printer.take(unwrapped(PyList_GET_ITEM(tensors, i)), number);
+      if (PyList_Append(taken, can ? Py_True : Py_False) < 0) throw PythonError{};
+    }
+    printer.launch();
+    return Py_NewRef(taken);
+  });
+}
+
 // The tensors whose rows are on the device: their numbers, their first rows and the end, and the streams that were used.
 PyObject *book_take_printed(PyObject *self, PyObject *) {
   Printer &printer = book_of(self).printer;

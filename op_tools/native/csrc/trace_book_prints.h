@@ -2,10 +2,12 @@
 // stay on the device until its buffer is full. `trace/device_prints.py` sends them to the host. Included by trace_book.cpp.
 
 // As in trace_prints.cu; all of it is the kernel's one parameter.
-constexpr int kMaxEntries = 32, kDims = 4, kChunk = 8192, kRowBytes = 128, kThreads = 256;
+constexpr int kMaxEntries = 32, kDims = 4, kChunk = 8192, kRowBytes = 128, kThreads = 128;
 struct PrintEntry {
-  int64_t data, numel, first, kind, dims;
-  int64_t sizes[kDims - 1], strides[kDims];
+  int64_t data, numel, first;
+  int32_t kind, dims, pairs, unused;
+  uint32_t sizes[kDims], factors[kDims], shifts[kDims];
+  int64_t strides[kDims];
 };
 struct PrintTable {
   int64_t count, rows;
@@ -26,11 +28,32 @@ int kind_of_dtype(at::ScalarType dtype) {
   }
 }
 
+// How the kernel divides a number below 2^31 by a size.
+void divide_by(uint32_t size, PrintEntry &entry, int d) {
+  entry.shifts[d] = 0;
+  while ((1ull << entry.shifts[d]) < size) ++entry.shifts[d];
+  entry.factors[d] = uint32_t((((1ull << entry.shifts[d]) - size) << 32) / size + 1);
+}
+
+// Whether an element of even number lies where it can be read together with the next one.
+bool in_pairs(const PrintEntry &entry, int64_t element_size) {
+  if (entry.data % (2 * element_size) != 0) return false;
+  if (entry.dims == 0) return true;
+  if (entry.strides[0] != 1 || (entry.dims > 1 && entry.sizes[0] % 2 != 0)) return false;
+  return std::all_of(entry.strides + 1, entry.strides + entry.dims, [](int64_t stride) { return stride % 2 == 0; });
+}
+
 // Dimensions that are left when those that lie one behind the other are joined, the last one first; none where all
 // elements lie in order. False where there are too many.
 bool laid_out(const at::Tensor &tensor, PrintEntry &entry) {
   entry.dims = 0;
-  if (tensor.is_contiguous()) return true;
+  const auto element_size = int64_t(tensor.element_size());
+  if (tensor.is_contiguous()) {
+    entry.pairs = in_pairs(entry, element_size);
+    if (!entry.pairs) entry.dims = 1;
+    entry.strides[0] = 1;
+    return true;
+  }
   int64_t sizes[kDims], count = 0;
   for (int64_t d = tensor.dim() - 1; d >= 0; --d) {
     const int64_t size = tensor.size(d), stride = tensor.stride(d);
@@ -43,8 +66,12 @@ bool laid_out(const at::Tensor &tensor, PrintEntry &entry) {
     sizes[count] = size;
     entry.strides[count++] = stride;
   }
-  for (int64_t d = 0; d + 1 < count; ++d) entry.sizes[d] = sizes[d];
-  entry.dims = count;
+  for (int d = 0; d < count; ++d) {
+    entry.sizes[d] = uint32_t(sizes[d]);
+    divide_by(entry.sizes[d], entry, d);
+  }
+  entry.dims = int32_t(count);
+  entry.pairs = in_pairs(entry, element_size);
   return true;
 }
 
@@ -74,8 +101,9 @@ struct Printer {
     entry.kind = kind_of_dtype(tensor.scalar_type());
     entry.numel = tensor.numel();
     const void *data = address_of(tensor);
-    if (entry.kind < 0 || entry.numel == 0 || data == nullptr || chunks(entry) > capacity || !laid_out(tensor, entry)) return false;
     entry.data = reinterpret_cast<int64_t>(data);
+    if (entry.kind < 0 || entry.numel == 0 || data == nullptr || chunks(entry) > capacity || entry.numel >> 31 != 0) return false;
+    if (!laid_out(tensor, entry)) return false;
     waiting.push_back(entry);
     numbers.push_back(number);
     return true;

@@ -1,36 +1,29 @@
 // Fingerprints of tensors, many of them in one launch; `trace/prints.py` says what they are and computes the same numbers.
-// Each block takes 8192 elements of one tensor, read once, and leaves a row. `trace_prints_together` makes one row of each
-// tensor's rows. `front_ledger.h` fills the table of `trace_prints_table`, as it does for statistics.cu; `trace_book_prints.h`
-// that of `trace_prints_strided`, which reads tensors of any layout. NVRTC compiles it, so there is no header.
+// Each block takes 8192 elements of one tensor and leaves a row. `trace_prints_together` makes one row of each tensor's rows.
+// `ledger.cpp` fills the table of `trace_prints_table`, as it does for statistics.cu; `trace_book_prints.h` that of
+// `trace_prints_chunks`, which reads tensors of any layout. NVRTC compiles it, so there is no header.
 
 using Word = long long;  // every number has 64 bits
 using Bits = unsigned long long;
-constexpr int kThreads = 256;
-constexpr int kEach = 32;  // elements of a thread
-constexpr int kChunk = kThreads * kEach;
+constexpr int kLanes = 256, kRows = 32;  // of the elements of a chunk
+constexpr int kChunk = kLanes * kRows;
+constexpr int kThreads = kLanes / 2;  // each has two lanes side by side: two elements are read at once
+constexpr int kWarps = kThreads / 32;
 constexpr int kMaxEntries = 32;
 constexpr int kProjections = 8;
-constexpr int kSum = 8, kSquares = 9, kLow = 10, kHigh = 11, kNan = 12, kInf = 13, kWidth = 14, kStride = 16;
+constexpr int kSum = 8, kSquares = 9, kLow = 10, kHigh = 11, kNan = 12, kWidth = 14, kStride = 16;
 constexpr int kGridBits = 36;
 
+constexpr int kDims = 4;  // after those that lie one behind the other are joined
 struct Entry {
-  Word data, numel, share, first;  // `first`: its first block
-  Word inner, step;                // not used: elements lie one after the other
-  Word kind;
+  Word data, numel, first;
+  int kind, dims, pairs, unused;                         // `pairs`: two neighbours can be read at once
+  unsigned sizes[kDims], factors[kDims], shifts[kDims];  // the last dimension first; how to divide by its size
+  Word strides[kDims];
 };
 struct Table {
   Word count, rows;
   Entry entries[kMaxEntries];
-};
-
-constexpr int kDims = 4;  // after those that lie one behind the other are joined
-struct Strided {
-  Word data, numel, first, kind, dims;
-  Word sizes[kDims - 1], strides[kDims];  // the last dimension first
-};
-struct StridedTable {
-  Word count, rows;
-  Strided entries[kMaxEntries];
 };
 
 __device__ inline Bits hashed(Bits number) {
@@ -44,72 +37,349 @@ __device__ inline double infinity() { return __longlong_as_double(0x7FF000000000
 
 __device__ inline double power_of_two(int exponent) { return __longlong_as_double(Word(exponent + 1023) << 52); }
 
-struct Half {
-  unsigned short bits;
-};
-struct Brain {
-  unsigned short bits;
-};
-__device__ inline float wide(Brain value) { return __uint_as_float(unsigned(value.bits) << 16); }
-__device__ inline float wide(Half value) {
+// -- elements -------------------------------------------------------------------------------------------------
+
+__device__ inline float wide_half(unsigned short bits) {
   float found;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(found) : "h"(value.bits));
+  asm("cvt.f32.f16 %0, %1;" : "=f"(found) : "h"(bits));
   return found;
 }
-__device__ inline float wide(float value) { return value; }
-template <typename T>
-__device__ inline double wide(T value) { return double(value); }  // integers, too
 
-template <typename T>
-struct InOrder {  // elements that lie one after the other
-  const T *data;
-  __device__ T operator()(int at) const { return data[at]; }
+// Two neighbours, as they lie in memory. `set` replaces one of them.
+struct Brains {
+  using Element = unsigned short;
+  unsigned bits;
+  static __device__ inline Brains of(Element one, Element two) { return {unsigned(one) | unsigned(two) << 16}; }
+  __device__ inline float at(int side) const { return __uint_as_float(side ? bits & 0xFFFF0000u : bits << 16); }
+  __device__ inline void clear(int side) { bits &= side ? 0xFFFFu : 0xFFFF0000u; }
 };
-// Division by a number that stays the same, of numbers below 2^31.
-struct Divider {
-  unsigned size, factor;
-  int shift;
-  __device__ explicit Divider(Word by) : size(unsigned(by)), shift(0) {
-    while ((1ull << shift) < size) ++shift;
-    factor = unsigned((((1ull << shift) - size) << 32) / size + 1);
-  }
-  __device__ unsigned operator()(unsigned number) const {
-    return unsigned(((Bits(number) * factor >> 32) + number) >> shift);
-  }
+struct Halves {
+  using Element = unsigned short;
+  unsigned bits;
+  static __device__ inline Halves of(Element one, Element two) { return {unsigned(one) | unsigned(two) << 16}; }
+  __device__ inline float at(int side) const { return wide_half((unsigned short)(side ? bits >> 16 : bits)); }
+  __device__ inline void clear(int side) { bits &= side ? 0xFFFFu : 0xFFFF0000u; }
+};
+struct alignas(8) Floats {
+  using Element = float;
+  float one, two;
+  static __device__ inline Floats of(Element one, Element two) { return {one, two}; }
+  __device__ inline float at(int side) const { return side ? two : one; }
+  __device__ inline void clear(int side) { (side ? two : one) = 0; }
 };
 
-template <typename T>
-struct InSteps {
-  const Strided &entry;
-  Word begin;
-  Divider by[kDims - 1];
-  __device__ InSteps(const Strided &entry, Word begin)
-      : entry(entry), begin(begin), by{Divider(size(0)), Divider(size(1)), Divider(size(2))} {}
-  __device__ Word size(int d) const { return d + 1 < entry.dims && entry.numel < (Word(1) << 31) ? entry.sizes[d] : 1; }
-  __device__ T operator()(int at) const {
-    const T *data = reinterpret_cast<const T *>(entry.data);
-    Word place = 0;
-    if (entry.numel < (Word(1) << 31)) {
-      unsigned left = unsigned(begin) + unsigned(at);
+// Where an element lies, in elements from the first.
+__device__ inline Word place_of(const Entry &entry, unsigned left) {
+  Word place = 0;
 #pragma unroll
-      for (int d = 0; d + 1 < kDims; ++d) {
-        if (d + 1 >= entry.dims) break;
-        const unsigned next = by[d](left);
-        place += Word(left - next * by[d].size) * entry.strides[d];
-        left = next;
-      }
-      return data[place + Word(left) * entry.strides[entry.dims - 1]];
-    }
-    Bits left = Bits(begin + at);
-    int d = 0;
-    for (; d + 1 < entry.dims; ++d) {
-      const Bits size = Bits(entry.sizes[d]);
-      place += Word(left % size) * entry.strides[d];
-      left /= size;
-    }
-    return data[place + Word(left) * entry.strides[d]];
+  for (int d = 0; d + 1 < kDims; ++d) {
+    if (d + 1 >= entry.dims) return place + Word(left) * entry.strides[d];
+    const unsigned next = unsigned(((Bits(left) * entry.factors[d] >> 32) + left) >> entry.shifts[d]);
+    place += Word(left - next * entry.sizes[d]) * entry.strides[d];
+    left = next;
   }
+  return place + Word(left) * entry.strides[kDims - 1];
+}
+
+// The pairs of a thread; elements behind the last one are 0.
+template <typename Pair>
+__device__ inline void read_pairs(const Entry &entry, Word begin, int count, char *room, Pair (&held)[kRows]) {
+  using Element = typename Pair::Element;
+  const Element *data = reinterpret_cast<const Element *>(entry.data);
+  const int mine = 2 * threadIdx.x;
+  if (entry.dims == 0 && count == kChunk) {
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) held[j] = *reinterpret_cast<const Pair *>(data + begin + j * kLanes + mine);
+    return;
+  }
+  Pair *own = reinterpret_cast<Pair *>(room) + threadIdx.x;  // registers have no numbers that are counted up
+#pragma unroll 8
+  for (int j = 0; j < kRows; ++j) {
+    const int at = j * kLanes + mine;
+    Pair pair{};
+    if (at < count) {
+      const Element *first = data + (entry.dims == 0 ? begin + at : place_of(entry, unsigned(begin) + at));
+      if (at + 1 == count) pair = Pair::of(*first, 0);
+      else if (entry.pairs) pair = *reinterpret_cast<const Pair *>(first);
+      else pair = Pair::of(*first, data[place_of(entry, unsigned(begin) + at + 1)]);
+    }
+    own[j * kThreads] = pair;
+  }
+#pragma unroll
+  for (int j = 0; j < kRows; ++j) held[j] = own[j * kThreads];
+}
+
+// Elements that are held in double precision: they are read again where they are needed again.
+__device__ inline double read_wide(const Entry &entry, Word at) {
+  const Word place = entry.dims == 0 ? at : place_of(entry, unsigned(at));
+  switch (entry.kind) {
+    case 3: return reinterpret_cast<const double *>(entry.data)[place];
+    case 4: return double(reinterpret_cast<const long long *>(entry.data)[place]);
+    case 5: return double(reinterpret_cast<const int *>(entry.data)[place]);
+    default: return double(reinterpret_cast<const unsigned char *>(entry.data)[place]);
+  }
+}
+
+// -- what a block finds ---------------------------------------------------------------------------------------
+
+struct Shared {
+  alignas(8) char room[4 * kChunk];  // for elements that do not lie in order: each thread reads its own
+  double sums[kSum + 1][kWarps], squares[2 * kWarps], low[kWarps], high[kWarps];
+  unsigned counts[kWarps];
 };
+
+// The less and the greater of two; what is no number stays.
+template <typename T>
+__device__ inline T least(T a, T b) {
+  return b < a || b != b ? b : a;
+}
+template <typename T>
+__device__ inline T most(T a, T b) {
+  return b > a || b != b ? b : a;
+}
+template <typename T>
+__device__ inline bool is_finite(T value) {
+  return value - value == T(0);
+}
+
+template <typename Pair>
+__device__ inline void find_extremes(const Pair (&held)[kRows], float &low, float &high) {
+#pragma unroll
+  for (int j = 0; j < kRows; ++j)
+    for (int side = 0; side < 2; ++side) {
+      low = least(low, held[j].at(side));
+      high = most(high, held[j].at(side));
+    }
+}
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+// The same, for two elements at once.
+#define PACKED_EXTREMES(Pair, type)                                                            \
+  __device__ inline void find_extremes(const Pair (&held)[kRows], float &low, float &high) {   \
+    Pair lows = held[0], highs = held[0];                                                      \
+    _Pragma("unroll") for (int j = 1; j < kRows; ++j) {                                        \
+      asm("min.NaN." type " %0, %0, %1;" : "+r"(lows.bits) : "r"(held[j].bits));               \
+      asm("max.NaN." type " %0, %0, %1;" : "+r"(highs.bits) : "r"(held[j].bits));              \
+    }                                                                                          \
+    low = least(lows.at(0), lows.at(1));                                                       \
+    high = most(highs.at(0), highs.at(1));                                                     \
+  }
+PACKED_EXTREMES(Brains, "bf16x2")
+PACKED_EXTREMES(Halves, "f16x2")
+#endif
+
+// Of a block. All threads get them.
+template <typename T>
+__device__ inline void join_extremes(T &low, T &high, Shared &shared) {
+  for (int apart = 16; apart > 0; apart /= 2) {
+    low = least(low, __shfl_xor_sync(0xFFFFFFFFu, low, apart));
+    high = most(high, __shfl_xor_sync(0xFFFFFFFFu, high, apart));
+  }
+  if (threadIdx.x % 32 == 0) {
+    shared.low[threadIdx.x / 32] = low;
+    shared.high[threadIdx.x / 32] = high;
+  }
+  __syncthreads();
+  for (int w = 0; w < kWarps; ++w) {
+    low = least(low, T(shared.low[w]));
+    high = most(high, T(shared.high[w]));
+  }
+}
+
+__device__ inline void join_counts(unsigned nan, unsigned inf, Shared &shared) {
+  unsigned both = nan | inf << 16;  // a block has fewer of each than 2^16
+  for (int apart = 16; apart > 0; apart /= 2) both += __shfl_xor_sync(0xFFFFFFFFu, both, apart);
+  if (threadIdx.x % 32 == 0) shared.counts[threadIdx.x / 32] = both;
+}
+
+// The exponent of what brings the largest element to the grid.
+__device__ inline int exponent_for(double low, double high) {
+  double largest = high >= low ? (high > -low ? high : -low) : 0.0;
+  largest = largest < 1e-290 ? 1e-290 : largest > 1e290 ? 1e290 : largest;
+  const int exponent = kGridBits - (int(__double_as_longlong(largest) >> 52) - 1022);
+  return exponent < -1000 ? -1000 : exponent > 1000 ? 1000 : exponent;
+}
+
+// The sums of a thread's elements: whole numbers, and squares of each lane. What is added up exactly, may be in any order.
+struct Mine {
+  double projections[kProjections], sum, squares[2];
+};
+
+// Add what the rows of one lane gave, with the weights of that lane.
+__device__ inline void weigh(Mine &mine, const double (&lane)[kProjections], int side) {
+  const Bits weights = hashed(2 * threadIdx.x + side);
+#pragma unroll
+  for (int k = 0; k < kProjections; ++k) {
+    const int bits = int(weights >> (4 * k)) & 15;
+    const double weight = 2 * (bits & 7) + 1;
+    mine.projections[k] = __fma_rn(bits & 8 ? -weight : weight, lane[k], mine.projections[k]);
+  }
+}
+
+// Add up what all threads found, and write the row. Squares have one order: lanes by halves in groups of 32, then groups.
+__device__ inline void write_row(Mine &mine, int exponent, double low, double high, Shared &shared, double *row) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  // in each round a thread hands over half of the numbers that it has; in the end four threads have one number
+#pragma unroll
+  for (int half = kProjections / 2; half > 0; half /= 2) {
+    const bool upper = (lane & (4 * half)) != 0;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const double other = __shfl_xor_sync(0xFFFFFFFFu, upper ? mine.projections[i] : mine.projections[i + half], 4 * half);
+      mine.projections[i] = (upper ? mine.projections[i + half] : mine.projections[i]) + other;
+    }
+  }
+  double held = mine.projections[0];
+  for (int apart = 2; apart > 0; apart /= 2) held += __shfl_xor_sync(0xFFFFFFFFu, held, apart);
+  for (int apart = 16; apart > 0; apart /= 2) mine.sum += __shfl_xor_sync(0xFFFFFFFFu, mine.sum, apart);
+  const bool upper = (lane & 8) != 0;
+  const double own = upper ? mine.squares[1] : mine.squares[0], given = upper ? mine.squares[0] : mine.squares[1];
+  double squares = __dadd_rn(own, __shfl_xor_sync(0xFFFFFFFFu, given, 8));
+  for (int apart = 4; apart > 0; apart /= 2) squares = __dadd_rn(squares, __shfl_xor_sync(0xFFFFFFFFu, squares, apart));
+  squares = __dadd_rn(squares, __shfl_xor_sync(0xFFFFFFFFu, squares, 8));
+  if (lane % 4 == 0) shared.sums[lane / 4][warp] = held;
+  if (lane == 0) shared.sums[kSum][warp] = mine.sum;
+  if (lane % 16 == 0) shared.squares[2 * warp + lane / 16] = squares;
+  __syncthreads();
+  const int k = threadIdx.x;
+  if (k <= kSum) {
+    double sum = 0;
+    for (int w = 0; w < kWarps; ++w) sum += shared.sums[k][w];
+    row[k] = sum * power_of_two(-exponent);
+  } else if (k == kSquares) {
+    for (int half = kWarps; half > 0; half /= 2)
+      for (int g = 0; g < half; ++g) shared.squares[g] = __dadd_rn(shared.squares[g], shared.squares[g + half]);
+    row[k] = shared.squares[0];
+  } else if (k < kNan) {
+    row[k] = k == kLow ? low : high;
+  } else if (k < kWidth) {
+    unsigned count = 0;
+    for (int w = 0; w < kWarps; ++w) count += k == kNan ? shared.counts[w] & 0xFFFFu : shared.counts[w] >> 16;
+    row[k] = count;
+  }
+}
+
+// Adding a large number rounds to a whole one: of a float and a power of two, the product is exact.
+__device__ inline double on_grid(double value, double scale) {
+  constexpr double kLarge = 6755399441055744.0;  // 1.5 * 2^52
+  return __dadd_rn(__fma_rn(value, scale, kLarge), -kLarge);
+}
+
+// Elements of at most 32 bits that a thread holds from the first look at them to the last.
+template <typename Pair>
+__device__ void print_pairs(const Entry &entry, Word begin, int count, Shared &shared, double *row) {
+  Pair held[kRows];
+  read_pairs(entry, begin, count, shared.room, held);
+  float low = float(infinity()), high = -float(infinity());
+  bool plain = count == kChunk;
+  if (plain) {
+    find_extremes(held, low, high);
+    join_extremes(low, high, shared);
+    plain = is_finite(low) && is_finite(high);
+    if (!plain) __syncthreads();
+  }
+  if (threadIdx.x % 32 == 0) shared.counts[threadIdx.x / 32] = 0;
+  if (!plain) {
+    unsigned nan = 0, inf = 0;
+    low = float(infinity()), high = -float(infinity());
+#pragma unroll
+    for (int j = 0; j < kRows; ++j)
+      for (int side = 0; side < 2; ++side) {
+        if (j * kLanes + int(2 * threadIdx.x) + side >= count) continue;
+        if (const float value = held[j].at(side); !is_finite(value)) {
+          if (value != value) ++nan;
+          else ++inf;
+          held[j].clear(side);
+        }
+        low = least(low, held[j].at(side));
+        high = most(high, held[j].at(side));
+      }
+    join_counts(nan, inf, shared);
+    join_extremes(low, high, shared);
+  }
+  const int exponent = exponent_for(low, high);
+  const double scale = power_of_two(exponent);
+  Mine mine{};
+#pragma unroll
+  for (int side = 0; side < 2; ++side) {
+    double lane[kProjections] = {};
+#pragma unroll
+    for (int j = 0; j < kRows; j += 2) {  // two elements are added or subtracted once for all projections
+      const double one = held[j].at(side), two = held[j + 1].at(side);
+      mine.squares[side] = __fma_rn(one, one, mine.squares[side]);
+      mine.squares[side] = __fma_rn(two, two, mine.squares[side]);
+      const double first = on_grid(one, scale), second = on_grid(two, scale);
+      const double sum = first + second, difference = first - second;
+      const Bits signs = hashed(kLanes + j), others = hashed(kLanes + j + 1);
+#pragma unroll
+      for (int k = 0; k < kProjections; ++k) {
+        const double both = ((signs ^ others) >> k) & 1 ? difference : sum;
+        lane[k] += (signs >> k) & 1 ? -both : both;
+      }
+      mine.sum += sum;
+    }
+    weigh(mine, lane, side);
+  }
+  write_row(mine, exponent, low, high, shared, row);
+}
+
+// Numbers of any kind, in double precision.
+__device__ void print_wide(const Entry &entry, Word begin, int count, Shared &shared, double *row) {
+  double low = infinity(), high = -infinity();
+  unsigned nan = 0, inf = 0;
+#pragma unroll 4
+  for (int at = threadIdx.x; at < count; at += kThreads) {
+    const double value = read_wide(entry, begin + at);
+    if (value != value) ++nan;
+    else if (!is_finite(value)) ++inf;
+    const double taken = is_finite(value) ? value : 0.0;
+    low = least(low, taken);
+    high = most(high, taken);
+  }
+  join_counts(nan, inf, shared);
+  join_extremes(low, high, shared);
+  const int exponent = exponent_for(low, high);
+  const double scale = power_of_two(exponent);
+  Mine mine{};
+#pragma unroll 1
+  for (int side = 0; side < 2; ++side) {
+    double lane[kProjections] = {}, squares = 0;
+#pragma unroll 4
+    for (int j = 0; j < kRows; ++j) {
+      const int at = j * kLanes + int(2 * threadIdx.x) + side;
+      double value = at < count ? read_wide(entry, begin + at) : 0.0;
+      if (!is_finite(value)) value = 0;
+      squares = __dadd_rn(squares, __dmul_rn(value, value));
+      const double whole = rint(__dmul_rn(value, scale));
+      const Bits signs = hashed(kLanes + j);
+#pragma unroll
+      for (int k = 0; k < kProjections; ++k) lane[k] += (signs >> k) & 1 ? -whole : whole;
+      mine.sum += whole;
+    }
+    if (side == 0) mine.squares[0] = squares;
+    else mine.squares[1] = squares;
+    weigh(mine, lane, side);
+  }
+  write_row(mine, exponent, low, high, shared, row);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 4) trace_prints_chunks(const __grid_constant__ Table table) {
+  __shared__ Shared shared;
+  const Word block = blockIdx.x;
+  int at = 0;
+  while (at + 1 < table.count && table.entries[at + 1].first <= block) ++at;
+  const Entry &entry = table.entries[at];
+  const Word begin = (block - entry.first) * kChunk;
+  const int count = entry.numel - begin < kChunk ? int(entry.numel - begin) : kChunk;
+  double *row = reinterpret_cast<double *>(table.rows) + block * kStride;
+  if (entry.kind == 0) print_pairs<Brains>(entry, begin, count, shared, row);
+  else if (entry.kind == 1) print_pairs<Halves>(entry, begin, count, shared, row);
+  else if (entry.kind == 2) print_pairs<Floats>(entry, begin, count, shared, row);
+  else print_wide(entry, begin, count, shared, row);
+}
+
+// -- rows of a tensor -----------------------------------------------------------------------------------------
+
+constexpr int kTogether = 256;  // threads
 
 __device__ inline double joined(bool is_low, bool is_high, double mine, double other) {
   const double sum = __dadd_rn(mine, other);
@@ -118,7 +388,7 @@ __device__ inline double joined(bool is_low, bool is_high, double mine, double o
 
 // The sum, least or largest of all threads, in a fixed order: lanes by halves, then warps by halves. In each round a lane
 // hands over half of the numbers that it has and keeps the others; in the end two lanes have one number of the warp.
-__device__ inline void reduce(double *mine, double (*shared)[kThreads / 32], double *row) {
+__device__ inline void reduce(double *mine, double (*shared)[kTogether / 32], double *row) {
   const int lane = threadIdx.x % 32;
   double held[16];
 #pragma unroll
@@ -140,9 +410,9 @@ __device__ inline void reduce(double *mine, double (*shared)[kThreads / 32], dou
   __syncthreads();
   if (threadIdx.x < kWidth) {
     const int k = threadIdx.x;
-    double some[kThreads / 32];
-    for (int w = 0; w < kThreads / 32; ++w) some[w] = shared[k][w];
-    for (int half = kThreads / 64; half > 0; half /= 2)
+    double some[kTogether / 32];
+    for (int w = 0; w < kTogether / 32; ++w) some[w] = shared[k][w];
+    for (int half = kTogether / 64; half > 0; half /= 2)
       for (int w = 0; w < half; ++w) {
         const double other = some[w + half];
         if (k == kLow) some[w] = other < some[w] ? other : some[w];
@@ -153,133 +423,15 @@ __device__ inline void reduce(double *mine, double (*shared)[kThreads / 32], dou
   }
 }
 
-// What depends on how elements are held. Of a float the square is exact in double precision, and it is at most 2^36 times
-// the grid: adding a large number rounds it to a whole one.
-__device__ inline double with_square(float value, double sum) { return __fma_rn(double(value), double(value), sum); }
-__device__ inline double with_square(double value, double sum) { return __dadd_rn(sum, __dmul_rn(value, value)); }
-__device__ inline double on_grid(float value, double scale) {
-  constexpr double kLarge = 6755399441055744.0;  // 1.5 * 2^52
-  return __dadd_rn(__fma_rn(double(value), scale, kLarge), -kLarge);
-}
-__device__ inline double on_grid(double value, double scale) { return rint(__dmul_rn(value, scale)); }
-
-template <typename Held, typename Read>
-__device__ void print_chunk(const Read read, int count, double *row) {
-  __shared__ double shared[kWidth][kThreads / 32];
-  __shared__ double most[kThreads / 32];
-  Held values[kEach];
-  double mine[kWidth] = {};
-  Held low = Held(infinity()), high = -Held(infinity()), size = 0;
-  int nan = 0, inf = 0;
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    const int at = j * kThreads + threadIdx.x;
-    values[j] = at < count ? wide(read(at)) : Held(0);
-  }
-#pragma unroll
-  for (int j = 0; j < kEach; ++j) {
-    if (j * kThreads + int(threadIdx.x) < count) {
-      Held value = values[j];
-      if (value - value != Held(0)) {
-        if (value != value) ++nan;
-        else ++inf;
-        values[j] = value = 0;
-      }
-      mine[kSquares] = with_square(value, mine[kSquares]);
-      low = value < low ? value : low;
-      high = value > high ? value : high;
-    }
-  }
-  mine[kLow] = low;
-  mine[kHigh] = high;
-  mine[kNan] = nan;
-  mine[kInf] = inf;
-  if (high >= low) size = high > -low ? high : -low;
-  double largest = size;
-  for (int apart = 16; apart > 0; apart /= 2) {
-    const double other = __shfl_xor_sync(0xFFFFFFFFu, largest, apart);
-    largest = other > largest ? other : largest;
-  }
-  if (threadIdx.x % 32 == 0) most[threadIdx.x / 32] = largest;
-  __syncthreads();
-  for (int w = 0; w < kThreads / 32; ++w) largest = most[w] > largest ? most[w] : largest;
-  largest = largest < 1e-290 ? 1e-290 : largest > 1e290 ? 1e290 : largest;
-  int exponent = kGridBits - (int(__double_as_longlong(largest) >> 52) - 1022);
-  exponent = exponent < -1000 ? -1000 : exponent > 1000 ? 1000 : exponent;
-  const double scale = power_of_two(exponent);
-  // whole numbers: exact in any order, so two elements are added or subtracted once for all projections
-#pragma unroll
-  for (int j = 0; j < kEach; j += 2) {
-    const double one = on_grid(values[j], scale), two = on_grid(values[j + 1], scale);
-    const double sum = one + two, difference = one - two;
-    const Bits first = hashed(kThreads + j), second = hashed(kThreads + j + 1);
-#pragma unroll
-    for (int k = 0; k < kProjections; ++k) {
-      const double both = ((first ^ second) >> k) & 1 ? difference : sum;
-      mine[k] += (first >> k) & 1 ? -both : both;
-    }
-    mine[kSum] += sum;
-  }
-  const Bits weights = hashed(threadIdx.x);
-  const double back = power_of_two(-exponent);
-#pragma unroll
-  for (int k = 0; k < kProjections; ++k) {
-    const int bits = int(weights >> (4 * k)) & 15;
-    const double weight = 2 * (bits & 7) + 1;
-    mine[k] *= bits & 8 ? -weight : weight;
-  }
-  reduce(mine, shared, row);
-  if (threadIdx.x <= kSum) row[threadIdx.x] *= back;  // the thread that wrote it
-}
-
-extern "C" __global__ void trace_prints_table(const __grid_constant__ Table table) {
-  const Word block = blockIdx.x;
-  int at = 0;
-  while (at + 1 < table.count && table.entries[at + 1].first <= block) ++at;
-  const Entry &entry = table.entries[at];
-  const Word begin = (block - entry.first) * kChunk;
-  const int count = entry.numel - begin < kChunk ? int(entry.numel - begin) : kChunk;
-  double *row = reinterpret_cast<double *>(table.rows) + block * kStride;
-  if (entry.kind == 0) print_chunk<float>(InOrder<Brain>{reinterpret_cast<const Brain *>(entry.data) + begin}, count, row);
-  else if (entry.kind == 1) print_chunk<float>(InOrder<Half>{reinterpret_cast<const Half *>(entry.data) + begin}, count, row);
-  else if (entry.kind == 2) print_chunk<float>(InOrder<float>{reinterpret_cast<const float *>(entry.data) + begin}, count, row);
-  else print_chunk<double>(InOrder<double>{reinterpret_cast<const double *>(entry.data) + begin}, count, row);
-}
-
-template <typename T, typename Held>
-__device__ void print_strided(const Strided &entry, Word begin, int count, double *row) {
-  if (entry.dims == 0) print_chunk<Held>(InOrder<T>{reinterpret_cast<const T *>(entry.data) + begin}, count, row);
-  else print_chunk<Held>(InSteps<T>{entry, begin}, count, row);
-}
-
-extern "C" __global__ void trace_prints_strided(const __grid_constant__ StridedTable table) {
-  const Word block = blockIdx.x;
-  int at = 0;
-  while (at + 1 < table.count && table.entries[at + 1].first <= block) ++at;
-  const Strided &entry = table.entries[at];
-  const Word begin = (block - entry.first) * kChunk;
-  const int count = entry.numel - begin < kChunk ? int(entry.numel - begin) : kChunk;
-  double *row = reinterpret_cast<double *>(table.rows) + block * kStride;
-  switch (entry.kind) {
-    case 0: return print_strided<Brain, float>(entry, begin, count, row);
-    case 1: return print_strided<Half, float>(entry, begin, count, row);
-    case 2: return print_strided<float, float>(entry, begin, count, row);
-    case 3: return print_strided<double, double>(entry, begin, count, row);
-    case 4: return print_strided<long long, double>(entry, begin, count, row);
-    case 5: return print_strided<int, double>(entry, begin, count, row);
-    default: return print_strided<unsigned char, double>(entry, begin, count, row);
-  }
-}
-
 // One block for each tensor: its rows are those from starts[i] up to starts[i + 1]. The norm is still a sum of squares.
 extern "C" __global__ void trace_prints_together(Word rows, Word starts, Word results) {
-  __shared__ double shared[kWidth][kThreads / 32];
+  __shared__ double shared[kWidth][kTogether / 32];
   const Word *first = reinterpret_cast<const Word *>(starts) + blockIdx.x;
   const double *row = reinterpret_cast<const double *>(rows);
   double mine[kWidth] = {};
   mine[kLow] = infinity();
   mine[kHigh] = -infinity();
-  for (Word i = first[0] + threadIdx.x; i < first[1]; i += kThreads) {
+  for (Word i = first[0] + threadIdx.x; i < first[1]; i += kTogether) {
     const Bits signs = hashed(1000003 + Bits(i - first[0]));
     for (int k = 0; k < kWidth; ++k) {
       const double value = row[i * kStride + k];

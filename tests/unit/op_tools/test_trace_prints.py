@@ -1,4 +1,4 @@
-"""The kernel that fingerprints tensors on a GPU, run on the CPU: 256 fibers stand for the threads of a block."""
+"""The kernel that fingerprints tensors on a GPU, run on the CPU: fibers stand for the threads of a block."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import time
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given
+from hypothesis import settings as settings_of_hypothesis
+from hypothesis import strategies as st
 
 from ditorch_common.toolchain import find_compiler
 from op_tools import settings
@@ -28,6 +31,7 @@ _AROUND = r"""
 #define __global__
 #define __shared__ static
 #define __grid_constant__
+#define __launch_bounds__(...)
 struct Dim { unsigned x; };
 static Dim threadIdx, blockIdx;
 template <typename To, typename From> To cast(From from) { To to; std::memcpy(&to, &from, sizeof(to)); return to; }
@@ -39,37 +43,38 @@ static double __dmul_rn(double a, double b) { return a * b; }
 static double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
 static float from_half(unsigned short bits) { _Float16 h; std::memcpy(&h, &bits, 2); return float(h); }
 static ucontext_t scheduler, fibers[256];
-static double exchanged[256];
+static unsigned threads;
+static long long exchanged[256];
 static void __syncthreads() {
   const unsigned me = threadIdx.x;
   swapcontext(&fibers[me], &scheduler);
   threadIdx.x = me;
 }
-static double __shfl_xor_sync(unsigned, double value, int apart) {
-  exchanged[threadIdx.x] = value;
+template <typename T> T __shfl_xor_sync(unsigned, T value, int apart) {
+  std::memcpy(&exchanged[threadIdx.x], &value, sizeof(value));
   __syncthreads();
-  const double other = exchanged[threadIdx.x ^ apart];
+  T other;
+  std::memcpy(&other, &exchanged[threadIdx.x ^ apart], sizeof(other));
   __syncthreads();
   return other;
 }
 """
 _RUN = r"""
 static const Table *table_now;
-static const StridedTable *strided_now;
 static Word numbers_now[3];
 static int which;
 static bool ended[256];
 static void fiber() {
   const unsigned me = threadIdx.x;
-  if (which == 0) trace_prints_table(*table_now);
-  else if (which == 2) trace_prints_strided(*strided_now);
+  if (which == 0) trace_prints_chunks(*table_now);
   else trace_prints_together(numbers_now[0], numbers_now[1], numbers_now[2]);
   ended[me] = true;
 }
 static void run(unsigned blocks) {
+  threads = which == 1 ? kTogether : kThreads;
   static std::vector<char> stacks(256 * 65536);
   for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x) {
-    for (int i = 0; i < 256; ++i) {
+    for (unsigned i = 0; i < threads; ++i) {
       ended[i] = false;
       getcontext(&fibers[i]);
       fibers[i].uc_stack.ss_sp = &stacks[i * 65536];
@@ -79,7 +84,7 @@ static void run(unsigned blocks) {
     }
     for (bool any = true; any;) {
       any = false;
-      for (unsigned i = 0; i < 256; ++i)
+      for (unsigned i = 0; i < threads; ++i)
         if (!ended[i]) {
           threadIdx.x = i;
           swapcontext(&scheduler, &fibers[i]);
@@ -93,7 +98,10 @@ extern "C" void print_one(const void *data, Word numel, Word kind, double *rows,
   const unsigned blocks = (numel + kChunk - 1) / kChunk;
   table.count = 1;
   table.rows = reinterpret_cast<Word>(rows);
-  table.entries[0] = {reinterpret_cast<Word>(data), numel, kChunk, 0, numel, numel, kind};
+  table.entries[0].data = reinterpret_cast<Word>(data);
+  table.entries[0].numel = numel;
+  table.entries[0].kind = int(kind);
+  table.entries[0].pairs = 1;
   table_now = &table;
   which = 0;
   run(blocks);
@@ -105,11 +113,11 @@ extern "C" void print_one(const void *data, Word numel, Word kind, double *rows,
 }
 """
 _LAUNCH = r"""
-extern "C" int launch(void *, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned,
+extern "C" int launch(void *, unsigned blocks, unsigned, unsigned, unsigned given, unsigned, unsigned, unsigned,
                       void *, void **parameters, void **) {
-  if (threads != kThreads) return 1;
-  strided_now = static_cast<const StridedTable *>(parameters[0]);
-  which = 2;
+  if (given != kThreads) return 1;
+  table_now = static_cast<const Table *>(parameters[0]);
+  which = 0;
   run(blocks);
   return 0;
 }
@@ -131,11 +139,9 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
         pytest.skip("no compiler here")
     folder = tmp_path_factory.mktemp("prints")
     source = (SOURCES / "trace_prints.cu").read_text()
-    convert = 'asm("cvt.f32.f16 %0, %1;" : "=f"(found) : "h"(value.bits));'
+    convert = 'asm("cvt.f32.f16 %0, %1;" : "=f"(found) : "h"(bits));'
     assert convert in source
-    (folder / "prints.cpp").write_text(
-        _AROUND + source.replace(convert, "found = from_half(value.bits);") + _RUN + _LAUNCH
-    )
+    (folder / "prints.cpp").write_text(_AROUND + source.replace(convert, "found = from_half(bits);") + _RUN + _LAUNCH)
     target = folder / "prints.so"
     flags = ["-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-w"]
     done = subprocess.run([compiler, *flags, str(folder / "prints.cpp"), "-o", str(target)], capture_output=True)
@@ -190,14 +196,19 @@ def test_what_is_no_number_is_counted(kernel: ctypes.CDLL, dtype: torch.dtype) -
 
 
 def _views(x: torch.Tensor) -> list[torch.Tensor]:
+    flat = x.reshape(-1)
     return [
         x,
         x.transpose(1, 2),
         x.permute(3, 1, 0, 2),
         x[:, ::2, :, 3:],
+        x[:, 1:, :, 2:8],
+        x[..., :5].transpose(0, 2),
         x[0, 0, 0].expand(40, 70),
         x[..., 1:2],
         x[1, 2, 3, 4],
+        flat[1:4000],
+        flat[3:4],
     ]
 
 
@@ -224,7 +235,7 @@ def test_the_book_prints_tensors_of_every_layout_by_itself(kernel: ctypes.CDLL) 
     one.print_on(launch, 0, "cpu", rows.ctypes.data, capacity, send, lambda _: 77)
     draw = torch.Generator().manual_seed(2)
     x = torch.randn((2, 5, 6, 70), generator=draw)
-    tensors = [view.to(dtype) for dtype in _DTYPES for view in _views(x)]
+    tensors = [view for dtype in _DTYPES for view in _views(x.to(dtype))]
     tensors += [view for dtype in (torch.int64, torch.int32, torch.uint8) for view in _views((x.abs() * 50).to(dtype))]
     tensors += [x > 0, torch.randn(3 * 8192 + 5, generator=draw), torch.full((3,), float("nan"))]
     numbers = []
@@ -245,6 +256,47 @@ def test_the_book_prints_tensors_of_every_layout_by_itself(kernel: ctypes.CDLL) 
     one.close()
 
 
+@st.composite
+def _laid_out(draw: st.DrawFn) -> torch.Tensor:
+    """A tensor of some dtype and layout, with a few NaN and Inf."""
+    sizes = draw(st.lists(st.sampled_from([1, 2, 3, 8, 17, 64]), min_size=1, max_size=4))
+    dtype = draw(st.sampled_from([*_DTYPES, torch.int64, torch.int32, torch.uint8, torch.bool]))
+    seed = draw(st.integers(0, 1000))
+    x = torch.randn(sizes, generator=torch.Generator().manual_seed(seed)) * 10 ** draw(st.integers(-3, 2))
+    x = (x.abs() if dtype == torch.uint8 else x).to(dtype)
+    if dtype.is_floating_point and draw(st.booleans()):
+        x.view(-1)[draw(st.integers(0, x.numel() - 1))] = draw(st.sampled_from([float("nan"), float("inf")]))
+    x = x.permute(draw(st.permutations(range(x.dim()))))
+    for d in range(x.dim()):
+        first, step = draw(st.integers(0, x.shape[d] - 1)), draw(st.integers(1, 3))
+        x = x[(slice(None),) * d + (slice(first, None, step),)]
+    if draw(st.booleans()):
+        x = x[..., :1].expand(*x.shape[:-1], draw(st.integers(1, 300)))
+    return x
+
+
+@given(_laid_out())
+@settings_of_hypothesis(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+def test_any_layout_has_the_print_of_the_cpu(kernel: ctypes.CDLL, tensor: torch.Tensor) -> None:
+    library = book.LIBRARY.wait()
+    if library is None:
+        pytest.skip(f"no compiler here, or it failed: {book.LIBRARY.failure}")
+    chunks = -(-tensor.numel() // CHUNK)
+    rows, found = np.full((chunks, 16), np.nan), np.full(14, np.nan)
+    one = library.Book(lambda _: 0, lambda: None, lambda: None)
+    launch = ctypes.cast(kernel.launch, ctypes.c_void_p).value
+    one.print_on(launch, 0, "cpu", rows.ctypes.data, chunks, lambda: None, lambda _: 77)
+    if one.print([tensor], [5]) == [False]:
+        assert tensor.dim() > 4
+        return
+    numbers, starts, _ = [np.frombuffer(part, np.int64).copy() for part in one.take_printed()]
+    assert numbers.tolist() == [5]
+    kernel.together(*[ctypes.c_longlong(part.ctypes.data) for part in (rows, starts, found)], ctypes.c_uint(1))
+    found[9] = np.sqrt(found[9])
+    assert np.array_equal(found, fingerprint(tensor).numpy())
+    one.close()
+
+
 def test_nobody_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
 
@@ -253,7 +305,7 @@ def test_nobody_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         ended.wait(60)
 
     library = compiling.Library("slow", build)
-    monkeypatch.setattr(device_prints.ledger, "LIBRARY", library)
+    monkeypatch.setattr(device_prints.native, "LIBRARY", library)
     began = time.perf_counter()
     try:
         assert device_prints.is_compiling(0)
