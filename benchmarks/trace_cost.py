@@ -80,7 +80,7 @@ def prints_agree() -> str:
             tensors.append(bad)
     found: dict[int, Any] = {}
     prints = DevicePrints(kernel, lambda keys, rows: found.update(zip(keys, rows.tolist())))
-    left = prints.add([(number, x.to("cuda")) for number, x in enumerate(tensors)])
+    left = prints.add([(number, x.to("cuda"), 0) for number, x in enumerate(tensors)])
     prints.land()
     wrong = [key for key, row in found.items() if row != fingerprint(tensors[key]).tolist()]
     told = [(str(tensors[key].dtype), tuple(tensors[key].shape), tensors[key].stride()) for key in wrong[:3]]

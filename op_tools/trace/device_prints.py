@@ -18,7 +18,7 @@ from ..compat import cuda_stream, in_fake_mode, in_func_transform
 from ..native import book as native
 from ..native.kernels import Kernels, launch_in_cuda, launcher
 from .format import PROJECTIONS
-from .prints import fingerprint
+from .prints import stretch_print
 
 _ROWS: Final = 131_072  # of chunks in the buffer, 16 MB
 _ROW_BYTES: Final = 128
@@ -27,6 +27,7 @@ _NORM: Final = PROJECTIONS + 1
 _THREADS: Final = 256  # of a block that puts rows together
 _TABLE_BYTES: Final = 16 + 32 * 120  # the parameter of the kernel that makes them
 _FLOATS: Final = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+Wanted = tuple[Any, Tensor, int]  # a key, a tensor, and where it begins in a whole
 BROKEN: Final[dict[int, str]] = {}  # GPUs whose kernel does not work, and why
 
 
@@ -53,23 +54,23 @@ class BookPrints:
 
     def _send(self) -> None:
         """Put the rows of each tensor together, and start their copy: the buffer is full, or the trace ends."""
-        numbers, starts, streams = [np.frombuffer(part, np.int64) for part in self._book.take_printed()]
+        numbers, starts, chunks, streams = [np.frombuffer(part, np.int64) for part in self._book.take_printed()]
         if len(numbers):
-            self._send_rows(numbers.tolist(), starts, set(streams.tolist()))
+            self._send_rows(numbers.tolist(), np.concatenate([starts, chunks]), set(streams.tolist()))
         if len(self._landing) > 1:
             self._write_landed(wait=False)
 
-    def _send_rows(self, numbers: list[int], starts: Any, streams: set[int]) -> None:
-        """The rows of each tensor begin where `starts` says, which ends with their number."""
+    def _send_rows(self, numbers: list[int], places: Any, streams: set[int]) -> None:
+        """`places`: where the rows of each tensor begin and where all end, and the first chunk of each."""
         kernels, count = self._kernels, len(numbers)
         if streams != {kernels.stream()}:  # what follows waits for one stream only
             torch.cuda.synchronize(kernels.index)
         with quiet(), torch.cuda.device(kernels.index):
-            starts = torch.tensor(starts, dtype=torch.int64).pin_memory()
-            starts_there = starts.to(self._device, non_blocking=True)
+            there = torch.tensor(places, dtype=torch.int64).pin_memory().to(self._device, non_blocking=True)
             found = torch.empty((count, _WIDTH), dtype=torch.float64, device=self._device)
-            places = (self._rows.data_ptr(), starts_there.data_ptr(), found.data_ptr())
-            launch_in_cuda(self._together, kernels.stream(), count, _THREADS, *places)
+            starts, chunks = there.data_ptr(), there.data_ptr() + 8 * (count + 1)
+            numbers_there = (self._rows.data_ptr(), starts, chunks, found.data_ptr())
+            launch_in_cuda(self._together, kernels.stream(), count, _THREADS, *numbers_there)
             host = torch.empty((count, _WIDTH), dtype=torch.float64, pin_memory=True)
             host.copy_(found, non_blocking=True)
             event = torch.cuda.Event()
@@ -98,7 +99,7 @@ class BookPrints:
 class DevicePrints(BookPrints):
     """Fingerprints of tensors of one GPU that Python hands over; `write` gets their keys and the prints.
 
-    >>> prints = DevicePrints(kernel_of(0), write); prints.add([((3, 0), x)]); prints.land()   # doctest: +SKIP
+    >>> prints = DevicePrints(kernel_of(0), write); prints.add([((3, 0), x, 0)]); prints.land()   # doctest: +SKIP
     """
 
     def __init__(self, kernel: _Kernel, write: Callable[[list[Any], Any], None]) -> None:
@@ -107,15 +108,15 @@ class DevicePrints(BookPrints):
         self._keys: dict[int, Any] = {}  # by the numbers that they have in C++
         self._numbers = itertools.count()
 
-    def add(self, wanted: list[tuple[Any, Tensor]]) -> list[tuple[Any, Tensor]]:
-        """Print tensors with one launch, each under a key; returns those that it cannot print."""
+    def add(self, wanted: list[Wanted]) -> list[Wanted]:
+        """Print tensors with one launch; returns those that it cannot print."""
         numbers = [next(self._numbers) for _ in wanted]
-        self._keys.update({number: key for number, (key, _) in zip(numbers, wanted)})
-        taken = self._book.print([tensor for _, tensor in wanted], numbers)
-        left = [(number, pair) for number, pair, done in zip(numbers, wanted, taken) if not done]
+        self._keys.update({number: one[0] for number, one in zip(numbers, wanted)})
+        taken = self._book.print([tensor for _, tensor, _ in wanted], numbers, [first for _, _, first in wanted])
+        left = [(number, one) for number, one, done in zip(numbers, wanted, taken) if not done]
         for number, _ in left:
             del self._keys[number]
-        return [pair for _, pair in left]
+        return [one for _, one in left]
 
 
 def kernel_of(index: int) -> _Kernel | None:
@@ -144,7 +145,7 @@ def _kernel_of(index: int) -> _Kernel | None:
         library, kernels = native.LIBRARY.get(), Kernels(index, "trace_prints", arguments=3)
         torch.zeros(1, device=f"cuda:{index}")  # the driver needs a context
         chunks = None if library is None else kernels.in_cuda("chunks", [_TABLE_BYTES])
-        together = None if chunks is None else kernels.in_cuda("together", [8, 8, 8])
+        together = None if chunks is None else kernels.in_cuda("together", [8, 8, 8, 8])
         if chunks is None or together is None:
             return None
         found = _Kernel(kernels, launcher(), chunks, together)
@@ -182,9 +183,12 @@ def _agrees(kernel: _Kernel) -> bool:
         ]
     found: dict[int, Any] = {}
     prints = DevicePrints(kernel, lambda keys, rows: found.update(zip(keys, rows)))
-    left = prints.add([(number, _like(tensor, kernel.kernels.index)) for number, tensor in enumerate(host)])
+    firsts = [(0, 0, 1, 8_192 * 300 + 70)[number % 4] for number in range(len(host))]
+    wanted = [_like(tensor, kernel.kernels.index) for tensor in host]
+    left = prints.add(list(zip(range(len(host)), wanted, firsts)))
     prints.land()
-    agree = [np.array_equal(found[number], fingerprint(tensor).numpy()) for number, tensor in enumerate(host)]
+    expected = [stretch_print(tensor, first).numpy() for tensor, first in zip(host, firsts)]
+    agree = [np.array_equal(found[number], one) for number, one in enumerate(expected)]
     return not left and all(agree)
 
 

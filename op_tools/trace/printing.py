@@ -9,10 +9,10 @@ import torch
 from ..call.description import Tensor
 from ..call.devices import accelerator_type
 from ..compat import cuda_device
-from .device_prints import BookPrints, DevicePrints, is_compiling, kernel_of
+from .device_prints import BookPrints, DevicePrints, Wanted, is_compiling, kernel_of
 from .format import TraceWriter
 from .places import Sharding
-from .prints import Batch, fingerprint
+from .prints import Batch, fingerprint, first_place, stretch_print
 
 PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", Tensor)})
 """Types of tensors that wrap no others."""
@@ -28,7 +28,7 @@ class Printing:
         self._writer, self._world = writer, world
         self._on_cuda = accelerator_type() == "cuda"
         self._batch = Batch()
-        self.fresh: list[tuple[tuple[int, int], Tensor]] = []  # on GPUs, of the present call, not printed yet
+        self.fresh: list[Wanted] = []  # on GPUs, of the present call, not printed yet
         self._on_gpus: dict[torch.device, DevicePrints | None] = {}
         self._book: Any = None  # in machine code: it prints what lies on one GPU, from the first call on if it can
         self._of_book: BookPrints | None = None
@@ -45,25 +45,26 @@ class Printing:
             return
         if type(tensor) not in PLAIN and _storageless(tensor):
             return
-        if (
-            self._on_cuda
-            and tensor.is_cuda
-            and (sharding is None or sharding.whole is None)
-            and self._gpu(tensor.device) is not None
-        ):
-            self.fresh.append(((number, 0), tensor))
-            full = False
-        elif sharding is None:
-            full = self._batch.add(number, 0, fingerprint(tensor))
-        if sharding is None:
-            if self._world[1] > 1 and tensor.dim():
-                rank, world = self._world
-                whole = (tensor.shape[0] * world, *tensor.shape[1:])
-                part = fingerprint(tensor, whole, (tensor.shape[0] * rank, *[0] * (tensor.dim() - 1)))
-                full = self._batch.add(number, 1, part)
-        elif not self.fresh or self.fresh[-1][0][0] != number:
-            full = self._batch.add(number, 0, fingerprint(tensor, sharding.whole, sharding.at))
-        if full:
+        on_kernel = self._on_cuda and tensor.is_cuda and self._gpu(tensor.device) is not None
+        for part, first in self._parts_of(tensor, sharding):
+            if first is None:
+                assert sharding is not None
+                self._add(number, part, fingerprint(tensor, sharding.whole, sharding.at))
+            elif on_kernel:
+                self.fresh.append(((number, part), tensor, first))
+            else:
+                self._add(number, part, stretch_print(tensor, first))
+
+    def _parts_of(self, tensor: Tensor, sharding: Sharding | None) -> list[tuple[int, int | None]]:
+        """The prints of a tensor: their part, and where it begins in a whole; None where the part has gaps."""
+        if sharding is not None:
+            whole = sharding.whole
+            return [(0, 0 if whole is None else first_place(tensor.shape, whole, sharding.at))]
+        rank, world = self._world
+        return [(0, 0), (1, rank * tensor.numel())] if world > 1 and tensor.dim() else [(0, 0)]
+
+    def _add(self, number: int, part: int, found: Tensor) -> None:
+        if self._batch.add(number, part, found):
             self.land()
 
     def take_all(self, fresh: list[tuple[int, Tensor]]) -> None:
@@ -92,8 +93,8 @@ class Printing:
             here, fresh = (fresh, []) if len(fresh) == 1 else _divided(fresh, device)
             prints = self._on_gpus[device]
             assert prints is not None
-            for (number, part), tensor in prints.add(here):
-                self._batch.add(number, part, fingerprint(tensor))
+            for (number, part), tensor, first in prints.add(here):
+                self._add(number, part, stretch_print(tensor, first))
 
     def _write_numbered(self, numbers: list[int], rows: Any) -> None:
         self._writer.add_columns("prints", [numbers, *rows.T, [0] * len(numbers)])
@@ -118,9 +119,9 @@ class Printing:
         self.land()
 
 
-def _divided(fresh: list[Any], device: torch.device) -> tuple[list[Any], list[Any]]:
-    here = [pair for pair in fresh if pair[1].device == device]
-    return here, [pair for pair in fresh if pair[1].device != device]
+def _divided(fresh: list[Wanted], device: torch.device) -> tuple[list[Wanted], list[Wanted]]:
+    here = [one for one in fresh if one[1].device == device]
+    return here, [one for one in fresh if one[1].device != device]
 
 
 def _storageless(tensor: Tensor) -> bool:

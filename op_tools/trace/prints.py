@@ -33,6 +33,7 @@ POWER: Final = sum(k * k for k in range(1, _LARGEST + 1, 2)) / 8.0  # mean squar
 _WIDTH: Final = PROJECTIONS + 1  # and the plain sum
 _HOST: Final = frozenset({"cpu", "soft"})  # computed by the CPU, whose memory it is
 _MAX_WAITING: Final = 512
+_SLAB: Final = 1 << 24  # elements of a whole that are looked at together
 
 
 def _hashed(numbers: Any) -> Any:
@@ -69,12 +70,12 @@ def _table(device: torch.device) -> Tensor:
     return found
 
 
-def _chunk_signs(chunks: int, device: torch.device) -> Tensor:
-    found = _tables.get((device, chunks))
+def _chunk_signs(first: int, chunks: int, device: torch.device) -> Tensor:
+    found = _tables.get((device, first, chunks))
     if found is None:
-        found = torch.from_numpy(_signs(_CHUNK_SIGNS, chunks)).to(device)
-        if chunks == 1:
-            _tables[device, chunks] = found
+        found = torch.from_numpy(_signs(_CHUNK_SIGNS + first, chunks)).to(device)
+        if first == 0 and chunks == 1:
+            _tables[device, first, chunks] = found
     return found
 
 
@@ -98,18 +99,69 @@ def fingerprint(tensor: Tensor, whole: Sequence[int] | None = None, at: Sequence
             x = torch.view_as_real(x.resolve_conj())
             whole = None if whole is None else (*whole, 2)
             at = (*at, 0) if at else at
-        x = x.to(torch.float64)
-        if whole is not None and tuple(whole) != tuple(x.shape):
-            padded = x.new_zeros(tuple(whole))
-            padded[tuple(slice(start, start + size) for start, size in zip(at, x.shape))] = x
-            counted, x = x, padded
-        else:
-            counted = x
-        return _of_flat(x.reshape(-1), counted.reshape(-1))
+        first = 0 if whole is None or tuple(whole) == tuple(x.shape) else first_place(x.shape, whole, at)
+        if first is None:
+            assert whole is not None
+            return _of_part(x, tuple(whole), tuple(at))
+        return _of_stretch(x.to(torch.float64).reshape(-1), first)
 
 
-def _of_flat(x: Tensor, counted: Tensor) -> Tensor:
+def stretch_print(tensor: Tensor, first: int) -> Tensor:
+    """The print of a tensor whose elements follow each other from place `first` of a whole on.
+
+    >>> x = torch.randn(5, 6)
+    >>> torch.equal(stretch_print(x[2:], 12), fingerprint(x[2:], (5, 6), (2, 0)))
+    True
+    """
+    if not first:
+        return fingerprint(tensor)
+    return fingerprint(tensor.reshape(-1), (first + tensor.numel(),), (first,))
+
+
+def first_place(shape: Sequence[int], whole: Sequence[int], at: Sequence[int]) -> int | None:
+    """Where the first element of a part lies, if the others follow it in the whole; None if there are gaps.
+
+    >>> first_place((2, 6), (4, 6), (2, 0)), first_place((4, 3), (4, 6), (0, 3))
+    (12, None)
+    """
+    d = next((d for d, (mine, all_of_it) in enumerate(zip(shape, whole)) if mine != 1 or all_of_it == 1), len(shape))
+    if tuple(shape[d + 1 :]) != tuple(whole[d + 1 :]):
+        return None
+    place = 0
+    for size, start in zip(whole, at):
+        place = place * size + start
+    return place
+
+
+def _of_part(x: Tensor, whole: tuple[int, ...], at: tuple[int, ...]) -> Tensor:
+    """The print of a part with gaps, from slabs that are whole: a bounded number of elements at a time."""
+    width = math.prod(whole[1:])
+    rows = max(1, _SLAB // max(1, width))
+    place = (slice(None), *(slice(start, start + size) for start, size in zip(at[1:], x.shape[1:])))
+    found = None
+    for start in range(0, max(1, x.shape[0]), rows):
+        mine = x[start : start + rows]
+        slab = torch.zeros((mine.shape[0], *whole[1:]), dtype=torch.float64, device=x.device)
+        own = slab[place]
+        own.copy_(mine)
+        one = _of_stretch(slab.view(-1), (at[0] + start) * width, counted=own.reshape(-1))
+        found = one if found is None else _added(found, one)
+    assert found is not None
+    return found
+
+
+def _added(one: Tensor, two: Tensor) -> Tensor:
+    """The print of two parts together."""
+    found, norm, low, high = one + two, _WIDTH, _WIDTH + 1, _WIDTH + 2
+    found[norm] = (one[norm] * one[norm] + two[norm] * two[norm]).sqrt()
+    found[low], found[high] = one[low].minimum(two[low]), one[high].maximum(two[high])
+    return found
+
+
+def _of_stretch(x: Tensor, first: int, counted: Tensor | None = None) -> Tensor:
+    """The print of elements from place `first` of the whole on; `counted` are those of them that are of the part."""
     count = x.numel()
+    counted = x if counted is None else counted
     if not count or not counted.numel():
         return torch.zeros(_WIDTH + 5, dtype=torch.float64, device=x.device)
     low, high = torch.aminmax(counted)
@@ -119,17 +171,19 @@ def _of_flat(x: Tensor, counted: Tensor) -> Tensor:
         nan, inf = counted.isnan().sum(), counted.isinf().sum()
         x, counted = (torch.nan_to_num(part, 0.0, 0.0, 0.0) for part in (x, counted))
         low, high = torch.aminmax(counted)
-    chunks = -(-count // CHUNK)
-    size = CHUNK if chunks > 1 else -(-count // _LANES) * _LANES
-    grid = torch.nn.functional.pad(x, (0, chunks * size - count)).view(chunks, size)
+    chunk, before = divmod(first, CHUNK)
+    chunks = -(-(before + count) // CHUNK)
+    size = CHUNK if chunks > 1 else -(-(before + count) // _LANES) * _LANES
+    grid = torch.nn.functional.pad(x, (before, chunks * size - before - count)).view(chunks, size)
     squares = _in_order((grid * grid).view(chunks, -1, _LANES).transpose(0, 1).unsqueeze(-1))
     largest = grid.abs().amax(1, keepdim=True).clamp(min=1e-290, max=1e290)
     exponent = (_GRID_BITS - ((largest.view(torch.int64) >> 52) - 1022)).clamp(-1000, 1000)
     # by a power of two: exact
     rows = ((grid * _power(exponent)).round_() @ _table(x.device)[:size]) * _power(-exponent)
     rows = torch.cat([rows, squares], 1)
-    rows[:, :_WIDTH] *= _chunk_signs(chunks, x.device)
-    padded = torch.nn.functional.pad(rows, (0, 0, 0, -chunks % _LANES)).view(-1, 1, _LANES, _WIDTH + 1)
+    rows[:, :_WIDTH] *= _chunk_signs(chunk, chunks, x.device)
+    lane = chunk % _LANES
+    padded = torch.nn.functional.pad(rows, (0, 0, lane, -(lane + chunks) % _LANES)).view(-1, 1, _LANES, _WIDTH + 1)
     found = _in_order(padded).view(-1) if chunks > 1 else rows.view(-1)
     if found.is_cpu:
         found[-1] = math.sqrt(found[-1].item())  # PyTorch's root on the CPU may be off by one in the last bit

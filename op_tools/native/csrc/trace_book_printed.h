@@ -23,17 +23,19 @@ PyObject *book_print_on(PyObject *self, PyObject *args) {
   });
 }
 
-// (tensors, their numbers): print them now; whether each can be.
+// (tensors, their numbers, where each begins in a whole): print them now; whether each can be.
 PyObject *book_print(PyObject *self, PyObject *args) {
-  PyObject *tensors, *numbers;
-  if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &tensors, &PyList_Type, &numbers)) return nullptr;
+  PyObject *tensors, *numbers, *places;
+  if (!PyArg_ParseTuple(args, "O!O!O!", &PyList_Type, &tensors, &PyList_Type, &numbers, &PyList_Type, &places)) return nullptr;
   return safely([&]() -> PyObject * {
     Printer &printer = book_of(self).printer;
     Owned taken{checked(PyList_New(0))};
-    for (Py_ssize_t i = 0; i < std::min(PyList_GET_SIZE(tensors), PyList_GET_SIZE(numbers)); ++i) {
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
+      if (i >= std::min(PyList_GET_SIZE(numbers), PyList_GET_SIZE(places))) break;
       const long long number = PyLong_AsLongLong(PyList_GET_ITEM(numbers, i));
-      if (number == -1 && PyErr_Occurred()) throw PythonError{};
-      const bool can = printer.take(unwrapped(PyList_GET_ITEM(tensors, i)), number);
+      const long long first = PyLong_AsLongLong(PyList_GET_ITEM(places, i));
+      if (PyErr_Occurred()) throw PythonError{};
+      const bool can = printer.take(unwrapped(PyList_GET_ITEM(tensors, i)), number, first);
       if (PyList_Append(taken, can ? Py_True : Py_False) < 0) throw PythonError{};
     }
     printer.launch();
@@ -41,17 +43,19 @@ PyObject *book_print(PyObject *self, PyObject *args) {
   });
 }
 
-// The tensors whose rows are on the device: their numbers, their first rows and the end, and the streams that were used.
+// The tensors whose rows are on the device: their numbers, their first rows and the end, their first chunks of a whole, and
+// the streams that were used.
 PyObject *book_take_printed(PyObject *self, PyObject *) {
   Printer &printer = book_of(self).printer;
   const size_t count = printer.starts.size();
   printer.starts.push_back(printer.used);
   Owned numbers{bytes_of(printer.numbers, count)}, starts{bytes_of(printer.starts, count + 1)};
-  Owned streams{bytes_of(printer.used_streams, printer.used_streams.size())};
+  Owned chunks{bytes_of(printer.chunks, count)}, streams{bytes_of(printer.used_streams, printer.used_streams.size())};
   printer.numbers.erase(printer.numbers.begin(), printer.numbers.begin() + long(count));
+  printer.chunks.erase(printer.chunks.begin(), printer.chunks.begin() + long(count));
   printer.starts.clear();
   printer.used_streams.clear();
   printer.used = 0;
-  if (numbers == nullptr || starts == nullptr || streams == nullptr) return nullptr;
-  return PyTuple_Pack(3, numbers.object, starts.object, streams.object);
+  if (numbers == nullptr || starts == nullptr || chunks == nullptr || streams == nullptr) return nullptr;
+  return PyTuple_Pack(4, numbers.object, starts.object, chunks.object, streams.object);
 }

@@ -5,7 +5,7 @@
 constexpr int kMaxEntries = 32, kDims = 4, kChunk = 8192, kRowBytes = 128, kThreads = 128;
 struct PrintEntry {
   int64_t data, numel, first;
-  int32_t kind, dims, pairs, unused;
+  int32_t kind, dims, pairs, before;
   uint32_t sizes[kDims], factors[kDims], shifts[kDims];
   int64_t strides[kDims];
 };
@@ -37,7 +37,7 @@ void divide_by(uint32_t size, PrintEntry &entry, int d) {
 
 // Whether an element of even number lies where it can be read together with the next one.
 bool in_pairs(const PrintEntry &entry, int64_t element_size) {
-  if (entry.data % (2 * element_size) != 0) return false;
+  if (entry.data % (2 * element_size) != 0 || entry.before % 2 != 0) return false;
   if (entry.dims == 0) return true;
   if (entry.strides[0] != 1 || (entry.dims > 1 && entry.sizes[0] % 2 != 0)) return false;
   return std::all_of(entry.strides + 1, entry.strides + entry.dims, [](int64_t stride) { return stride % 2 == 0; });
@@ -84,6 +84,7 @@ struct Printer {
   std::vector<PrintEntry> waiting;      // of the present call
   std::vector<int64_t> numbers;         // of tensors: those whose rows are on the device, then those that wait
   std::vector<int64_t> starts;          // the first row of each on the device
+  std::vector<int64_t> chunks;          // of the whole, where each begins, as `numbers`
   std::vector<int64_t> used_streams;
 
   void forget() {
@@ -93,23 +94,25 @@ struct Printer {
     waiting.clear();
   }
 
-  // Take a tensor that is to be printed; false where Python must do that.
-  bool take(const at::Tensor &tensor, int64_t number) {
+  // Take a tensor that is to be printed, from place `first` of a whole on; false where Python must do that.
+  bool take(const at::Tensor &tensor, int64_t number, int64_t first = 0) {
     if (launch_kernel == nullptr || tensor.device().type() != streams.type || tensor.device().index() != streams.index) return false;
     if (!is_strided(tensor) || tensor.is_neg() || tensor.is_conj()) return false;
     PrintEntry entry{};
     entry.kind = kind_of_dtype(tensor.scalar_type());
     entry.numel = tensor.numel();
+    entry.before = int32_t(first % kChunk);
     const void *data = address_of(tensor);
     entry.data = reinterpret_cast<int64_t>(data);
-    if (entry.kind < 0 || entry.numel == 0 || data == nullptr || chunks(entry) > capacity || entry.numel >> 31 != 0) return false;
+    if (entry.kind < 0 || entry.numel == 0 || data == nullptr || rows_of(entry) > capacity || entry.numel >> 31 != 0) return false;
     if (!laid_out(tensor, entry)) return false;
     waiting.push_back(entry);
     numbers.push_back(number);
+    chunks.push_back(first / kChunk);
     return true;
   }
 
-  static int64_t chunks(const PrintEntry &entry) { return (entry.numel + kChunk - 1) / kChunk; }
+  static int64_t rows_of(const PrintEntry &entry) { return (entry.before + entry.numel + kChunk - 1) / kChunk; }
 
   // Print what waits, before anybody writes to it.
   void launch() {
@@ -121,6 +124,7 @@ struct Printer {
       launch_all(entries);
     } catch (...) {
       numbers.resize(starts.size());  // those of the others are lost
+      chunks.resize(starts.size());
       throw;
     }
   }
@@ -130,7 +134,7 @@ struct Printer {
     if (std::find(used_streams.begin(), used_streams.end(), raw) == used_streams.end()) used_streams.push_back(raw);
     PrintTable table;
     for (size_t at = 0; at < entries.size();) {
-      if (used + chunks(entries[at]) > capacity) {
+      if (used + rows_of(entries[at]) > capacity) {
         Owned{checked(PyObject_CallNoArgs(send))};  // calls `take_printed`
         used_streams.push_back(raw);
       }
@@ -138,7 +142,7 @@ struct Printer {
       table.rows = address + kRowBytes * used;
       int64_t blocks = 0;
       for (; at < entries.size() && table.count < kMaxEntries; ++at) {
-        const int64_t own = chunks(entries[at]);
+        const int64_t own = rows_of(entries[at]);
         if (used + blocks + own > capacity) break;
         PrintEntry &entry = table.entries[table.count++] = entries[at];
         entry.first = blocks;

@@ -17,7 +17,7 @@ constexpr int kGridBits = 36;
 constexpr int kDims = 4;  // after those that lie one behind the other are joined
 struct Entry {
   Word data, numel, first;
-  int kind, dims, pairs, unused;                         // `pairs`: two neighbours can be read at once
+  int kind, dims, pairs, before;  // `pairs`: two neighbours can be read at once; `before`: places of the first chunk
   unsigned sizes[kDims], factors[kDims], shifts[kDims];  // the last dimension first; how to divide by its size
   Word strides[kDims];
 };
@@ -81,13 +81,13 @@ __device__ inline Word place_of(const Entry &entry, unsigned left) {
   return place + Word(left) * entry.strides[kDims - 1];
 }
 
-// The pairs of a thread; elements behind the last one are 0.
+// The pairs of a thread; what lies before the first element or behind the last one is 0.
 template <typename Pair>
-__device__ inline void read_pairs(const Entry &entry, Word begin, int count, char *room, Pair (&held)[kRows]) {
+__device__ inline void read_pairs(const Entry &entry, Word begin, int from, int count, char *room, Pair (&held)[kRows]) {
   using Element = typename Pair::Element;
   const Element *data = reinterpret_cast<const Element *>(entry.data);
   const int mine = 2 * threadIdx.x;
-  if (entry.dims == 0 && count == kChunk) {
+  if (entry.dims == 0 && from == 0 && count == kChunk) {
 #pragma unroll
     for (int j = 0; j < kRows; ++j) held[j] = *reinterpret_cast<const Pair *>(data + begin + j * kLanes + mine);
     return;
@@ -97,12 +97,9 @@ __device__ inline void read_pairs(const Entry &entry, Word begin, int count, cha
   for (int j = 0; j < kRows; ++j) {
     const int at = j * kLanes + mine;
     Pair pair{};
-    if (at < count) {
-      const Element *first = data + (entry.dims == 0 ? begin + at : place_of(entry, unsigned(begin) + at));
-      if (at + 1 == count) pair = Pair::of(*first, 0);
-      else if (entry.pairs) pair = *reinterpret_cast<const Pair *>(first);
-      else pair = Pair::of(*first, data[place_of(entry, unsigned(begin) + at + 1)]);
-    }
+    const auto here = [&](int at) { return data + (entry.dims == 0 ? begin + at : place_of(entry, unsigned(begin + at))); };
+    if (entry.pairs && at >= from && at + 1 < count) pair = *reinterpret_cast<const Pair *>(here(at));
+    else pair = Pair::of(at >= from && at < count ? *here(at) : 0, at + 1 >= from && at + 1 < count ? *here(at + 1) : 0);
     own[j * kThreads] = pair;
   }
 #pragma unroll
@@ -266,11 +263,11 @@ __device__ inline double on_grid(double value, double scale) {
 
 // Elements of at most 32 bits that a thread holds from the first look at them to the last.
 template <typename Pair>
-__device__ void print_pairs(const Entry &entry, Word begin, int count, Shared &shared, double *row) {
+__device__ void print_pairs(const Entry &entry, Word begin, int from, int count, Shared &shared, double *row) {
   Pair held[kRows];
-  read_pairs(entry, begin, count, shared.room, held);
+  read_pairs(entry, begin, from, count, shared.room, held);
   float low = float(infinity()), high = -float(infinity());
-  bool plain = count == kChunk;
+  bool plain = from == 0 && count == kChunk;
   if (plain) {
     find_extremes(held, low, high);
     join_extremes(low, high, shared);
@@ -284,7 +281,8 @@ __device__ void print_pairs(const Entry &entry, Word begin, int count, Shared &s
 #pragma unroll
     for (int j = 0; j < kRows; ++j)
       for (int side = 0; side < 2; ++side) {
-        if (j * kLanes + int(2 * threadIdx.x) + side >= count) continue;
+        const int at = j * kLanes + int(2 * threadIdx.x) + side;
+        if (at < from || at >= count) continue;
         if (const float value = held[j].at(side); !is_finite(value)) {
           if (value != value) ++nan;
           else ++inf;
@@ -323,11 +321,11 @@ __device__ void print_pairs(const Entry &entry, Word begin, int count, Shared &s
 }
 
 // Numbers of any kind, in double precision.
-__device__ void print_wide(const Entry &entry, Word begin, int count, Shared &shared, double *row) {
+__device__ void print_wide(const Entry &entry, Word begin, int from, int count, Shared &shared, double *row) {
   double low = infinity(), high = -infinity();
   unsigned nan = 0, inf = 0;
 #pragma unroll 4
-  for (int at = threadIdx.x; at < count; at += kThreads) {
+  for (int at = from + threadIdx.x; at < count; at += kThreads) {
     const double value = read_wide(entry, begin + at);
     if (value != value) ++nan;
     else if (!is_finite(value)) ++inf;
@@ -346,7 +344,7 @@ __device__ void print_wide(const Entry &entry, Word begin, int count, Shared &sh
 #pragma unroll 4
     for (int j = 0; j < kRows; ++j) {
       const int at = j * kLanes + int(2 * threadIdx.x) + side;
-      double value = at < count ? read_wide(entry, begin + at) : 0.0;
+      double value = at >= from && at < count ? read_wide(entry, begin + at) : 0.0;
       if (!is_finite(value)) value = 0;
       squares = __dadd_rn(squares, __dmul_rn(value, value));
       const double whole = rint(__dmul_rn(value, scale));
@@ -368,13 +366,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4) trace_prints_chunks(co
   int at = 0;
   while (at + 1 < table.count && table.entries[at + 1].first <= block) ++at;
   const Entry &entry = table.entries[at];
-  const Word begin = (block - entry.first) * kChunk;
+  const Word begin = (block - entry.first) * kChunk - entry.before;
+  const int from = begin < 0 ? int(-begin) : 0;
   const int count = entry.numel - begin < kChunk ? int(entry.numel - begin) : kChunk;
   double *row = reinterpret_cast<double *>(table.rows) + block * kStride;
-  if (entry.kind == 0) print_pairs<Brains>(entry, begin, count, shared, row);
-  else if (entry.kind == 1) print_pairs<Halves>(entry, begin, count, shared, row);
-  else if (entry.kind == 2) print_pairs<Floats>(entry, begin, count, shared, row);
-  else print_wide(entry, begin, count, shared, row);
+  if (entry.kind == 0) print_pairs<Brains>(entry, begin, from, count, shared, row);
+  else if (entry.kind == 1) print_pairs<Halves>(entry, begin, from, count, shared, row);
+  else if (entry.kind == 2) print_pairs<Floats>(entry, begin, from, count, shared, row);
+  else print_wide(entry, begin, from, count, shared, row);
 }
 
 // -- rows of a tensor -----------------------------------------------------------------------------------------
@@ -423,16 +422,18 @@ __device__ inline void reduce(double *mine, double (*shared)[kTogether / 32], do
   }
 }
 
-// One block for each tensor: its rows are those from starts[i] up to starts[i + 1]. The norm is still a sum of squares.
-extern "C" __global__ void trace_prints_together(Word rows, Word starts, Word results) {
+// One block for each tensor: its rows are those from starts[i] up to starts[i + 1], of chunks from chunks[i] on. The norm is
+// still a sum of squares.
+extern "C" __global__ void trace_prints_together(Word rows, Word starts, Word chunks, Word results) {
   __shared__ double shared[kWidth][kTogether / 32];
   const Word *first = reinterpret_cast<const Word *>(starts) + blockIdx.x;
   const double *row = reinterpret_cast<const double *>(rows);
   double mine[kWidth] = {};
   mine[kLow] = infinity();
   mine[kHigh] = -infinity();
-  for (Word i = first[0] + threadIdx.x; i < first[1]; i += kTogether) {
-    const Bits signs = hashed(1000003 + Bits(i - first[0]));
+  const Word chunk = reinterpret_cast<const Word *>(chunks)[blockIdx.x];
+  for (Word i = first[0] + (threadIdx.x - chunk % kTogether + kTogether) % kTogether; i < first[1]; i += kTogether) {
+    const Bits signs = hashed(1000003 + Bits(chunk + i - first[0]));
     for (int k = 0; k < kWidth; ++k) {
       const double value = row[i * kStride + k];
       if (k == kLow) mine[k] = value < mine[k] ? value : mine[k];

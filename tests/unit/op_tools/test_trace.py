@@ -19,6 +19,7 @@ import torch
 
 from op_tools.cli import main
 from op_tools.trace import format as columns
+from op_tools.trace import prints
 from op_tools.trace.align import align, aligned
 from op_tools.trace.commands import _misplaced
 from op_tools.trace.diverge import largest_with
@@ -127,6 +128,26 @@ def test_prints_of_shards_add_up_and_close_values_are_close() -> None:
     apart = float(distance(fingerprint(x).numpy(), fingerprint(rounded).numpy()))
     assert 0.3 < apart / float((x - rounded).norm()) < 2.5
     assert smallest_step(fingerprint(x).numpy(), fingerprint(rounded).numpy()) == 0.0
+
+
+def test_a_part_is_printed_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = torch.randn(50, 30, 40)
+    whole[7, 3, 5] = float("nan")
+    expected = {(0, 0, 20): whole[:, :, 20:], (0, 10, 0): whole[:, 10:], (3, 0, 1): whole[3:45, :, 1:9]}
+    found = {at: fingerprint(part, whole.shape, at) for at, part in expected.items()}
+    sizes = list[int]()
+    pad = torch.nn.functional.pad
+    monkeypatch.setattr(prints, "_SLAB", 5_000)
+    monkeypatch.setattr(torch.nn.functional, "pad", lambda x, *rest: sizes.append(x.numel()) or pad(x, *rest))
+    for at, part in expected.items():
+        in_slabs = fingerprint(part, whole.shape, at)
+        assert torch.allclose(in_slabs, found[at], rtol=1e-9, atol=1e-7)
+        assert torch.equal(in_slabs[10:], found[at][10:])
+    assert max(sizes) < 8_192
+    sizes.clear()
+    last = fingerprint(whole[40:], (100_000, 30, 40), (90_000, 0, 0))  # without room for the whole
+    assert max(sizes) < 20_000
+    assert last[-4:].tolist() == [whole[40:].min(), whole[40:].max(), 0, 0]
 
 
 def test_nan_and_inf_are_counted_and_do_not_spread() -> None:

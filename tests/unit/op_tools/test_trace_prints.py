@@ -19,7 +19,7 @@ from op_tools import settings
 from op_tools.native import book, compiling
 from op_tools.native.compiling import SOURCES
 from op_tools.trace import device_prints
-from op_tools.trace.prints import CHUNK, fingerprint
+from op_tools.trace.prints import CHUNK, fingerprint, stretch_print
 
 _AROUND = r"""
 #include <cmath>
@@ -61,13 +61,13 @@ template <typename T> T __shfl_xor_sync(unsigned, T value, int apart) {
 """
 _RUN = r"""
 static const Table *table_now;
-static Word numbers_now[3];
+static Word numbers_now[4];
 static int which;
 static bool ended[256];
 static void fiber() {
   const unsigned me = threadIdx.x;
   if (which == 0) trace_prints_chunks(*table_now);
-  else trace_prints_together(numbers_now[0], numbers_now[1], numbers_now[2]);
+  else trace_prints_together(numbers_now[0], numbers_now[1], numbers_now[2], numbers_now[3]);
   ended[me] = true;
 }
 static void run(unsigned blocks) {
@@ -107,7 +107,9 @@ extern "C" void print_one(const void *data, Word numel, Word kind, double *rows,
   run(blocks);
   numbers_now[0] = reinterpret_cast<Word>(rows);
   numbers_now[1] = reinterpret_cast<Word>(starts);
-  numbers_now[2] = reinterpret_cast<Word>(found);
+  static const Word from_the_first = 0;
+  numbers_now[2] = reinterpret_cast<Word>(&from_the_first);
+  numbers_now[3] = reinterpret_cast<Word>(found);
   which = 1;
   run(1);
 }
@@ -121,10 +123,11 @@ extern "C" int launch(void *, unsigned blocks, unsigned, unsigned, unsigned give
   run(blocks);
   return 0;
 }
-extern "C" void together(Word rows, Word starts, Word found, unsigned count) {
+extern "C" void together(Word rows, Word starts, Word chunks, Word found, unsigned count) {
   numbers_now[0] = rows;
   numbers_now[1] = starts;
-  numbers_now[2] = found;
+  numbers_now[2] = chunks;
+  numbers_now[3] = found;
   which = 1;
   run(count);
 }
@@ -221,9 +224,9 @@ def test_the_book_prints_tensors_of_every_layout_by_itself(kernel: ctypes.CDLL) 
     prints: dict[int, list[float]] = {}
 
     def send() -> None:
-        numbers, starts, streams = [np.frombuffer(part, np.int64).copy() for part in one.take_printed()]
+        numbers, starts, chunks, streams = [np.frombuffer(part, np.int64).copy() for part in one.take_printed()]
         found = np.full((len(numbers), 14), np.nan)
-        places = [ctypes.c_longlong(part.ctypes.data) for part in (rows, starts, found)]
+        places = [ctypes.c_longlong(part.ctypes.data) for part in (rows, starts, chunks, found)]
         kernel.together(*places, ctypes.c_uint(len(numbers)))
         found[:, 9] = np.sqrt(found[:, 9])
         prints.update(zip(numbers.tolist(), found.tolist()))
@@ -275,25 +278,23 @@ def _laid_out(draw: st.DrawFn) -> torch.Tensor:
     return x
 
 
-@given(_laid_out())
+@given(_laid_out(), st.one_of(st.just(0), st.integers(0, 3_000_000)))
 @settings_of_hypothesis(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-def test_any_layout_has_the_print_of_the_cpu(kernel: ctypes.CDLL, tensor: torch.Tensor) -> None:
+def test_any_layout_and_part_has_the_print_of_the_cpu(kernel: ctypes.CDLL, tensor: torch.Tensor, first: int) -> None:
     library = book.LIBRARY.wait()
     if library is None:
         pytest.skip(f"no compiler here, or it failed: {book.LIBRARY.failure}")
-    chunks = -(-tensor.numel() // CHUNK)
-    rows, found = np.full((chunks, 16), np.nan), np.full(14, np.nan)
+    rows, found = np.full((tensor.numel() // CHUNK + 2, 16), np.nan), np.full(14, np.nan)
     one = library.Book(lambda _: 0, lambda: None, lambda: None)
     launch = ctypes.cast(kernel.launch, ctypes.c_void_p).value
-    one.print_on(launch, 0, "cpu", rows.ctypes.data, chunks, lambda: None, lambda _: 77)
-    if one.print([tensor], [5]) == [False]:
-        assert tensor.dim() > 4
-        return
-    numbers, starts, _ = [np.frombuffer(part, np.int64).copy() for part in one.take_printed()]
+    one.print_on(launch, 0, "cpu", rows.ctypes.data, len(rows), lambda: None, lambda _: 77)
+    assert one.print([tensor], [5], [first]) == [True]
+    numbers, starts, chunks, _ = [np.frombuffer(part, np.int64).copy() for part in one.take_printed()]
     assert numbers.tolist() == [5]
-    kernel.together(*[ctypes.c_longlong(part.ctypes.data) for part in (rows, starts, found)], ctypes.c_uint(1))
+    places = [ctypes.c_longlong(part.ctypes.data) for part in (rows, starts, chunks, found)]
+    kernel.together(*places, ctypes.c_uint(1))
     found[9] = np.sqrt(found[9])
-    assert np.array_equal(found, fingerprint(tensor).numpy())
+    assert np.array_equal(found, stretch_print(tensor, first).numpy())
     one.close()
 
 
