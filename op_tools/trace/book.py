@@ -91,7 +91,8 @@ class Book(Protocol):
 class _Known(weakref.ref):  # type: ignore[type-arg]
     """A tensor object whose present version has a number."""
 
-    __slots__ = ("key", "memory", "number", "version")
+    __slots__ = ("address", "key", "memory", "number", "version")
+    address: int
     key: int
     version: int
     number: int
@@ -145,8 +146,11 @@ class PythonBook:
         known = self._known.get(key)
         if known is not None and known() is not tensor:
             known = None
+        address = _address(held)
         if known is not None and known.version == version and not wrote:
-            return known.number
+            if known.address == address:
+                return known.number
+            known = None  # `parameter.data = other` changes no version
         memory = _memory(held)
         if known is None and not wrote and producer < 0 and memory is not None:
             same = self._by_memory.get(memory)
@@ -161,11 +165,14 @@ class PythonBook:
         if look < 0:
             look = self._find_look(tensor)
         name, kind, owner = self._role(tensor) or (0, columns.GIVEN if producer < 0 else columns.ACTIVATION, module)
+        if kind in (columns.PARAMETER, columns.BUFFER):
+            self._is_of_the_model(storage_of(held), kind)
         number = self._writer.add("tensors", (kind, name, look, producer, min(output, _MOST), base, owner))
         if self._ended:
             self._forget_ended()
         reference = _Known(tensor, self._ended.append)
         reference.key, reference.version, reference.number, reference.memory = key, version, number, memory
+        reference.address = address
         self._known[key] = reference
         if memory is not None:
             self._by_memory[memory] = reference
@@ -242,6 +249,13 @@ class PythonBook:
         self._blocks[storage] = (number, size, kind, module)
         self._writer.add("memory", (operator, number, size, kind, module))
         self._references[storage] = weakref.ref(memory, lambda _: self._freed(storage, number))
+
+    def _is_of_the_model(self, storage: int, kind: int) -> None:
+        """Memory that an operator allocated has become a parameter: those are counted by themselves."""
+        number, size, _, module = self._blocks.get(storage, (-1, 0, 0, 0))
+        if size:
+            self._writer.add("memory", (self.operators, number, -size, kind, module))
+            self._blocks[storage] = (-1, 0, kind, module)  # it is not noted again
 
     def _freed(self, storage: int, number: int) -> None:
         """Any thread may free memory, in the middle of anything: what is written, is written with the next operator."""

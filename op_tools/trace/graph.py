@@ -148,6 +148,10 @@ class Graph:
     def memory(self) -> dict[str, Any]:
         """The peak of live bytes: where it is, and by kind and by module; freed before backward is temporary."""
         table = self.trace["memory"]
+        moved = (table["bytes"] < 0) & np.isin(table["kind"], (columns.PARAMETER, columns.BUFFER))
+        if moved.any():  # what operators allocated has become parameters, which are counted by themselves
+            others = ~np.isin(table["block"], table["block"][moved])
+            table = {name: table[name][others] for name in ("operator", "block", "bytes", "kind", "module")}
         held: Counter[str] = Counter()
         tensors = self.tensors
         first = np.unique(

@@ -58,6 +58,7 @@ struct Table {
 struct Seen {
   WeakTensor tensor;
   int64_t version, number;
+  const void *address;  // `parameter.data = other` changes it, and no version
 };
 struct Role {
   WeakTensor tensor;
@@ -187,8 +188,11 @@ struct Book {
     TensorImpl *key = tensor.unsafeGetTensorImpl();
     const int64_t version = version_of(tensor);
     auto at = known.find(key);
-    const bool seen = at != known.end() && !at->second.tensor.expired();
-    if (seen && at->second.version == version && !wrote) return at->second.number;
+    bool seen = at != known.end() && !at->second.tensor.expired();
+    if (seen && at->second.version == version && !wrote) {
+      if (at->second.address == address_of(held)) return at->second.number;
+      seen = false;
+    }
     StorageImpl *storage = held.has_storage() ? held.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl() : nullptr;
     const int layout = layout_of(held);
     const Memory memory = memory_of(held, layout);
@@ -209,8 +213,9 @@ struct Book {
     }
     if (look < 0) look = look_of(tensor, object, &tensor == &held ? layout : layout_of(tensor));  // may run Python
     const Role *role = role_of(tensor);
+    if (role != nullptr && (role->kind == kParameter || role->kind == kBuffer)) is_of_the_model(storage, role->kind);
     const int64_t made = tensor_row(role, look, producer, output, base, role != nullptr ? role->module : module);
-    known.insert_or_assign(key, Seen{weak(tensor), version, made});
+    known.insert_or_assign(key, Seen{weak(tensor), version, made, address_of(held)});
     if (memory.address != nullptr) by_memory[memory] = key;
     if (known.size() > clean_at) clean();
     if (print) take_print(tensor, made, object);
@@ -302,6 +307,15 @@ struct Book {
     const auto size = int64_t(storage.nbytes());
     blocks.push_back({storage.getWeakStorageImpl(), key, block_count, size, kind, module});
     memory_row(op, block_count++, size, kind, module);
+  }
+
+  // Memory that an operator allocated has become a parameter (`model.to(device)`): those are counted by themselves.
+  void is_of_the_model(StorageImpl *storage, int kind) {
+    if (present.find(storage) == present.end()) return;
+    auto block = std::find_if(blocks.begin(), blocks.end(), [&](const Block &one) { return one.key == storage; });
+    if (block == blocks.end()) return;
+    memory_row(tables[kOperators].all, block->number, -block->bytes, kind, block->module);
+    blocks.erase(block);
   }
 
   // Memory that is gone. Most of it is what was taken last, by temporary tensors or, in a backward pass, by the last layers;

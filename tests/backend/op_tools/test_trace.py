@@ -66,6 +66,29 @@ def test_edges_go_through_views_and_writes(tmp_path: Path, device: str) -> None:
     assert graph.names[producer].endswith("mul_")
 
 
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_a_parameter_that_moves_is_another_tensor(
+    tmp_path: Path, device: str, native: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OP_TOOLS_NATIVE", native)
+    x = torch.randn(3, 16).to(device)
+    with op_tools.OpTrace(to=tmp_path):
+        model = _model()
+        model(x.cpu())
+        model.to(device)  # new memory for the same parameters, whose versions stay
+        model(x)
+    graph = Graph(load(tmp_path))
+    linear = [i for i, name in enumerate(graph.names) if name.endswith("linear")]
+    for op in linear[-2:]:
+        weights = graph.inputs(op).tolist()[1:]
+        assert {graph.look(t)["device"] for t in weights} == {graph.look(int(graph.inputs(op)[0]))["device"]}
+        assert all(graph.tensor_title(t).startswith("model.") for t in weights)
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    kinds = graph.memory()["kinds"]
+    assert kinds["parameter"] == parameters
+    assert sum(size for kind, size in kinds.items() if kind != "parameter") < parameters  # counted once
+
+
 def test_two_layouts_part_nowhere_and_values_stay(tmp_path: Path, device: str) -> None:
     one = _traced(tmp_path / "a", device)
     for low in (False, True):
