@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..compat import OpOverloadPacket
 from .description import Described, Group, Part, Tensor, TensorMeta
 from .functions import function_of, overloads_of
-from .operators.registry import last_name
+from .operators.registry import function_facts, last_name
 from .site import name_of_parameter
 
 
@@ -52,6 +52,27 @@ def bound(function: Callable[..., Any], op: str, args: Sequence[Any], kwargs: Ma
     """
     kinds = tuple(["tensor" if isinstance(a, Tensor) else "list" if isinstance(a, (list, tuple)) else "" for a in args])
     return {"op": op, **kwargs, **dict(zip(_names(function, op, kinds), args))}
+
+
+def updated(function: Callable[..., Any], op: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The running statistics that a call writes to, which no version counts.
+
+    >>> import torch
+    >>> mean, var = torch.zeros(3), torch.ones(3)
+    >>> call = (torch.ones(2, 3), mean, var)
+    >>> len(updated(torch.nn.functional.batch_norm, "torch.nn.functional.batch_norm", call, {"training": True}))
+    2
+    >>> updated(torch.nn.functional.batch_norm, "torch.nn.functional.batch_norm", call, {"training": False})
+    []
+    """
+    names = function_facts(op).updates
+    if not names:
+        return []
+    given = bound(function, op, args, kwargs)
+    frozen = given.get("training", given.get("use_input_stats", True)) is False
+    if frozen or ("training" not in given and op == "torch.nn.functional.batch_norm"):  # it is off by default there
+        return []
+    return [value for name in names if isinstance(value := given.get(name), Tensor)]
 
 
 def leaves_of_record(op: str, inputs: Sequence[tuple[str, Any]]) -> list[Leaf]:

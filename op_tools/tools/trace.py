@@ -14,6 +14,7 @@ from .. import settings
 from ..call.description import Tensor, tensors_in
 from ..call.devices import accelerator_type
 from ..call.functions import SUM
+from ..call.parameters import updated
 from ..call.traits import OpTraits
 from ..compat import running_pass
 from ..trace import format as columns
@@ -91,7 +92,7 @@ class OpTrace(Tool):
 
     def light(self, traits: OpTraits) -> tuple[Any, ...] | None:
         may_write = traits.may_write and not traits.names_inplace  # `native.front` looks at what has that name
-        writes = may_write or traits.mutates or traits.is_optimizer or traits.collective
+        writes = may_write or traits.mutates or traits.is_optimizer or traits.collective or traits.facts.updates
         if type(self) is not OpTrace or self.gated or self.only is not None or self._stacks > 1 or writes:
             return None
         recorder = self._started()
@@ -124,7 +125,8 @@ class OpTrace(Tool):
 
     def before(self, call: Call) -> None:
         traits = call.traits
-        if traits.may_write or traits.mutates or "out" in call.kwargs or call.kwargs.get("inplace"):
+        may_write = traits.may_write or traits.mutates or traits.facts.updates
+        if may_write or "out" in call.kwargs or call.kwargs.get("inplace"):
             with (recorder := self._started()).lock:
                 recorder.module_of(place_of_call(2, recorder.modules.parts))  # its parameters are known from here on
                 call.notes[self] = (recorder.inputs(call.tensors), recorder.versions(call.tensors))
@@ -153,6 +155,7 @@ class OpTrace(Tool):
                     written = list(call.tensors)
                 elif not written and _in_place(call.op) and call.args:  # below autograd nobody counts versions
                     written = list(tensors_in(call.args[0]))
+                written += updated(call.function, call.op, call.args, call.kwargs)
             if inputs is None:
                 inputs = recorder.inputs(call.tensors)
             number = recorder.operator(

@@ -91,10 +91,11 @@ class Book(Protocol):
 class _Known(weakref.ref):  # type: ignore[type-arg]
     """A tensor object whose present version has a number."""
 
-    __slots__ = ("address", "key", "memory", "number", "version")
+    __slots__ = ("address", "key", "memory", "number", "version", "writer")
     address: int
     key: int
     version: int
+    writer: int
     number: int
     memory: Any
 
@@ -146,18 +147,20 @@ class PythonBook:
         known = self._known.get(key)
         if known is not None and known() is not tensor:
             known = None
-        address = _address(held)
+        address, storage = _address(held), storage_of(held)
+        writer = self._writers.get(storage, -1)
         if known is not None and known.version == version and not wrote:
-            if known.address == address:
+            if known.address == address and known.writer == writer:
                 return known.number
-            known = None  # `parameter.data = other` changes no version
+            if known.address != address:
+                known = None  # `parameter.data = other` changes no version, nor does `parameter.data.add_(1)`
         memory = _memory(held)
         if known is None and not wrote and producer < 0 and memory is not None:
             same = self._by_memory.get(memory)
-            if same is not None and same() is not None and same.version == version:
+            if same is not None and same() is not None and same.version == version and same.writer == writer:
                 return same.number
         if producer < 0 and not wrote:
-            producer = self._writers.get(storage_of(held), -1)
+            producer = writer
         base = known.number if known is not None else -1
         if base < 0 and tensor._is_view() and tensor._base is not None:
             seen = self._known.get(id(tensor._base))
@@ -166,13 +169,13 @@ class PythonBook:
             look = self._find_look(tensor)
         name, kind, owner = self._role(tensor) or (0, columns.GIVEN if producer < 0 else columns.ACTIVATION, module)
         if kind in (columns.PARAMETER, columns.BUFFER):
-            self._is_of_the_model(storage_of(held), kind)
+            self._is_of_the_model(storage, kind)
         number = self._writer.add("tensors", (kind, name, look, producer, min(output, _MOST), base, owner))
         if self._ended:
             self._forget_ended()
         reference = _Known(tensor, self._ended.append)
         reference.key, reference.version, reference.number, reference.memory = key, version, number, memory
-        reference.address = address
+        reference.address, reference.writer = address, writer
         self._known[key] = reference
         if memory is not None:
             self._by_memory[memory] = reference

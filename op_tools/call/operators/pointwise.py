@@ -54,5 +54,5 @@ KERNELS.register(
 )
 
 FUNCTIONS.register("""
-    batch_norm celu elu hardsigmoid hardswish hardtanh instance_norm leaky_relu mish relu relu6 selu silu threshold
+    celu elu hardsigmoid hardswish hardtanh leaky_relu mish relu relu6 selu silu threshold
     """, FunctionFacts(inplace_option=True))  # fmt: skip

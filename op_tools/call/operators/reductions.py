@@ -12,6 +12,7 @@ import torch
 from .registry import CPU, CUDA, FUNCTIONS, KERNELS, FunctionFacts, KernelFacts, Kind
 
 Tensor = torch.Tensor
+_STATISTICS: Final = ("running_mean", "running_var")
 
 # --- reductions and norms ----------------------------------------------------------------------------------
 
@@ -73,7 +74,8 @@ KERNELS.register("std_mean.correction", KernelFacts(fused=True, steps=_deviation
 
 FUNCTIONS.register("""
     native_batch_norm cudnn_batch_norm miopen_batch_norm batch_norm_gather_stats batch_norm_gather_stats_with_counts
-    """, FunctionFacts(writes=(3, 4)))  # fmt: skip
+    """, FunctionFacts(writes=(3, 4), updates=_STATISTICS))  # fmt: skip
+FUNCTIONS.register("batch_norm instance_norm", FunctionFacts(inplace_option=True, updates=_STATISTICS))
 
 
 def _default_eps(args: Any, kwargs: Any, info: torch.finfo) -> Any:

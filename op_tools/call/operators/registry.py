@@ -87,6 +87,7 @@ class FunctionFacts(NamedTuple):
     moves: bool = False  # copies between devices
     aliases: bool = False  # its results are views, never copies: no kernel runs
     writes: tuple[int, ...] = ()  # positions of arguments that it writes to, though its schema does not say so
+    updates: tuple[str, ...] = ()  # parameters that it writes to in training, and no version counts that
     indices: IndexFacts | None = None
     free_vectors: tuple[tuple[int, int], ...] = ()  # (number of the result, dimension along a vector of any sign)
     may_be_empty: tuple[int, ...] = ()  # numbers of the results that some of its algorithms do not compute

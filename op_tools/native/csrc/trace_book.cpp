@@ -59,6 +59,7 @@ struct Seen {
   WeakTensor tensor;
   int64_t version, number;
   const void *address;  // `parameter.data = other` changes it, and no version
+  int64_t writer;       // of its memory: `parameter.data.add_(1)` changes no version either
 };
 struct Role {
   WeakTensor tensor;
@@ -189,23 +190,24 @@ struct Book {
     const int64_t version = version_of(tensor);
     auto at = known.find(key);
     bool seen = at != known.end() && !at->second.tensor.expired();
-    if (seen && at->second.version == version && !wrote) {
-      if (at->second.address == address_of(held)) return at->second.number;
-      seen = false;
-    }
     StorageImpl *storage = held.has_storage() ? held.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl() : nullptr;
+    auto wrote_last = writers.find(storage);
+    const int64_t writer = wrote_last == writers.end() ? -1 : wrote_last->second;
+    if (seen && at->second.version == version && !wrote) {
+      const bool same_place = at->second.address == address_of(held);
+      if (same_place && at->second.writer == writer) return at->second.number;
+      seen = same_place;
+    }
     const int layout = layout_of(held);
     const Memory memory = memory_of(held, layout);
     if (!seen && !wrote && producer < 0 && memory.address != nullptr) {
       auto same = by_memory.find(memory);
       auto other = same == by_memory.end() ? known.end() : known.find(same->second);
-      if (other != known.end() && !other->second.tensor.expired() && other->second.version == version)
+      if (other != known.end() && !other->second.tensor.expired() && other->second.version == version &&
+          other->second.writer == writer)
         return other->second.number;
     }
-    if (producer < 0 && !wrote) {
-      auto writer = writers.find(storage);
-      if (writer != writers.end()) producer = writer->second;
-    }
+    if (producer < 0 && !wrote) producer = writer;
     int64_t base = seen ? at->second.number : -1;
     if (base < 0 && tensor.is_view()) {
       auto whole = known.find(tensor._base().unsafeGetTensorImpl());
@@ -215,7 +217,7 @@ struct Book {
     const Role *role = role_of(tensor);
     if (role != nullptr && (role->kind == kParameter || role->kind == kBuffer)) is_of_the_model(storage, role->kind);
     const int64_t made = tensor_row(role, look, producer, output, base, role != nullptr ? role->module : module);
-    known.insert_or_assign(key, Seen{weak(tensor), version, made, address_of(held)});
+    known.insert_or_assign(key, Seen{weak(tensor), version, made, address_of(held), writer});
     if (memory.address != nullptr) by_memory[memory] = key;
     if (known.size() > clean_at) clean();
     if (print) take_print(tensor, made, object);

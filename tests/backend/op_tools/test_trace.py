@@ -89,6 +89,33 @@ def test_a_parameter_that_moves_is_another_tensor(
     assert sum(size for kind, size in kinds.items() if kind != "parameter") < parameters  # counted once
 
 
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_writes_that_no_version_counts_make_another_tensor(
+    tmp_path: Path, device: str, native: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OP_TOOLS_NATIVE", native)
+    norm, layer = nn.BatchNorm1d(16).to(device), nn.Linear(16, 4).to(device)
+    x = torch.randn(8, 16).to(device)
+    with op_tools.OpTrace(to=tmp_path):
+        layer(norm(x))
+        layer.weight.data.mul_(2)
+        layer(norm(x))
+        norm.eval()
+        norm(x)
+    graph = Graph(load(tmp_path))
+    first, second, third = (i for i, name in enumerate(graph.names) if name.endswith(".batch_norm"))
+    for statistics in (1, 2):
+        came = [int(graph.inputs(op)[statistics]) for op in (second, third)]
+        assert [int(graph.tensors["producer"][tensor]) for tensor in came] == [first, second]
+    assert len(graph.outputs(first)) == len(graph.outputs(second)) == 3
+    assert len(graph.outputs(third)) == 1  # in evaluation it writes to none
+    before, after = (int(graph.inputs(i)[1]) for i, name in enumerate(graph.names) if name.endswith(".linear"))
+    assert graph.names[int(graph.tensors["producer"][after])].endswith(".mul_")
+    prints, where = graph.prints()
+    norms = [float(prints[where[tensor], 9]) for tensor in (before, after)]
+    assert norms[1] == pytest.approx(2 * norms[0])
+
+
 def test_two_layouts_part_nowhere_and_values_stay(tmp_path: Path, device: str) -> None:
     one = _traced(tmp_path / "a", device)
     for low in (False, True):
