@@ -76,7 +76,7 @@ class OpAutoCompare(Comparing):
         "budget": {"metavar": "2x", "help": "keep the run within this factor"},
     }
     order = 20
-    wants_backward = wants_sums = wants_classes = looks_inside = True
+    wants_backward = wants_sums = wants_classes = looks_inside = wants_twins_joined = True
     columns: ClassVar[dict[str, str]] = _COLUMNS
 
     def __init__(

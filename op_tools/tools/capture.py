@@ -56,7 +56,7 @@ class OpCapture(Tool):
         "bytes": "INTEGER",
     }
     order = 40
-    wants_backward = looks_inside = True
+    wants_backward = looks_inside = wants_twins_joined = True
     wants_pointers = False
     run_options: ClassVar[dict[str, dict[str, Any]]] = {
         "format": {"choices": FORMATS, "help": "files per call as documented, or each content once (the default)"},

@@ -367,29 +367,36 @@ class _Backward:
 
     def _finish(self) -> None:
         grad_outputs, grad_inputs = self.grad_outputs, self.grad_inputs
-        for several in self.twins:
-            self._join(several, grad_inputs)
+        joined = self._joined(grad_inputs) if self.twins else grad_inputs
         missing = [index for index, grad in enumerate(grad_inputs) if grad is None and index not in self.asked]
         self.call.unasked, self.call.mixed = tuple(missing), self.mixed
         self.differentiated = self.makes_graph
         self.heard = None
         del self.grad_outputs, self.grad_inputs, self.passed_on, self.asked, self.sent
-        self._tell(grad_outputs, grad_inputs)
+        self._tell(grad_outputs, grad_inputs, joined)
 
-    def _join(self, several: tuple[tuple[int, ...], ...], grads: list[Tensor | None]) -> None:
+    def _joined(self, own: list[Tensor | None]) -> list[Tensor | None]:
         """Inputs that are the same memory get the sum of their gradients, as in a copy, where they are one tensor."""
-        found = [grad for inputs in several if (grad := grads[inputs[0]]) is not None]
-        self.mixed = self.mixed or 0 < len(found) < len(several)
-        if len(found) == len(several):
-            total = functools.reduce(torch.add, found)
-            for inputs in several:
-                for index in inputs:
-                    grads[index] = total
+        grads = list(own)
+        for several in self.twins:
+            found = [grad for inputs in several if (grad := own[inputs[0]]) is not None]
+            self.call.mixed = self.mixed = self.mixed or 0 < len(found) < len(several)
+            if len(found) == len(several):
+                total = functools.reduce(torch.add, found)
+                for inputs in several:
+                    for index in inputs:
+                        grads[index] = total
+        return grads
 
-    def _tell(self, grad_outputs: list[Tensor | None], grad_inputs: list[Tensor | None]) -> None:
+    def _tell(
+        self,
+        grad_outputs: list[Tensor | None],
+        grad_inputs: list[Tensor | None],
+        joined: list[Tensor | None] = _NO_GRADIENTS,
+    ) -> None:
         for tool in self.listeners:
             try:
-                tool.after_backward(self.call, grad_outputs, grad_inputs)
+                tool.after_backward(self.call, grad_outputs, joined if tool.wants_twins_joined else grad_inputs)
             except Exception as error:
                 tool.failed(self.call, error)
 

@@ -22,6 +22,7 @@ class Hooks:
     wants_backward: bool = False
     wants_backward_start: bool = False
     wants_gradients: bool = True  # `after_backward` looks at the gradients; where no tool does, its lists are empty
+    wants_twins_joined: ClassVar[bool] = False  # arguments that share memory get the sum of their gradients
     wants_sums: bool = False  # also gets the additions that autograd makes itself, as calls
     wants_classes: ClassVar[bool] = False  # hears of every `torch.autograd.Function` whose kernel no operator shows
     wants_pointers: ClassVar[bool] = True  # looks at the addresses of tensors; with a full console all do

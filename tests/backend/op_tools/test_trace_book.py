@@ -58,6 +58,17 @@ def _recomputed(device: str) -> Callable[[], None]:
     return step
 
 
+def _shared(device: str) -> Callable[[], None]:
+    x = torch.randn(6, 4).to(device).requires_grad_()
+    z = torch.randn(6, 4).to(device).requires_grad_()
+
+    def step() -> None:
+        (x.view(-1) * x.view(-1)).sum().backward()  # each argument has a gradient of its own, not their sum
+        torch.addcmul(z, z[:], z.view(6, 4)).sum().backward()
+
+    return step
+
+
 def _rows(trace: Trace, table: str) -> list[tuple[Any, ...]]:
     parts = [
         trace.words(table, name) if kind == "text" else trace[table][name].tolist()
@@ -67,7 +78,7 @@ def _rows(trace: Trace, table: str) -> list[tuple[Any, ...]]:
     return list(zip(*parts))
 
 
-@pytest.mark.parametrize("make", [_in_place, _recomputed])
+@pytest.mark.parametrize("make", [_in_place, _recomputed, _shared])
 def test_both_books_are_the_same(
     make: Callable[[str], Callable[[], None]], tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
