@@ -169,7 +169,7 @@ def _agrees(kernel: _Kernel) -> bool:
     for tensor in host:
         tensor[0] *= 1000
         if tensor.numel() in (300, 20_000):
-            tensor[7], tensor[9] = float("nan"), float("-inf")
+            tensor[7], tensor[9], tensor[11] = float("nan"), float("-inf"), torch.finfo(tensor.dtype).min
     x = torch.randn((5, 30, 7, 90), generator=draw)
     for one in (*[x.to(dtype) for dtype in _FLOATS], (x * 50).to(torch.int64), (x * 50).to(torch.int32), x > 0):
         flat, mixed = one.view(-1), one.permute(3, 1, 0, 2)

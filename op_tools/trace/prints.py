@@ -7,7 +7,8 @@ its place in the whole, add up to that of the whole.
 
 Elements are taken in chunks of 8192. In a chunk they are rounded to a grid of 36 bits below its largest one: whole
 numbers whose sums stay below 2**53, so they are exact in any order. The rows of chunks are added up in an order that is
-the same everywhere. NaN and Inf count as 0 and are counted. `native/csrc/trace_prints.cu` is the same in one pass.
+the same everywhere. NaN and Inf count as 0 and are counted; so do numbers from 2**127 on, as Inf: masks of attention
+have them, and the other elements would not show beside them. `native/csrc/trace_prints.cu` is the same in one pass.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _CHUNK_SIGNS: Final = 1_000_003  # where the hashes of chunks begin
 _LARGEST: Final = 15  # weights are odd numbers up to it, of either sign
 POWER: Final = sum(k * k for k in range(1, _LARGEST + 1, 2)) / 8.0  # mean square of a weight
 _WIDTH: Final = PROJECTIONS + 1  # and the plain sum
+_HUGE: Final = 2.0**127  # from here on a number counts as Inf
 _HOST: Final = frozenset({"cpu", "soft"})  # computed by the CPU, whose memory it is
 _MAX_WAITING: Final = 512
 _SLAB: Final = 1 << 24  # elements of a whole that are looked at together
@@ -165,11 +167,11 @@ def _of_stretch(x: Tensor, first: int, counted: Tensor | None = None) -> Tensor:
     if not count or not counted.numel():
         return torch.zeros(_WIDTH + 5, dtype=torch.float64, device=x.device)
     low, high = torch.aminmax(counted)
-    if x.is_cpu and math.isfinite(low.item()) and math.isfinite(high.item()):
+    if x.is_cpu and low.item() > -_HUGE and high.item() < _HUGE:
         nan = inf = low.new_zeros(())
     else:
-        nan, inf = counted.isnan().sum(), counted.isinf().sum()
-        x, counted = (torch.nan_to_num(part, 0.0, 0.0, 0.0) for part in (x, counted))
+        nan, inf = counted.isnan().sum(), (counted.abs() >= _HUGE).sum()
+        x, counted = (torch.where(part.abs() < _HUGE, part, 0.0) for part in (x, counted))
         low, high = torch.aminmax(counted)
     chunk, before = divmod(first, CHUNK)
     chunks = -(-(before + count) // CHUNK)

@@ -134,9 +134,11 @@ template <typename T>
 __device__ inline T most(T a, T b) {
   return b > a || b != b ? b : a;
 }
+// Not NaN, Inf, or a number next to the largest of float32 (a mask of attention): beside it the others would not show.
 template <typename T>
 __device__ inline bool is_finite(T value) {
-  return value - value == T(0);
+  constexpr T kHuge = T(170141183460469231731687303715884105728.0);  // 2^127
+  return value > -kHuge && value < kHuge;
 }
 
 template <typename Pair>

@@ -158,6 +158,17 @@ def test_nan_and_inf_are_counted_and_do_not_spread() -> None:
     assert all(np.isfinite(found))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_elements_show_beside_the_mask_of_attention(dtype: torch.dtype) -> None:
+    x = torch.randn(16, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
+    y = x + 0.5
+    mask = torch.ones(16, 16, dtype=torch.bool).triu(1)
+    one, two = (fingerprint(part.masked_fill(mask, torch.finfo(dtype).min)).numpy() for part in (x, y))
+    true = float((y - x)[~mask].double().norm())
+    assert 0.4 < float(distance(one, two)) / true < 2.0
+    assert one[13] == two[13] == int(mask.sum())
+
+
 def test_prints_follow_one_order_of_chunks_and_their_signs() -> None:
     x = torch.randn(20_000, generator=torch.Generator().manual_seed(1)).double()
     chunks = [x[k : k + CHUNK] for k in range(0, len(x), CHUNK)]

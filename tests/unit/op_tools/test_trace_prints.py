@@ -268,7 +268,9 @@ def _laid_out(draw: st.DrawFn) -> torch.Tensor:
     x = torch.randn(sizes, generator=torch.Generator().manual_seed(seed)) * 10 ** draw(st.integers(-3, 2))
     x = (x.abs() if dtype == torch.uint8 else x).to(dtype)
     if dtype.is_floating_point and draw(st.booleans()):
-        x.view(-1)[draw(st.integers(0, x.numel() - 1))] = draw(st.sampled_from([float("nan"), float("inf")]))
+        x.view(-1)[draw(st.integers(0, x.numel() - 1))] = draw(
+            st.sampled_from([float("nan"), float("inf"), torch.finfo(x.dtype).min])
+        )
     x = x.permute(draw(st.permutations(range(x.dim()))))
     for d in range(x.dim()):
         first, step = draw(st.integers(0, x.shape[d] - 1)), draw(st.integers(1, 3))
