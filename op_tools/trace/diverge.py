@@ -4,7 +4,11 @@ The distance of two tensors is estimated from their fingerprints. What rounding 
 operator's own: a unit of the dtype for each element that is stored, and of float32 for what is added up, whose size the
 norms of the inputs bound. And what the inputs' own difference becomes, which the run says in three ways: the condition
 of the operator (the norms of what went in, over that of what came out), the range of the arguments of functions that
-are steep near 0, and how much the other operators of its kind made of a difference in the same two runs.
+are steep, and how much the other operators of its kind made of a difference in the same two runs. Where one run
+computes in a lower precision than the other, what goes in is as far apart as that rounds it.
+
+Nothing is said of an operator that was not judged: it drew random numbers, got what could not be compared or other
+indices, or its inputs are too far apart for any output to be wrong.
 """
 
 from __future__ import annotations
@@ -17,15 +21,16 @@ import numpy as np
 
 from . import format as columns
 from .align import Alignment
+from .behaviour import apart_in_arguments, behaviour, draws
+from .edges import INF, NAN, UNITS, Edges, Side, edges_of, terms
 from .families import family
-from .format import INPUT, OUTPUT, PROJECTIONS
+from .format import INPUT, OUTPUT
 from .graph import Graph, short_name
-from .prints import distance, smallest_step
+from .prints import smallest_step
 
-_UNITS: Final = {"float64": 2.0**-53, "float32": 2.0**-24, "bfloat16": 2.0**-9, "float16": 2.0**-11}
-_DIGITS: Final = {"float64": 53, "float32": 24, "bfloat16": 8, "float16": 11}  # binary, of a number
 _SINGLE: Final = 2.0**-24
-_COMPILED: Final = "torch.compile."
+_BRAIN_DIGITS: Final = 8  # binary, of a number in bfloat16
+_TF32: Final = 2.0**-11
 _ESTIMATE: Final = 2.0  # by how much eight projections may misjudge a distance
 _SMALL: Final = 0.1  # relative differences up to here show a slope
 _UNBOUNDED: Final = 1e30
@@ -33,14 +38,7 @@ _FEW: Final = 8.0  # roundings to float32 that a function of one element may hav
 _ONE_ELEMENT: Final = 1.25  # steps of the dtype between two right roundings of one number, and what float32 sums add
 _SURE_BITS: Final = 20  # of a difference that is read off fingerprints
 _COMPOSITE: Final = 4.0  # roundings inside functions of several steps
-_NORM, _LOW, _HIGH, _NAN, _INF = range(PROJECTIONS + 1, PROJECTIONS + 6)
-_PRODUCTS: Final = frozenset(
-    {"matmul", "attention", "conv1d", "conv2d", "conv3d", "conv_transpose2d", "wkv", "bilinear"}
-)
-_SEVERAL: Final = frozenset({"attention", "update", "wkv"})  # may store what is between their steps
-_STEEP: Final = frozenset({"div", "_foreach_div", "_foreach_addcdiv", "addcdiv", "rsqrt", "reciprocal", "log", "update",
-                           "_foreach_sqrt", "sqrt", "norm", "truediv", "rtruediv"})  # fmt: skip
-_RANDOM: Final = frozenset({"rand", "randn", "randint", "dropout", "multinomial", "bernoulli", "normal", "uniform"})
+_SYMMETRIC: Final = frozenset({"sin", "cos", "tan"})
 
 
 @dataclasses.dataclass
@@ -48,6 +46,7 @@ class Numbers:
     """For each pair of operators: how far inputs and outputs are apart, and what rounding explains."""
 
     compared: Any  # whether both sides have fingerprints of an output
+    judged: Any  # whether an error as large as an output would have shown
     inputs: Any  # the largest distance of an input, relative to its norm
     outputs: Any  # the same of the outputs
     allowed: Any  # of the output that is furthest beyond it, what rounding allows, relative to its norm
@@ -66,60 +65,217 @@ class Divergence:
     allowed: float
 
 
-class _Side:
-    def __init__(self, graph: Graph, parts: int) -> None:
-        self.graph = graph
-        self.rows, self.where = graph.prints()
-        self.parts = graph.prints(1) if parts > 1 else None
-        texts = graph.trace.texts
-        self.unit = np.array([_UNITS.get(texts[n], 0.0) for n in graph.looks["dtype"].tolist()])
-        self.digits = np.array([_DIGITS.get(texts[n], 0) for n in graph.looks["dtype"].tolist()])
-        self.shape = [texts[n] for n in graph.looks["shape"].tolist()]
-
-
 def numbers_of(alignment: Alignment) -> Numbers:
     """Measure every pair."""
-    first, second, pairs = alignment.first, alignment.second, alignment.pairs
-    one, two = _Side(first, 1), _Side(second, second.trace.world)
-    count = len(pairs)
-    ins = _edges(one, two, pairs, INPUT)
-    outs = _edges(one, two, pairs, OUTPUT)
-    families = np.array([_kind(first.names[a]) for a in pairs[:, 0].tolist()], dtype=object)
-    backward = first.operators["phase"][pairs[:, 0]] == columns.BACKWARD if count else np.zeros(0, bool)
-    relative_in, total, product, wide = _inputs(ins, families, count)
-    _add_forward_inputs(alignment, relative_in, product)
-    allowed, relative_out, parted = np.zeros(count), np.zeros(count), np.zeros(count, bool)
-    compared = np.zeros(count, bool)
-    reason: dict[int, str] = {}
-    several = np.isin(families, list(_SEVERAL))
-    contracts = np.isin(families, list(_PRODUCTS)) | backward
-    own = np.where(several, _COMPOSITE, 1.0)
-    roundings = np.maximum(np.sqrt(_terms(first, pairs[:, 0])), _FEW)
-    gains = _gains(outs, relative_in, np.where(contracts, product, total), wide, families, backward)
-    for pair, apart, size, unit, digits, left, right in zip(*outs):
-        compared[pair] = True
-        if left[_NAN] != right[_NAN] or left[_INF] != right[_INF]:
-            parted[pair] = True
-            reason[pair] = f"{_strange(left)} against {_strange(right)}"
-            continue
-        sums = _SINGLE * max(product[pair] if contracts[pair] else 0.0, roundings[pair] * size)
-        bound = _ESTIMATE * (own[pair] * unit * size + sums) + gains[pair] * relative_in[pair] * size
-        ratio = apart / size if size else 0.0
-        if apart > bound:
-            parted[pair] = True
-        elif apart and not relative_in[pair]:
-            step = smallest_step(left, right)
-            largest = max(abs(left[_LOW]), abs(left[_HIGH]), abs(right[_LOW]), abs(right[_HIGH]))
-            it = largest if two.parts is not None or not digits else min(largest, largest_with(step, int(digits)))
-            single = _ONE_ELEMENT * own[pair] * it * 2.0 ** (1 - int(digits)) if digits else 0.0
-            if step > max(single, 16.0 * _SINGLE * largest):
-                parted[pair] = True
-                size_told = f"the largest is {largest:.3g}" if it == largest else f"they are no larger than {it:.3g}"
-                reason[pair] = f"few elements differ, by {step:.3g} or more; {size_told}"
-        if ratio >= relative_out[pair]:
-            relative_out[pair], allowed[pair] = ratio, bound / size if size else 0.0
-    random = np.isin(families, list(_RANDOM))
-    return Numbers(compared, relative_in, relative_out, allowed, parted & ~random, reason)
+    return _Measured(alignment).numbers()
+
+
+class _Measured:
+    """What is known of each pair, one array per question."""
+
+    def __init__(self, alignment: Alignment) -> None:
+        self.alignment = alignment
+        self.first, self.second, self.pairs = alignment.first, alignment.second, alignment.pairs
+        self.count = count = len(self.pairs)
+        self.one, self.two = Side(self.first, 1), Side(self.second, self.second.trace.world)
+        ins = edges_of(alignment, self.one, self.two, INPUT)
+        self.outs = edges_of(alignment, self.one, self.two, OUTPUT)
+        names, self.kind = np.unique(self.first.operators["name"][self.pairs[:, 0]], return_inverse=True)
+        self.names = [self.first.trace.texts[n] for n in names.tolist()]
+        self._known = [behaviour(name) for name in self.names]
+        phases = self.first.operators["phase"][self.pairs[:, 0]]
+        self.backward = phases == columns.BACKWARD if count else np.zeros(0, bool)
+        self.source = self._sources()
+        self.drew = self._ask(draws)
+        self.arguments = self._arguments_apart()
+        self.contracts = self.known("contracts") | self.backward
+        self.measured, self.total, self.product, self.least = _sizes(ins, count)
+        self.hidden = np.zeros(count)
+        np.add.at(self.hidden, ins.owner, ins.hidden)
+        self.unknown = self._unknown(ins)
+        self._of_forwards()
+        self.unit, self.relative = self._rounded(ins)
+        self.gains = self._gains(self._wide(ins))
+
+    def known(self, what: str) -> Any:
+        """One of the questions of `Behaviour`, for each pair."""
+        return np.array([getattr(one, what) for one in self._known] or [False])[self.kind]
+
+    def _sources(self) -> Any:
+        """For each backward the pair of its forwards, -1 for others."""
+        place = np.full(self.first.count + 1, -1, np.int64)
+        place[self.pairs[:, 0]] = np.arange(self.count)
+        return place[self.first.operators["forward"][self.pairs[:, 0]]]  # -1 leads to the last, which is -1
+
+    def _ask(self, question: Any) -> Any:
+        """A question about names and arguments, asked once for each."""
+        found = np.zeros(self.count, bool)
+        for graph, mine in ((self.first, self.pairs[:, 0]), (self.second, self.pairs[:, 1])):
+            texts = graph.trace.texts
+            asked = np.stack([graph.operators["name"][mine], graph.operators["arguments"][mine]], 1)
+            which, back = np.unique(asked, axis=0, return_inverse=True)
+            answers = np.array([question(texts[n], texts[a]) for n, a in which.tolist()] or [False])
+            found |= answers[back.reshape(-1)]
+        return found
+
+    def _arguments_apart(self) -> Any:
+        asked = [g.operators["arguments"][self.pairs[:, n]] for n, g in enumerate((self.first, self.second))]
+        which, back = np.unique(np.stack(asked, 1), axis=0, return_inverse=True)
+        one, two = self.first.trace.texts, self.second.trace.texts
+        return np.array([apart_in_arguments(one[a], two[b]) for a, b in which.tolist()] or [0.0])[back.reshape(-1)]
+
+    def _unknown(self, ins: Edges) -> Any:
+        """Pairs that got what cannot be compared, other indices or masks, or NaN that the other did not get."""
+        found = ins.others | self.known("free") | (self.drew & ~self.backward)
+        whole = (ins.first == 0) & (ins.second == 0) & (ins.apart > 0)
+        np.logical_or.at(found, ins.owner, whole | ins.strange | ~np.isfinite(ins.apart))
+        return found
+
+    def _of_forwards(self) -> None:
+        """A backward works on what its forward got and on what it made: those count among its inputs."""
+        has = np.flatnonzero(self.source >= 0)
+        source = self.source[has]
+        made = np.zeros(self.count)
+        np.maximum.at(made, self.outs.owner, _share(self.outs))
+        here = np.maximum(self.measured[has], self.measured[source])
+        there = np.maximum(self.product[has] * np.maximum(self.product[source], 1.0), self.product[has])
+        self.measured[has] = np.maximum(here, made[source])
+        self.product[has] = np.minimum(there, 1e120)
+        self.hidden[has] += self.hidden[source]
+        self.unknown[has] |= self.unknown[source]
+        self.arguments[has] = np.maximum(self.arguments[has], self.arguments[source])
+
+    def _rounded(self, ins: Edges) -> tuple[Any, Any]:
+        """The unit that a pair computes in, and how far apart its inputs are once they are rounded to it.
+
+        The gradient of a weight has left the kernel in the dtype of the gradient that came in, and is converted then.
+        """
+        units, fine = [], np.full(self.count, np.inf)
+        for graph, mine, there, came in (
+            (self.first, self.pairs[:, 0], self.outs.first, ins.first),
+            (self.second, self.pairs[:, 1], self.outs.second, ins.second),
+        ):
+            unit = np.zeros(self.count)
+            np.maximum.at(unit, self.outs.owner, there)
+            counts = (self.backward & _under_autocast(graph)[mine])[ins.owner]
+            np.maximum.at(unit, ins.owner[counts], came[counts])
+            low = self.known("contracts") & (unit == _SINGLE) & _in_tf32(graph)[mine]
+            units.append(np.where(low, _TF32, unit))
+            np.minimum.at(fine, ins.owner[came > 0], came[came > 0])
+        unit = np.maximum(*units)
+        arguments = np.where(np.isfinite(self.arguments), self.arguments, 0.0)
+        relative = np.maximum(self.measured, arguments)
+        relative = np.where((units[0] != units[1]) & (np.minimum(*units) > 0), np.maximum(relative, unit), relative)
+        dithered = np.minimum(unit, np.sqrt(relative * unit))  # two numbers close together, rounded apart now and then
+        return unit, np.where(unit > fine, np.maximum(relative, dithered), relative)
+
+    def _wide(self, ins: Edges) -> Any:
+        """How much of a small difference functions make that are steep near 0, or for large arguments."""
+        wide = np.ones(self.count)
+        if not len(ins.owner):
+            return wide
+        last = np.full(self.count, -1, np.int64)
+        last[ins.owner] = np.arange(len(ins.owner))
+        low, high, largest = (np.where(last >= 0, column[last], 0.0) for column in (ins.low, ins.high, ins.largest))
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            ranges = np.where(low > 0, high / low, _UNBOUNDED)
+        symmetric = np.array([short_name(name) in _SYMMETRIC for name in self.names] or [False])[self.kind]
+        wide = np.where(self.known("exponential"), np.where(symmetric, largest, np.abs(high)), wide)
+        return np.maximum(np.where(self.known("steep"), ranges, wide), 1.0)
+
+    def _gains(self, wide: Any) -> Any:
+        """For each pair, how much of its inputs' relative difference its outputs may have."""
+        outs, count = self.outs, self.count
+        norms = np.where(self.contracts, self.product, self.total)
+        least, slope = np.full(count, np.inf), np.zeros(count)
+        np.minimum.at(least, outs.owner, np.where(outs.size > 0, outs.size, np.inf))
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            condition = np.where(np.isfinite(least), norms / least, 1.0)
+            small = (self.relative[outs.owner] > 0) & (self.relative[outs.owner] < _SMALL) & (outs.size > 0)
+            np.maximum.at(slope, outs.owner[small], (_share(outs) / self.relative[outs.owner])[small])
+        families = np.array([hash(_kind(name)) for name in self.names] or [0])[self.kind]
+        others = _steepest_other(np.stack([families, self.backward.astype(np.int64)], 1), slope)
+        return _ESTIMATE**2 * np.minimum(np.maximum(np.maximum(condition, others), 1.0) * wide, _UNBOUNDED)
+
+    # -- the verdict -----------------------------------------------------------------------------------
+
+    def _bounds(self) -> Any:
+        """For each output, how far apart rounding may make it."""
+        outs, owner = self.outs, self.outs.owner
+        own = np.where(self.known("several"), _COMPOSITE, 1.0)
+        unit = np.where(self.known("matrices"), np.sqrt(self.unit), self.unit)
+        roundings = np.maximum(np.sqrt(terms(self.first, self.pairs[:, 0])), _FEW)
+        sums = np.maximum(np.where(self.contracts, self.product, 0.0)[owner], roundings[owner] * outs.size)
+        factor = np.where(self.contracts & (self.least > 0), np.maximum(self.product / self.least, 1.0), 1.0)
+        with np.errstate(over="ignore", invalid="ignore"):
+            bound = _ESTIMATE * ((own * unit)[owner] * outs.size + _SINGLE * sums + (self.hidden * factor)[owner])
+            bound += (self.gains * self.relative)[owner] * outs.size
+            jumps = self.known("jumps") | (self.known("jumps_backward") & self.backward)
+            jumps &= self.relative > 0
+            roots = np.sqrt(self.relative)[owner]
+            bound += np.where(jumps[owner], _ESTIMATE * outs.largest + _ESTIMATE**2 * roots * outs.size, 0.0)
+        return bound
+
+    def _judged(self) -> Any:
+        """For each output, whether anything can be said of it."""
+        outs, owner = self.outs, self.outs.owner
+        whole = (outs.first == 0) & (outs.second == 0)
+        sorts = np.array([short_name(name) == "argsort" for name in self.names] or [False])[self.kind]
+        chosen = self.known("chooses")[owner] & ((outs.place > 0) | sorts[owner])
+        return ~self.unknown[owner] & ~(whole & ((self.relative > 0)[owner] | chosen)) & np.isfinite(outs.apart)
+
+    def numbers(self) -> Numbers:
+        """Compare every output with what rounding allows."""
+        outs, owner, count = self.outs, self.outs.owner, self.count
+        bound, judged = self._bounds(), self._judged()
+        telling = judged & ((bound < outs.size) | (outs.size == 0))
+        parted = judged & (outs.apart > bound) | (telling & outs.strange)
+        reason: dict[int, str] = {}
+        for edge in np.flatnonzero(parted & outs.strange)[::-1].tolist():
+            left, right = outs.of(self.one, self.two, edge)
+            reason[int(owner[edge])] = f"{_strange(left)} against {_strange(right)}"
+        few = judged & ~parted & ~outs.strange & (outs.apart > 0) & (self.relative == 0)[owner]
+        for edge in np.flatnonzero(few).tolist():
+            told = self._few_elements(edge)
+            if told:
+                parted[edge] = True
+                reason[int(owner[edge])] = told
+        found = np.zeros(count, bool)
+        np.logical_or.at(found, owner, parted)
+        share = _share(outs)
+        order = np.lexsort((share, parted))  # of a pair, the last counts: one that parted, and the furthest of those
+        relative, allowed, compared, sure = (
+            np.zeros(count),
+            np.zeros(count),
+            np.zeros(count, bool),
+            np.zeros(count, bool),
+        )
+        relative[owner[order]] = share[order]
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            allowed[owner[order]] = np.where(outs.size > 0, bound / outs.size, 0.0)[order]
+        compared[owner] = True
+        np.logical_or.at(sure, owner, telling)
+        for pair in np.flatnonzero(found & np.isinf(self.arguments) & ~self.backward).tolist():
+            texts = [g.trace.texts[int(g.operators["arguments"][n])] for g, n in zip(
+                (self.first, self.second), self.pairs[pair].tolist())]  # fmt: skip
+            reason[pair] = f"called with other arguments: {_shortened(texts[0])} in A, {_shortened(texts[1])} in B"
+        return Numbers(compared, sure, self.measured, relative, allowed, found, reason)
+
+    def _few_elements(self, edge: int) -> str:
+        """What to say where few elements differ, by more than the rounding of one, and the norm hides it."""
+        outs, pair = self.outs, int(self.outs.owner[edge])
+        left, right = outs.of(self.one, self.two, edge)
+        step, largest = smallest_step(left, right), float(outs.largest[edge])
+        unit = float(self.unit[pair])
+        digits = _BRAIN_DIGITS if unit == UNITS["bfloat16"] else round(-math.log2(unit)) if unit else 0
+        parts = self.two.parts is not None
+        it = largest if parts or not digits else min(largest, largest_with(step, digits))
+        own = _COMPOSITE if self._known[self.kind[pair]].several else 1.0
+        single = _ONE_ELEMENT * own * it * 2.0 ** (1 - digits) if digits else 0.0
+        if step <= max(single, 16.0 * _SINGLE * largest, _ESTIMATE * float(self.hidden[pair])):
+            return ""
+        size_told = f"the largest is {largest:.3g}" if it == largest else f"they are no larger than {it:.3g}"
+        return f"few elements differ, by {step:.3g} or more; {size_told}"
 
 
 def largest_with(step: float, digits: int) -> float:
@@ -136,160 +292,67 @@ def largest_with(step: float, digits: int) -> float:
     return math.ldexp(1.0, last + digits) + step
 
 
-def _terms(graph: Graph, operators: Any) -> Any:
-    """How many numbers an operator adds up for one element of its smallest output, at most; also of its forward."""
-    texts = graph.trace.texts
-    numel = np.array([_numel(texts[n]) for n in graph.looks["shape"].tolist()] or [1.0])
-    most, least = np.ones(graph.count), np.full(graph.count, np.inf)
-    for side, found, pick in ((INPUT, most, np.maximum), (OUTPUT, least, np.minimum)):
-        starts, tensors = graph.side(side)
-        owner = np.repeat(np.arange(graph.count), np.diff(starts))
-        pick.at(found, owner, numel[graph.tensors["look"][tensors]])
-    forward = graph.operators["forward"]
-    most = np.maximum(most, np.where(forward >= 0, most[forward], 1.0))
-    return np.maximum(most / np.maximum(least, 1.0), 1.0)[operators]
+def _sizes(ins: Edges, count: int) -> tuple[Any, Any, Any, Any]:
+    """Of each pair: the largest relative distance of an input; of the norms of inputs the sum, product and least."""
+    relative, total, product, least = np.zeros(count), np.zeros(count), np.ones(count), np.full(count, np.inf)
+    np.maximum.at(relative, ins.owner, _share(ins))
+    np.add.at(total, ins.owner, ins.size)
+    some = ins.size > 0
+    np.multiply.at(product, ins.owner, np.where(some, np.minimum(ins.size, 1e60), 1.0))
+    np.minimum.at(least, ins.owner[some], ins.size[some])
+    product[~np.isin(np.arange(count), ins.owner)] = 0.0
+    return relative, total, np.minimum(product, 1e120), np.where(np.isfinite(least), least, 0.0)
 
 
-def _numel(shape: str) -> float:
-    return math.prod([float(word) for word in shape[1:-1].split(",") if word.strip()])
+def _share(edges: Edges) -> Any:
+    """Distances relative to the norm."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(edges.size > 0, edges.apart / edges.size, 0.0)
 
 
-def _kind(name: str) -> str:
-    last = short_name(name)
-    return last if last in _STEEP else family(name)
-
-
-def _strange(row: Any) -> str:
-    words = [f"{int(row[k])} {name}" for k, name in ((_NAN, "NaN"), (_INF, "Inf")) if row[k]]
-    return " and ".join(words) or "all finite"
-
-
-def _edges(one: _Side, two: _Side, pairs: Any, side: int) -> tuple[Any, ...]:
-    """Of matched tensors on one side: the pair, distance, norm, unit of rounding, digits, and both rows of prints."""
-    if not len(one.rows) or not len(two.rows):
-        none = np.zeros(0)
-        return none.astype(np.int64), none, none, none, none, none.reshape(0, 14), none.reshape(0, 14)
-    starts_one, tensors_one = one.graph.side(side)
-    starts_two, tensors_two = two.graph.side(side)
-    a, b = pairs[:, 0], pairs[:, 1]
-    lengths = np.minimum(starts_one[a + 1] - starts_one[a], starts_two[b + 1] - starts_two[b])
-    owner = np.repeat(np.arange(len(pairs)), lengths)
-    within = np.arange(len(owner)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    tensors_two = _in_the_same_order(one, two, pairs, side)
-    left, right = tensors_one[starts_one[a][owner] + within], tensors_two[starts_two[b][owner] + within]
-    looks_one, looks_two = one.graph.tensors["look"][left], two.graph.tensors["look"][right]
-    shapes = {text: n for n, text in enumerate(dict.fromkeys([*one.shape, *two.shape]))}
-    shape_one = np.array([shapes[t] for t in one.shape] or [0])[looks_one]
-    shape_two = np.array([shapes[t] for t in two.shape] or [0])[looks_two]
-    same = shape_one == shape_two
-    p, q = one.where[left], two.where[right]
-    good = same & (p >= 0) & (q >= 0)
-    rows_one, rows_two = one.rows[np.where(good, p, 0)], two.rows[np.where(good, q, 0)]
-    if two.parts is not None:  # this rank has a part of the batch: the prints of all parts add up
-        rows, where = two.parts
-        r = where[right]
-        part = ~same & (p >= 0) & (r >= 0)
-        if part.any():
-            rows_one = one.rows[np.where(good | part, p, 0)]
-            sums = rows[np.where(part, r, 0)].copy()
-            # the gradient of a mean over this part is larger than that of a mean over the whole batch
-            less = sums.copy()
-            less[:, :_NAN] /= two.graph.trace.world
-            nearer = distance(rows_one, less) < distance(rows_one, sums)
-            sums = np.where(nearer[:, None], less, sums)
-            rows_two = np.where(part[:, None], sums, rows_two)
-            good = good | part
-    owner, rows_one, rows_two = owner[good], rows_one[good], rows_two[good]
-    unit = np.maximum(one.unit[looks_one[good]], two.unit[looks_two[good]])
-    digits = np.maximum(one.digits[looks_one[good]], two.digits[looks_two[good]])
-    apart = distance(rows_one, rows_two)
-    size = np.maximum(rows_one[:, _NORM], rows_two[:, _NORM])
-    return owner, apart, size, unit, digits, rows_one, rows_two
-
-
-def _in_the_same_order(one: _Side, two: _Side, pairs: Any, side: int) -> Any:
-    """The tensors of the second run; those of compiled code, which has an order of its own, in that of the first."""
-    graphs = (one.graph, two.graph)
-    inside = [
-        np.array([text.startswith(_COMPILED) for text in g.trace.texts], bool)[g.operators["name"]] for g in graphs
-    ]
-    (starts_one, tensors_one), (starts_two, tensors_two) = (g.side(side) for g in graphs)
-    found = tensors_two.copy()
-    for a, b in pairs[inside[0][pairs[:, 0]] | inside[1][pairs[:, 1]]].tolist():
-        mine = tensors_one[starts_one[a] : starts_one[a + 1]].tolist()
-        free = tensors_two[starts_two[b] : starts_two[b + 1]].tolist()
-        order = []
-        for tensor in mine[: len(free)]:
-            best = min(free, key=lambda other: _unlike(one, two, tensor, other))
-            free.remove(best)
-            order.append(best)
-        found[starts_two[b] : starts_two[b] + len(order)] = order
-        found[starts_two[b] + len(order) : starts_two[b + 1]] = free
+def _steepest_other(kinds: Any, slopes: Any) -> Any:
+    """For each pair, the largest slope among the others of its kind."""
+    if not len(slopes):
+        return slopes
+    which, back = np.unique(kinds, axis=0, return_inverse=True)
+    back = back.reshape(-1)
+    order = np.lexsort((slopes, back))
+    ends = np.searchsorted(back[order], np.arange(len(which)), side="right") - 1
+    last = order[ends]  # the steepest of each kind
+    starts = np.searchsorted(back[order], np.arange(len(which)))
+    second = np.where(ends > starts, slopes[order[np.maximum(ends - 1, 0)]], 0.0)
+    found = slopes[last][back]
+    found[last] = second
     return found
 
 
-def _unlike(one: _Side, two: _Side, a: int, b: int) -> tuple[bool, float]:
-    shapes = (side.shape[int(side.graph.tensors["look"][n])] for side, n in ((one, a), (two, b)))
-    p, q = int(one.where[a]), int(two.where[b])
-    apart = float(distance(one.rows[p], two.rows[q])) if p >= 0 and q >= 0 else float("inf")
-    return len(set(shapes)) > 1, apart
+def _under_autocast(graph: Graph) -> Any:
+    """Whether each operator, or the forward of a backward, was called under autocast."""
+    texts = np.array(["autocast" in text for text in graph.trace.texts], bool)
+    forward = graph.operators["forward"]
+    on = texts[graph.operators["region"]]
+    return on | ((forward >= 0) & on[forward])
 
 
-def _inputs(ins: tuple[Any, ...], families: Any, count: int) -> tuple[Any, Any, Any, Any]:
-    """Of each pair: the largest relative distance of an input, sum and product of the norms, and their range."""
-    owner, apart, size = ins[:3]
-    relative, total, product, wide = np.zeros(count), np.zeros(count), np.ones(count), np.ones(count)
-    if not len(owner):
-        return relative, total, np.zeros(count), wide
-    with np.errstate(divide="ignore", invalid="ignore"):
-        share = np.where(size > 0, apart / size, 0.0)
-    np.maximum.at(relative, owner, share)
-    np.add.at(total, owner, size)
-    np.multiply.at(product, owner, np.where(size > 0, np.minimum(size, 1e60), 1.0))
-    steep = np.isin(families, list(_STEEP))
-    if steep.any():  # near 0 they make much of little: how much, the smallest of the arguments says
-        last = np.full(count, -1, np.int64)
-        last[owner] = np.arange(len(owner))
-        rows = ins[5][np.maximum(last, 0)]
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            ranges = np.where(rows[:, _LOW] > 0, rows[:, _HIGH] / rows[:, _LOW], _UNBOUNDED)
-        wide = np.where(steep, np.maximum(ranges, 1.0), 1.0)
-    return relative, total, np.minimum(product, 1e120), wide
+def _in_tf32(graph: Graph) -> Any:
+    """Whether the settings of the run allow that a product of float32 in this operator is computed in TF32."""
+    allowed = graph.trace.facts.get("tf32", [])
+    convolutions = np.array(["conv" in text for text in graph.trace.texts], bool)[graph.operators["name"]]
+    return np.where(convolutions, "convolutions" in allowed, "products" in allowed)
 
 
-def _gains(outs: tuple[Any, ...], relative: Any, norms: Any, wide: Any, families: Any, backward: Any) -> Any:
-    """For each pair, how much of its inputs' relative difference its outputs may have."""
-    owner, apart, size = outs[0], outs[1], outs[2]
-    count = len(relative)
-    least, slope = np.full(count, np.inf), np.zeros(count)
-    np.minimum.at(least, owner, np.where(size > 0, size, np.inf))
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        condition = np.where(np.isfinite(least), norms / least, 1.0)
-        small = (relative[owner] > 0) & (relative[owner] < _SMALL) & (size > 0)
-        np.maximum.at(slope, owner[small], (apart[small] / size[small]) / relative[owner][small])
-    largest: dict[
-        Any, list[float]
-    ] = {}  # of each kind of operator the two steepest: the other one counts for the first
-    kinds = list(zip(families.tolist(), backward.tolist()))
-    for kind, one in zip(kinds, slope.tolist()):
-        top = largest.setdefault(kind, [0.0, 0.0])
-        if one > top[0]:
-            top[:] = [one, top[0]]
-        elif one > top[1]:
-            top[1] = one
-    others = np.array([largest[k][one >= largest[k][0]] for k, one in zip(kinds, slope.tolist())] or [0.0])[:count]
-    return _ESTIMATE**2 * np.minimum(np.maximum(np.maximum(condition, others), 1.0) * wide, _UNBOUNDED)
+def _kind(name: str) -> str:
+    return short_name(name) if behaviour(name).steep else family(name)
 
 
-def _add_forward_inputs(alignment: Alignment, relative: Any, product: Any) -> None:
-    """A backward works on what its forward got: that counts among its inputs."""
-    forward_one = alignment.first.operators["forward"]
-    place = {int(a): n for n, a in enumerate(alignment.pairs[:, 0].tolist())}
-    for n, a in enumerate(alignment.pairs[:, 0].tolist()):
-        source = place.get(int(forward_one[a]), -1) if forward_one[a] >= 0 else -1
-        if source >= 0:
-            relative[n] = max(relative[n], relative[source])
-            product[n] = max(product[n] * max(product[source], 1.0), product[n])
+def _strange(row: Any) -> str:
+    words = [f"{int(row[k])} {name}" for k, name in ((NAN, "NaN"), (INF, "Inf")) if row[k]]
+    return " and ".join(words) or "all finite"
+
+
+def _shortened(arguments: str, most: int = 60) -> str:
+    words = arguments or "none"
+    return f"({words})" if len(words) <= most else f"({words[:most]} …)"
 
 
 def first_divergence(alignment: Alignment, numbers: Numbers) -> Divergence | None:
