@@ -4,6 +4,7 @@
     python -m benchmarks.trace_cost --tiny --steps 2      # a smoke test
     python -m benchmarks.trace_cost --cpu --tiny          # CPU time and Python calls of a step, beside OpObserve
     python -m benchmarks.trace_cost --plain --phases      # where the time of a step goes
+    python -m benchmarks.trace_cost --processes 5         # five runs of each form, each in a process of its own
 
 All-in is from the start of the tool to the end of its stop, the first step included, divided by as many bare steps,
 before and after.
@@ -19,6 +20,7 @@ import itertools
 import os
 import pstats
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -93,7 +95,9 @@ def measured(step: Any, steps: int, prints: bool, profile: int = 0) -> str:
     """One line: all-in, a later step, what was recorded; `profile` lines of where three more steps spend their time."""
     import op_tools
 
+    cpu = [time.process_time()]
     bare = sum(_timed(step, steps)) / steps
+    cpu.append(time.process_time())
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
         tool = op_tools.OpTrace(to=folder, prints=prints)
@@ -111,6 +115,7 @@ def measured(step: Any, steps: int, prints: bool, profile: int = 0) -> str:
         tool.stop()
         _wait()
         total = time.perf_counter() - began - late
+        cpu.append(time.process_time())
         told = tool.summary()[0]
     around = bare, sum(_timed(step, steps)) / steps
     bare = sum(around) / 2  # the machine may have become slower or quicker meanwhile
@@ -119,8 +124,26 @@ def measured(step: Any, steps: int, prints: bool, profile: int = 0) -> str:
         f"prints {'on' if prints else 'off'}: bare {around[0] * 1e3:.1f} and {around[1] * 1e3:.1f} ms, "
         f"all-in {total / (bare * steps):.2f} x, "
         f"a later step {later / bare:.2f} x, the first {each[0] * 1e3:.0f} ms, "
-        f"stop {(total - sum(each)) * 1e3:.0f} ms; {told}"
+        f"stop {(total - sum(each)) * 1e3:.0f} ms; CPU time of a step {(cpu[1] - cpu[0]) / steps * 1e3:.0f} and "
+        f"{(cpu[2] - cpu[1]) / steps * 1e3:.0f} ms; {told}"
     )
+
+
+def in_processes(options: argparse.Namespace) -> None:
+    """Measure each form in new processes, one after the other; they get ready side by side."""
+    more = [word for name in ("tiny", "plain") if getattr(options, name) for word in (f"--{name}",)]
+    command = [sys.executable, "-m", "benchmarks.trace_cost", "--steps", str(options.steps), *more]
+    started = [
+        subprocess.Popen([*command, "--one", form], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(options.processes)
+        for form in ("off", "on")
+    ]
+    for process in started:
+        assert process.stdout is not None
+        while process.stdout.readline().strip() not in ("ready", ""):
+            pass
+    for process in started:
+        print(process.communicate("go\n")[0].strip(), flush=True)
 
 
 def phases(tiny: bool, steps: int) -> None:
@@ -221,6 +244,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="where the time of three later steps goes")
     parser.add_argument("--cpu", action="store_true", help="CPU time and Python calls of a step instead")
     parser.add_argument("--phases", action="store_true", help="times of forward, backward and optimizer, as well")
+    parser.add_argument("--processes", type=int, default=0, help="measure each form in so many new processes instead")
+    parser.add_argument("--one", choices=("off", "on"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         import ditorch  # noqa: F401
@@ -230,13 +255,24 @@ def main() -> None:
 
     began = time.perf_counter()
     compiling.wait()
-    print(f"libraries after {time.perf_counter() - began:.0f} s", flush=True)
-    print(prints_agree(), flush=True)
+    if options.one is None:
+        print(f"libraries after {time.perf_counter() - began:.0f} s", flush=True)
+        print(prints_agree(), flush=True)
+    if options.processes:
+        in_processes(options)
+        return
     torch.manual_seed(0)
     step = (plain if options.plain else gpt2)(options.tiny)
     _timed(step, 3)
+    if options.one is not None:
+        print("ready", flush=True)
+        sys.stdin.readline()
+        _timed(step, 3)
+        print(measured(step, options.steps, options.one == "on"), flush=True)
+        return
     if options.cpu:
-        return _cpu_times(step, options.steps)
+        _cpu_times(step, options.steps)
+        return
     for prints in (False, True, False, True):
         print(measured(step, options.steps, prints), flush=True)
     if options.phases:
