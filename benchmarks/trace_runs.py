@@ -122,7 +122,8 @@ def train(
         if INTERCEPTOR.sums._library is not None:
             _main_thread[:] = [INTERCEPTOR.sums._library.op_tools_sums_thread()]
         steps()
-    assert not tool.findings(), tool.findings()
+    failures = [f for f in tool.findings() if f.kind != "skipped"]
+    assert not failures, failures
     return Graph(load(folder)), struck
 
 

@@ -20,6 +20,7 @@ from ..call.devices import accelerator_type, autocast_dtype
 from ..copies.host_copies import HostCopies
 from ..copies.pinned_results import LIBRARY, PinnedResults
 from ..watch import patches
+from ..watch.compiled import CompiledRun
 from ..watch.inside import is_wrapper
 from ..watch.intercept import Call
 from .base import Tool
@@ -151,7 +152,7 @@ class OpFallback(Tool):
         started.__exit__(None, None, None)
         self._copies.settle()
 
-    def after_compiled_code(self) -> None:
+    def after_compiled_code(self, run: CompiledRun | None) -> None:
         self._copies.drop_all()
 
     def finish(self) -> None:

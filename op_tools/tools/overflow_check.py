@@ -19,6 +19,7 @@ from ..copies.operands import mark_after
 from ..native.ledger import Pairs, new_ledger
 from ..native.statistics import BROKEN, NAMES, Batch, FusedBatch, TorchBatch, batch_for
 from ..view import console
+from ..watch.compiled import CompiledRun
 from ..watch.intercept import INTERCEPTOR, Call
 from .base import Tool
 from .light import Seen, noted
@@ -199,7 +200,7 @@ class OpOverflowCheck(Tool):
             arriving = self._ledger.look(grad_outputs)
             self._enter(call, self.site(call), True, arriving, self._ledger.look(grad_inputs))
 
-    def after_compiled_code(self) -> None:
+    def after_compiled_code(self, run: CompiledRun | None) -> None:
         with self._guard:
             self._ledger.clear()
 

@@ -19,10 +19,11 @@ from ..call.traits import OpTraits
 from ..compat import running_pass
 from ..trace import format as columns
 from ..trace.compiled import COMPILED
+from ..trace.compiled_runs import CompiledRuns
 from ..trace.format import SUFFIX, TraceWriter
-from ..trace.places import Place, given_to_module, place_of_call
+from ..trace.places import Place, place_of_call
 from ..trace.record import Recorder, writer_world
-from ..watch.compiled import Tally
+from ..watch.compiled import CompiledRun, Tally
 from ..watch.intercept import INTERCEPTOR, Call
 from .base import Tool
 from .light import noted
@@ -68,6 +69,7 @@ class OpTrace(Tool):
         self.path: Path | None = None
         self._recorder: Recorder | None = None
         self._book: Any = None  # which records most calls by itself; False where there is none
+        self._compiled = CompiledRuns(self, self._started)
 
     def prepare(self) -> None:
         self._recorder, self._book = None, None
@@ -189,13 +191,15 @@ class OpTrace(Tool):
                 self._recorder.after_backward()
                 self._recorder.launch()
 
-    def after_compiled_code(self) -> None:
-        if self._in_steps():
-            with (recorder := self._started()).lock:
-                backward = running_pass() != -1
-                given = [] if backward else given_to_module(2)
-                recorder.compiled(place_of_call(2, recorder.modules.parts), INTERCEPTOR.step, backward, given)
-                recorder.launch()
+    def before_compiled_code(self, run: CompiledRun) -> None:
+        if self._in_steps() and self.only is None:
+            self._compiled.begin(run)
+
+    def after_compiled_code(self, run: CompiledRun | None) -> None:
+        if run is not None:
+            self._compiled.end(run)
+        elif self._recorder is not None:
+            self._compiled.backward_ran()
 
     def _recording(self) -> tuple[Recorder, int] | None:
         """Who records a graph of compiled code that begins to run, and the step."""

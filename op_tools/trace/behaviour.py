@@ -10,6 +10,8 @@ from typing import Final, NamedTuple
 
 import torch
 
+from ..call.functions import overloads_of
+from ..call.graphs import OP as COMPILED_CODE
 from ..call.operators.registry import KERNELS, Kind, function_facts, last_name
 from .families import family
 from .graph import short_name
@@ -39,6 +41,7 @@ _SMOOTH: Final = PRODUCTS | _SEVERAL | _STEEP | _EXPONENTIAL | frozenset(
 _MATRICES: Final = frozenset({"inverse", "cholesky", "svd", "eigh", "eigvalsh", "qr", "solve", "lstsq", "pinv", "det",
                               "slogdet", "logdet", "matrix_exp", "matrix_power", "cholesky_solve", "cholesky_inverse",
                               "lu_solve", "solve_triangular", "eig", "eigvals", "svdvals", "cond", "inv"})  # fmt: skip
+DREW: Final = "drew=True"  # ends the arguments of compiled code that took random numbers
 _DROPS: Final = frozenset({"dropout_p", "dropout"})
 _TRAINS: Final = frozenset({"training", "train"})
 _NUMBER: Final = re.compile(r"-?\d+\.?\d*(?:e[+-]?\d+)?")
@@ -83,15 +86,7 @@ def behaviour(name: str) -> Behaviour:
 
 @functools.cache
 def _is_seeded(last: str) -> bool:
-    return any(torch.Tag.nondeterministic_seeded in one.tags for one in _overloads(last))
-
-
-def _overloads(last: str) -> list[torch._ops.OpOverload]:
-    """The kernels of a name; none where there are no such, as for `__getattr__`."""
-    packet = getattr(torch.ops.aten, last, None)
-    return (
-        [getattr(packet, one) for one in packet.overloads()] if isinstance(packet, torch._ops.OpOverloadPacket) else []
-    )
+    return any(torch.Tag.nondeterministic_seeded in one.tags for one in overloads_of(last))
 
 
 @functools.lru_cache(maxsize=20_000)
@@ -101,6 +96,8 @@ def draws(name: str, arguments: str) -> bool:
     >>> draws("torch.nn.functional.dropout", "_, 0.1, True, False"), draws("torch.nn.functional.dropout", "_, 0.0")
     (True, False)
     """
+    if name == COMPILED_CODE:
+        return arguments.endswith(DREW)
     if not behaviour(name).may_draw:
         return False
     places, asked = _parameters(name), False
@@ -123,7 +120,7 @@ def _parameters(name: str) -> tuple[str, ...]:
     function = getattr(torch.nn.functional, last, None) if name.startswith("torch.nn.functional.") else None
     if inspect.isfunction(function):
         return tuple(inspect.signature(function).parameters)
-    overloads = _overloads(last)
+    overloads = overloads_of(last)
     return tuple(argument.name for argument in overloads[0]._schema.arguments) if overloads else ()
 
 

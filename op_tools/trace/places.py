@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..call.description import Described, Group, TensorMeta, held_by, tensors_in
+from ..call.description import Described, Group, TensorMeta, held_by
 from ..call.devices import module_of
 from ..call.site import is_user_code, text_of
 from ..compat import MODULE_CALL
@@ -58,14 +58,6 @@ def place_of_call(depth: int, parts: dict[int, weakref.ref[torch.nn.Module]]) ->
             optimizer = True
         frame = frame.f_back
     return Place(innermost, outermost, optimizer)
-
-
-def given_to_module(depth: int) -> list[torch.Tensor]:
-    """The tensors among the arguments of the module that is being called."""
-    frame: FrameType | None = sys._getframe(depth)
-    while frame is not None and frame.f_code is not MODULE_CALL:
-        frame = frame.f_back
-    return [] if frame is None else list(tensors_in((frame.f_locals.get("args"), frame.f_locals.get("kwargs"))))
 
 
 def kind_of_code(code: CodeType) -> int:

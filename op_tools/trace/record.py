@@ -13,6 +13,7 @@ import torch
 from .. import settings
 from ..call.description import Described, Tensor, short
 from ..call.devices import accelerator_type, module_of
+from ..call.graphs import OP as COMPILED_CODE
 from ..call.recent import Recent
 from ..compat import MODULE_CALL, cuda_device, cuda_stream
 from ..native import book as native
@@ -20,7 +21,7 @@ from ..native.ledger import PASSES_ON
 from ..watch.compiled import Tally
 from . import format as columns
 from .book import Book, PythonBook, version_of
-from .format import BACKWARD, FORWARD, INPUT, OPTIMIZER, OUTPUT, TraceWriter
+from .format import BACKWARD, OPTIMIZER, OUTPUT, TraceWriter
 from .places import (
     MAX_TEXT,
     ModuleNames,
@@ -54,7 +55,7 @@ class Recorder:
         self._regions: dict[Any, int] = {}
         self._arguments = Recent[int, int](_MAX_KINDS)  # texts of descriptions, by their number
         self._odd_parameters: list[tuple[int, int, Any]] = []  # wrapper tensors: text of the gradient, module, itself
-        self._in_function = -1  # the last operator that was compiled code
+        self._in_function = -1  # the last operator that was compiled code with results that are not known
         self._made_by_function = 0  # results of that which have been seen
         self._backward_function = -1  # the last one in a backward pass
         self.ran_graphs = False  # whether the operators of the present compiled code are recorded one by one
@@ -286,23 +287,25 @@ class Recorder:
             self.book.sent(tensor, operator)
         self.edges(operator, OUTPUT, numbers)
 
-    def compiled(self, place: Place, step: int, backward: bool, given: Sequence[Tensor]) -> None:
-        """Compiled code ran in a module; what it made is known when it is used."""
-        if self.ran_graphs:
-            self.ran_graphs = False
-            self.recorded = self.recorded.counting("backward" if backward else "forward")
-            return
-        inputs = self.inputs(given)
-        self.book.forget()
-        if backward:
+    # -- compiled code ------------------------------------------------------------------------------------
+
+    def graphs_ran(self, phase: int) -> bool:
+        """Whether compiled code that has just run was recorded operator by operator."""
+        ran, self.ran_graphs = self.ran_graphs, False
+        if ran:
+            self.recorded = self.recorded.counting(columns.PHASES[phase])
+        return ran
+
+    def await_results(self, function: int, module: int) -> None:
+        """Compiled code has run, and nobody knows what it made: that is known when it is used."""
+        self._in_function, self._made_by_function, self.last_module = function, 0, module
+
+    def backward_of_awaited(self, step: int) -> None:
+        """The backward of compiled code has run whose results were not known."""
+        if self._in_function >= 0:
             self._backward_function = self.operator(
-                "torch.compile", BACKWARD, None, step, "", module=self.last_module, forward=self._in_function
+                COMPILED_CODE, BACKWARD, None, step, "", module=self.last_module, forward=self._in_function
             )
-            return
-        self._in_function = self.operator("torch.compile", FORWARD, place, step, "")
-        self.last_module = self.module_of(place)
-        self._made_by_function = 0
-        self.edges(self._in_function, INPUT, inputs)
 
     def after_backward(self) -> None:
         """Give the gradients of parameters their names."""

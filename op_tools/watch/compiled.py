@@ -204,6 +204,39 @@ def _seconds(first: Any, last: Any, wait: bool) -> float | None:
         return -1.0
 
 
+UNKNOWN: Final = object()
+_WHOLE_MODULES: Final = frozenset({"forward", "__call__", "_call_impl", "_wrapped_call_impl"})
+
+
+class CompiledRun:
+    """One run of a function that `torch.compile` made: what it got, and when it is over, what it returned."""
+
+    def __init__(self, frame: FrameType, optimizers: tuple[Any, ...]) -> None:
+        known = frame.f_locals
+        self.function: Any = known.get("fn")
+        self.args: tuple[Any, ...] = known.get("args", ())
+        self.kwargs: dict[str, Any] = known.get("kwargs", {})
+        self.result: Any = UNKNOWN  # also where it raised an error, and where PyTorch keeps it to itself
+        self.optimizers = optimizers  # that step inside
+        self.notes: dict[Any, Any] = {}  # what tools remember between begin and end
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The module whose whole forward was compiled, if it was one."""
+        owner = getattr(self.function, "__self__", None)
+        whole = getattr(self.function, "__name__", "") in _WHOLE_MODULES
+        return owner if whole and isinstance(owner, torch.nn.Module) else None
+
+    def end(self, frame: FrameType) -> None:
+        """Note what it returned."""
+        self.result = frame.f_locals.get("result", UNKNOWN)
+
+    def release(self) -> None:
+        """Let go of the user's tensors."""
+        self.function, self.args, self.kwargs, self.result, self.optimizers = None, (), {}, UNKNOWN, ()
+        self.notes.clear()
+
+
 class _Region(NamedTuple):
     """Compiled code that a thread is in."""
 
@@ -212,6 +245,7 @@ class _Region(NamedTuple):
     modes: list[Any]  # dispatch modes of op_tools that were on
     entered: Any  # what `Regions.leave` wants; None where the run does not count
     optimizers: tuple[Any, ...]  # that step inside
+    run: CompiledRun | None  # None in a backward pass, and where its begin was not seen
 
 
 class _Thread(threading.local):
@@ -288,11 +322,12 @@ class CompiledCode:
                 outermost = back
             frame = back
         if outermost is not None and THREAD.region is None:
-            THREAD.region = self._enter(outermost, was_on=True)
+            THREAD.region = self._enter(outermost, inside=True)
         return outermost is not None
 
-    def _enter(self, frame: FrameType | None, was_on: bool = False, counted: bool = False) -> _Region:
-        interceptor = self._interceptor
+    def _enter(self, frame: FrameType | None, inside: bool = False, counted: bool = False) -> _Region:
+        """`inside`: compiled code runs already, and the thread is to be watched when it has ended."""
+        interceptor, was_on = self._interceptor, inside
         THREAD.seen = False
         modes = pop_own_dispatch_modes()
         if interceptor.is_on():
@@ -307,7 +342,11 @@ class CompiledCode:
         if counted and not self._noted and not all(tool.compares_compiled for tool in interceptor.tools):
             self._noted = True
             note(_NOTE)
-        return _Region(frame, was_on, modes, interceptor.regions.enter() if counted else None, optimizers)
+        run = None
+        if counted and frame is not None and not inside:
+            run = CompiledRun(frame, optimizers)
+            interceptor.compiled_code_begins(run)
+        return _Region(frame, was_on, modes, interceptor.regions.enter() if counted else None, optimizers, run)
 
     def _leave(self, region: _Region, phase: str) -> None:
         interceptor = self._interceptor
@@ -315,7 +354,11 @@ class CompiledCode:
             HIDDEN.show()
         if region.entered is not None:
             interceptor.regions.leave(region.entered, phase, THREAD.seen)
-            interceptor.compiled_code_ran()
+            if region.run is not None and region.frame is not None:
+                region.run.end(region.frame)
+            interceptor.compiled_code_ran(region.run)
+            if region.run is not None:
+                region.run.release()
         if region.was_on and interceptor.tools and not interceptor.is_on():
             interceptor.put_on()
         push_dispatch_modes(region.modes)

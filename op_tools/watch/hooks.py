@@ -10,6 +10,7 @@ from ..call.traits import OpTraits
 from ..view.console import View
 
 if TYPE_CHECKING:
+    from .compiled import CompiledRun
     from .intercept import Call
 
 
@@ -108,8 +109,14 @@ class Hooks:
     def after_backward_passes(self, graph_is_kept: bool) -> None:
         """Backward passes have ended and none is under way, whichever calls they were of."""
 
-    def after_compiled_code(self) -> None:
-        """Compiled code has run, unseen: it may have written to any tensor, and not counted that."""
+    def before_compiled_code(self, run: CompiledRun) -> None:
+        """A function that `torch.compile` made is about to run, unseen."""
+
+    def after_compiled_code(self, run: CompiledRun | None) -> None:
+        """Compiled code has run, unseen: it may have written to any tensor, and not counted that.
+
+        `run` is None in a backward pass, and where a tool started while the code ran.
+        """
 
     def failed(self, call: Call, error: BaseException, what: str = "the tool failed on this operator") -> None:
         """The tool raised an error; the training goes on."""

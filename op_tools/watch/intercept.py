@@ -31,7 +31,7 @@ from ..compat import (
 from ..native import front
 from ..view.console import note
 from . import backward, functions, inside, patches, room, sums
-from .compiled import HIDDEN, Regions
+from .compiled import HIDDEN, CompiledRun, Regions
 from .hooks import Hooks
 from .interpreter import Interpreter
 
@@ -422,9 +422,13 @@ class Interceptor(TorchFunctionMode):
         """Backward passes have ended, and none is under way (`INTERCEPTOR.passes_ended(False)`)."""
         self._tell("after_backward_passes", torch.autograd.backward, graph_is_kept)
 
-    def compiled_code_ran(self) -> None:
-        """Compiled code has run; tools did not see it (`INTERCEPTOR.compiled_code_ran()`)."""
-        self._tell("after_compiled_code", torch.compile)
+    def compiled_code_begins(self, run: CompiledRun) -> None:
+        """A compiled function is about to run; tools will not see what it does."""
+        self._tell("before_compiled_code", torch.compile, run)
+
+    def compiled_code_ran(self, run: CompiledRun | None) -> None:
+        """Compiled code has run; tools did not see it (`INTERCEPTOR.compiled_code_ran(None)`)."""
+        self._tell("after_compiled_code", torch.compile, run)
 
     def _tell(self, hook: str, function: Callable[..., Any], *args: Any) -> None:
         for tool in self.tools:
