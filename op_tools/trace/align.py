@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..call.graphs import OP as COMPILED
 from . import format as columns
 from .families import MOVES, family
 from .format import INPUT, OUTPUT, PROJECTIONS
@@ -26,6 +27,7 @@ _MAX_CELLS: Final = 250_000  # of a table of dynamic programming
 _BAND: Final = 64  # around the diagonal, in longer ones
 _GAP: Final = -0.6
 _NEVER: Final = -1e9
+_RUN: Final = 3.0  # for two runs of compiled code: their order says which is which
 
 
 @dataclasses.dataclass
@@ -346,6 +348,8 @@ class _Matcher:
 
     def score(self, a: int, b: int, strict: bool) -> float:
         one, two = self.one, self.two
+        if one.names[a] == COMPILED == two.names[b]:
+            return _NEVER if strict and self._shape[one.shapes[a]] != two.shapes[b] else _RUN
         same_family = one.families[a] == two.families[b]
         if not same_family:
             return _NEVER

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from . import format as columns
-from .align import Alignment, align
+from .align import Alignment
 from .diverge import Divergence, Numbers, first_divergence, growth, numbers_of
+from .fold import align_folded, told_folds, whole_of
 from .format import TraceError, files_of, read
 from .graph import Graph, short_name
 from .merge import merged
@@ -28,7 +29,7 @@ class Diff:
 
     def __init__(self, first: Graph, second: Graph, names: tuple[str, str] = ("A", "B")) -> None:
         self.names = names
-        self.alignment: Alignment = align(first, second)
+        self.alignment: Alignment = align_folded(first, second)
         self.numbers: Numbers = numbers_of(self.alignment)
         self.divergence: Divergence | None = first_divergence(self.alignment, self.numbers)
 
@@ -43,9 +44,10 @@ class Diff:
         pairs = len(self.alignment.pairs)
         for word, graph, name in (("A", one, self.names[0]), ("B", two, self.names[1])):
             ranks = f", {graph.trace.world} ranks" if graph.trace.world > 1 else ""
-            yield f"{word}: {name} ({graph.count:,} operators{ranks})"
+            yield f"{word}: {name} ({whole_of(graph).count:,} operators{ranks})"
         matched = sum(a >= 0 for a in self.alignment.modules)
         yield f"{pairs:,} operators correspond, {matched:,} of {len(one.modules):,} and {len(two.modules):,} modules"
+        yield from told_folds(one, two)
         yield ""
         yield from self._first()
         yield from self._growth(most)
@@ -136,18 +138,22 @@ class Diff:
         found = None
         if self.divergence is not None:
             a, b = (int(x) for x in self.alignment.pairs[self.divergence.pair])
-            sides = {w: {"operator": n, "title": g.titles[n], "name": g.names[n], "location": _location(g, n)}
-                     for w, g, n in (("A", one, a), ("B", two, b))}  # fmt: skip
+            sides = {
+                word: {"operator": g.numbers[n], "title": g.titles[n], "name": g.names[n], "location": _location(g, n)}
+                for word, g, n in (("A", one, a), ("B", two, b))
+            }
             numbers = {k: getattr(self.divergence, k) for k in ("inputs", "outputs", "allowed", "reason")}
             found = {**sides, **numbers, "phase": columns.PHASES[int(one.operators["phase"][a])]}
         return {
-            "operators": [one.count, two.count],
-            "pairs": self.alignment.pairs.tolist(),
+            "operators": [whole_of(one).count, whole_of(two).count],
+            "pairs": [[one.numbers[a], two.numbers[b]] for a, b in self.alignment.pairs.tolist()],
             "divergence": found,
             "given": self.given(),
             "growth": growth(self.alignment, self.numbers),
-            "only": [list(side) for side in self.alignment.only],
-            "replaced": self.alignment.replaced,
+            "only": [[g.numbers[n] for n in side] for g, side in zip((one, two), self.alignment.only)],
+            "replaced": [
+                [[g.numbers[n] for n in side] for g, side in zip((one, two), both)] for both in self.alignment.replaced
+            ],
             "differences": list(differences(self.alignment)),
         }
 
@@ -159,9 +165,10 @@ def compare(first: Path, second: Path, partial: bool = False) -> Diff:
         if not graph.count:
             raise TraceError(f"{path}: no operators in it")
     found = Diff(graphs[0], graphs[1], (str(first), str(second)))
-    least = min(graphs[0].count, graphs[1].count)
-    inside = [n for n, a in enumerate(found.alignment.pairs[:, 0].tolist()) if graphs[0].operators["module"][a] >= 0]
-    if len(found.alignment.pairs) < _MIN_COMMON * least or (graphs[0].modules and graphs[1].modules and not inside):
+    one, two = found.alignment.first, found.alignment.second
+    least = min(one.count, two.count)
+    inside = one.operators["module"][found.alignment.pairs[:, 0]] >= 0
+    if len(found.alignment.pairs) < _MIN_COMMON * least or (one.modules and two.modules and not inside.any()):
         raise TraceError(
             f"{first} and {second} have nothing in common: {len(found.alignment.pairs)} of {least:,} operators"
         )

@@ -19,11 +19,13 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..call.graphs import OP as COMPILED
 from . import format as columns
 from .align import Alignment
 from .behaviour import apart_in_arguments, behaviour, draws
 from .edges import INF, NAN, UNITS, Edges, Side, edges_of, terms
 from .families import family
+from .fold import Folded, compiled_runs
 from .format import INPUT, OUTPUT
 from .graph import Graph, short_name
 from .prints import smallest_step
@@ -37,6 +39,7 @@ _UNBOUNDED: Final = 1e30
 _FEW: Final = 8.0  # roundings to float32 that a function of one element may have inside
 _ONE_ELEMENT: Final = 1.25  # steps of the dtype between two right roundings of one number, and what float32 sums add
 _SURE_BITS: Final = 20  # of a difference that is read off fingerprints
+_STEPS_PER_INPUT: Final = 4.0  # of compiled code
 _COMPOSITE: Final = 4.0  # roundings inside functions of several steps
 _SYMMETRIC: Final = frozenset({"sin", "cos", "tan"})
 
@@ -206,14 +209,47 @@ class _Measured:
         unit = np.where(self.known("matrices"), np.sqrt(self.unit), self.unit)
         roundings = np.maximum(np.sqrt(terms(self.first, self.pairs[:, 0])), _FEW)
         sums = np.maximum(np.where(self.contracts, self.product, 0.0)[owner], roundings[owner] * outs.size)
-        factor = np.where(self.contracts & (self.least > 0), np.maximum(self.product / self.least, 1.0), 1.0)
-        with np.errstate(over="ignore", invalid="ignore"):
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            factor = np.where(self.contracts & (self.least > 0), np.maximum(self.product / self.least, 1.0), 1.0)
             bound = _ESTIMATE * ((own * unit)[owner] * outs.size + _SINGLE * sums + (self.hidden * factor)[owner])
             bound += (self.gains * self.relative)[owner] * outs.size
             jumps = self.known("jumps") | (self.known("jumps_backward") & self.backward)
             jumps &= self.relative > 0
             roots = np.sqrt(self.relative)[owner]
             bound += np.where(jumps[owner], _ESTIMATE * outs.largest + _ESTIMATE**2 * roots * outs.size, 0.0)
+        return self._of_regions(bound)
+
+    def _of_regions(self, bound: Any) -> Any:
+        """Runs of compiled code: what the rounding of all that they do may become in the operator that made an output.
+
+        Each step of them rounds; these roundings add up as random ones do. Which steps there are, the other run knows.
+        """
+        rows = np.array([name == COMPILED for name in self.names] or [False])[self.kind]
+        if not rows.any():
+            return bound
+        outs, owner = self.outs, self.outs.owner
+        parts = [_Steps(graph) if isinstance(graph, Folded) else None for graph in (self.first, self.second)]
+        error, jumps = np.zeros(self.count), np.zeros(self.count, bool)
+        for pair in np.flatnonzero(rows).tolist():
+            for steps, graph, mine in zip(parts, (self.first, self.second), self.pairs[pair].tolist()):
+                if steps is not None and mine in steps.graph.inside:
+                    found, jumped = steps.rounding(steps.graph.inside[mine])
+                else:
+                    unit = max(float(self.unit[pair]), _lower_unit(graph, mine))
+                    found, jumped = _COMPOSITE * unit * math.sqrt(_steps_inside(graph, mine)), False
+                error[pair], jumps[pair] = max(error[pair], found), jumps[pair] or jumped
+        has = rows & (self.source >= 0)
+        error[has] = np.hypot(error[has], error[self.source[has]])
+        error = np.minimum(error + self.relative, 1.0)
+        for edge in np.flatnonzero(rows[owner]).tolist():
+            pair = int(owner[edge])
+            own, gain = 0.0, _ESTIMATE**2
+            for steps, tensors in zip(parts, outs.tensors):
+                if steps is not None and (made := steps.maker(int(tensors[edge]))) is not None:
+                    own, gain = max(own, made[0]), max(gain, made[1])
+            more = _ESTIMATE**2 * math.sqrt(error[pair]) if jumps[pair] else 0.0
+            size = float(outs.size[edge])
+            bound[edge] = (own + gain * error[pair] + more) * size + _ESTIMATE * float(outs.hidden[edge])
         return bound
 
     def _judged(self) -> Any:
@@ -276,6 +312,43 @@ class _Measured:
             return ""
         size_told = f"the largest is {largest:.3g}" if it == largest else f"they are no larger than {it:.3g}"
         return f"few elements differ, by {step:.3g} or more; {size_told}"
+
+
+class _Steps:
+    """How far each operator of a folded run rounds, and what it makes of a difference."""
+
+    def __init__(self, graph: Folded) -> None:
+        self.graph, whole = graph, graph.whole
+        same = np.arange(whole.count)
+        itself = _Measured(Alignment(whole, whole, np.stack([same, same], 1), {}, [], ([], [])))
+        own = np.where(itself.known("several"), _COMPOSITE, 1.0) * itself.unit
+        for run in compiled_runs(whole):
+            own[run] *= math.sqrt(_steps_inside(whole, run))
+        self._own = own + _SINGLE * np.maximum(np.sqrt(terms(whole, same)), _FEW)
+        self._jumps = itself.known("jumps") | (itself.known("jumps_backward") & itself.backward)
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            bounds = np.where(itself.outs.size > 0, itself._bounds() / itself.outs.size, 0.0)
+        places = zip(itself.outs.tensors[0].tolist(), itself.outs.owner.tolist(), bounds.tolist())
+        self._makers = {tensor: (bound, float(itself.gains[operator])) for tensor, operator, bound in places}
+
+    def rounding(self, operators: list[int]) -> tuple[float, bool]:
+        """What the roundings of operators come to, relatively, and whether one of them jumps."""
+        return float(np.sqrt(np.square(self._own[operators]).sum())), bool(self._jumps[operators].any())
+
+    def maker(self, tensor: int) -> tuple[float, float] | None:
+        """Of the operator that made a tensor: how far it rounds it, and how much it makes of a difference."""
+        return self._makers.get(tensor)
+
+
+def _steps_inside(graph: Graph, operator: int) -> float:
+    """How many operators compiled code may have in place of its own: a guess from the parameters that it gets."""
+    return _STEPS_PER_INPUT * len(graph.inputs(operator)) + 1.0
+
+
+def _lower_unit(graph: Graph, operator: int) -> float:
+    """The rounding of the dtype that autocast chose where an operator was called, 0 without autocast."""
+    region = graph.trace.texts[int(graph.operators["region"][operator])]
+    return max((unit for dtype, unit in UNITS.items() if f", {dtype})" in region), default=0.0)
 
 
 def largest_with(step: float, digits: int) -> float:

@@ -7,7 +7,10 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from ..call.graphs import OP as COMPILED
+from . import format as columns
 from .align import Alignment
+from .fold import member_name
 from .format import INPUT, PROJECTIONS
 from .graph import Graph
 from .prints import distance
@@ -28,7 +31,6 @@ UNITS: Final = {
     "float8_e5m2fnuz": 2.0**-3,
 }
 _GRID: Final = 2.0**-36  # of the largest element of a chunk: what is smaller does not show in a print
-_COMPILED: Final = "torch.compile."
 
 
 class Side:
@@ -43,10 +45,14 @@ class Side:
         self.shape = [texts[n] for n in graph.looks["shape"].tolist()]
         self.numel = np.array([numel(text) for text in self.shape] or [1.0])
 
-    def row(self, tensor: int) -> Any:
-        """The print of a tensor, None where it has none."""
-        place = int(self.where[tensor]) if len(self.where) else -1
-        return None if place < 0 else self.rows[place]
+    def shape_of(self, tensor: int) -> str:
+        """The shape of a tensor, as text."""
+        shape: str = self.shape[int(self.graph.tensors["look"][tensor])]
+        return shape
+
+    def is_member(self, tensor: int) -> bool:
+        """Whether it is a parameter or a buffer."""
+        return int(self.graph.tensors["kind"][tensor]) in (columns.PARAMETER, columns.BUFFER)
 
 
 class Edges(NamedTuple):
@@ -64,6 +70,7 @@ class Edges(NamedTuple):
     strange: Any  # whether NaN or Inf differ in number
     hidden: Any  # how far apart they may be without a difference of their prints
     rows: tuple[Any, Any]  # of prints: where they are, on both sides
+    tensors: tuple[Any, Any]
     sums: dict[int, Any]  # of parts, by edge: their print together, instead of the second row
     others: Any  # for each pair, whether it has a tensor on this side that could not be compared
 
@@ -78,18 +85,9 @@ def edges_of(alignment: Alignment, one: Side, two: Side, side: int) -> Edges:
     pairs = alignment.pairs
     if not len(one.rows) or not len(two.rows):
         none, whole, never = np.zeros(0), np.zeros(0, np.int64), np.zeros(0, bool)
-        unknown = np.ones(len(pairs), bool)
-        return Edges(whole, whole, none, none, none, none, none, none, none, never, none, (whole, whole), {}, unknown)
-    starts_one, tensors_one = one.graph.side(side)
-    starts_two, _ = two.graph.side(side)
-    a, b = pairs[:, 0], pairs[:, 1]
-    counts = starts_one[a + 1] - starts_one[a], starts_two[b + 1] - starts_two[b]
-    lengths = np.minimum(*counts)
-    others = counts[0] != counts[1]
-    owner = np.repeat(np.arange(len(pairs)), lengths)
-    place = np.arange(len(owner)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    tensors_two = _in_the_same_order(one, two, pairs, side)
-    left, right = tensors_one[starts_one[a][owner] + place], tensors_two[starts_two[b][owner] + place]
+        unknown, both = np.ones(len(pairs), bool), (whole, whole)
+        return Edges(whole, whole, none, none, none, none, none, none, none, never, none, both, both, {}, unknown)
+    owner, place, left, right, others = _together(one, two, pairs, side)
     looks_one, looks_two = one.graph.tensors["look"][left], two.graph.tensors["look"][right]
     shapes = {text: n for n, text in enumerate(dict.fromkeys([*one.shape, *two.shape]))}
     same = (
@@ -107,6 +105,7 @@ def edges_of(alignment: Alignment, one: Side, two: Side, side: int) -> Edges:
             sums = dict(zip(within.tolist(), rows))
     np.logical_or.at(others, owner[~good], True)
     owner, place, p, q = owner[good], place[good], p[good], q[good]
+    tensors = left[good], right[good]
     units = one.unit[looks_one[good]], two.unit[looks_two[good]]
     elements = one.numel[looks_one[good]]
     rows_one, rows_two = one.rows[p], two.rows[q]
@@ -120,7 +119,7 @@ def edges_of(alignment: Alignment, one: Side, two: Side, side: int) -> Edges:
     strange = (rows_one[:, NAN] != rows_two[:, NAN]) | (rows_one[:, INF] != rows_two[:, INF])
     size = np.maximum(rows_one[:, NORM], rows_two[:, NORM])
     hidden = _GRID * largest * np.sqrt(elements)
-    return Edges(owner, place, apart, size, *units, low, high, largest, strange, hidden, (p, q), sums, others)
+    return Edges(owner, place, apart, size, *units, low, high, largest, strange, hidden, (p, q), tensors, sums, others)
 
 
 def _of_parts(wholes: Any, parts: Any, world: int) -> Any:
@@ -131,32 +130,87 @@ def _of_parts(wholes: Any, parts: Any, world: int) -> Any:
     return np.where(nearer[:, None], less, parts)
 
 
-def _in_the_same_order(one: Side, two: Side, pairs: Any, side: int) -> Any:
-    """The tensors of the second run; those of compiled code, which has an order of its own, in that of the first."""
-    graphs = (one.graph, two.graph)
-    inside = [
-        np.array([text.startswith(_COMPILED) for text in g.trace.texts], bool)[g.operators["name"]] for g in graphs
-    ]
-    (starts_one, tensors_one), (starts_two, tensors_two) = (g.side(side) for g in graphs)
-    found = tensors_two.copy()
-    for a, b in pairs[inside[0][pairs[:, 0]] | inside[1][pairs[:, 1]]].tolist():
-        mine = tensors_one[starts_one[a] : starts_one[a + 1]].tolist()
-        free = tensors_two[starts_two[b] : starts_two[b + 1]].tolist()
-        order = []
-        for tensor in mine[: len(free)]:
-            best = min(free, key=lambda other: _unlike(one, two, tensor, other))
-            free.remove(best)
-            order.append(best)
-        found[starts_two[b] : starts_two[b] + len(order)] = order
-        found[starts_two[b] + len(order) : starts_two[b + 1]] = free
+def _together(one: Side, two: Side, pairs: Any, side: int) -> tuple[Any, Any, Any, Any, Any]:
+    """The tensors of matched operators place by place: pairs, places, both sides; and which pairs have others as well.
+
+    Compiled code has an order of its own: there the tensors that are alike belong together.
+    """
+    (starts_one, tensors_one), (starts_two, tensors_two) = one.graph.side(side), two.graph.side(side)
+    a, b = pairs[:, 0], pairs[:, 1]
+    counts = starts_one[a + 1] - starts_one[a], starts_two[b + 1] - starts_two[b]
+    lengths, others = np.minimum(*counts), counts[0] != counts[1]
+    inside = _of_compiled(one.graph)[a] | _of_compiled(two.graph)[b]
+    lengths[inside] = 0
+    owner = np.repeat(np.arange(len(pairs)), lengths)
+    place = np.arange(len(owner)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    left, right = tensors_one[starts_one[a][owner] + place], tensors_two[starts_two[b][owner] + place]
+    found = []
+    for pair in np.flatnonzero(inside).tolist():
+        m, n = int(a[pair]), int(b[pair])
+        mine, theirs = tensors_one[starts_one[m] : starts_one[m + 1]], tensors_two[starts_two[n] : starts_two[n + 1]]
+        alike, others[pair] = _alike(one, two, mine.tolist(), theirs.tolist())
+        found += [(pair, at, x, y) for at, (x, y) in enumerate(alike)]
+    if not found:
+        return owner, place, left, right, others
+    added = np.array(found, np.int64)
+    joined = [np.concatenate([old, added[:, n]]) for n, old in enumerate((owner, place, left, right))]
+    order = np.lexsort((joined[1], joined[0]))
+    owner, place, left, right = (column[order] for column in joined)
+    return owner, place, left, right, others
+
+
+def _of_compiled(graph: Graph) -> Any:
+    named = np.array([text == COMPILED or text.startswith(f"{COMPILED}.") for text in graph.trace.texts], bool)
+    return named[graph.operators["name"]]
+
+
+def _alike(one: Side, two: Side, mine: list[int], theirs: list[int]) -> tuple[list[tuple[int, int]], bool]:
+    """Tensors of two lists that belong together, in the order of the first; whether either has others as well.
+
+    What has a name in the model goes by that, all else by shape and fingerprint, the closest first. Compiled code
+    gets all that a module has; what it does not use is no other tensor.
+    """
+    found: dict[int, int] = {}
+    names = {member_name(two.graph, t): t for t in reversed(theirs)}
+    for tensor in mine:
+        name = member_name(one.graph, tensor)
+        if name and name in names and one.shape_of(tensor) == two.shape_of(names[name]):
+            found.setdefault(tensor, names.pop(name))
+    taken = set(found.values())
+    shapes: dict[str, tuple[list[int], list[int]]] = {}
+    for at, (view, tensors) in enumerate(((one, mine), (two, theirs))):
+        for tensor in dict.fromkeys(tensors):
+            if tensor not in (found, taken)[at]:
+                shapes.setdefault(view.shape_of(tensor), ([], []))[at].append(tensor)
+    for left, right in shapes.values():
+        found.update(_closest(one, two, left, right))
+    taken = set(found.values())
+    left_over = [t for t in mine if t not in found and not one.is_member(t)]
+    left_over += [t for t in theirs if t not in taken and not two.is_member(t)]
+    return [(t, found[t]) for t in dict.fromkeys(mine) if t in found], bool(left_over)
+
+
+def _closest(one: Side, two: Side, left: list[int], right: list[int]) -> dict[int, int]:
+    """Which tensors of one shape belong together: those whose fingerprints are closest, relative to their norms."""
+    if len(left) == len(right) == 1:
+        return {left[0]: right[0]}
+    far = np.full((len(left), len(right)), np.inf)
+    p, q = one.where[left], two.where[right]
+    if len(one.rows) and len(two.rows):
+        for i in np.flatnonzero(p >= 0).tolist():
+            rows = two.rows[np.maximum(q, 0)]
+            with np.errstate(divide="ignore", invalid="ignore"):
+                apart = distance(np.broadcast_to(one.rows[p[i]], rows.shape), rows)
+                size = np.maximum(rows[:, NORM], one.rows[p[i], NORM])
+                far[i] = np.where(q >= 0, np.where(size > 0, apart / size, 0.0), np.inf)
+    far = np.nan_to_num(far, nan=np.inf)
+    found, seen = dict[int, int](), set[int]()
+    for cell in np.argsort(far, axis=None, kind="stable").tolist():
+        i, j = divmod(cell, len(right))
+        if left[i] not in found and j not in seen:
+            found[left[i]] = right[j]
+            seen.add(j)
     return found
-
-
-def _unlike(one: Side, two: Side, a: int, b: int) -> tuple[bool, float]:
-    shapes = (side.shape[int(side.graph.tensors["look"][n])] for side, n in ((one, a), (two, b)))
-    mine, theirs = one.row(a), two.row(b)
-    apart = math.inf if mine is None or theirs is None else float(distance(mine, theirs))
-    return len(set(shapes)) > 1, apart
 
 
 def numel(shape: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -24,6 +25,7 @@ class Graph:
         self.count = trace.count("operators")
         self.operators, self.tensors, self.looks = trace["operators"], trace["tensors"], trace["looks"]
         self._sides = tuple(self._sorted(side) for side in (INPUT, OUTPUT))
+        self.numbers: Sequence[int] = range(self.count)  # of the operators, in the trace that was recorded
 
     def _sorted(self, side: int) -> tuple[Any, Any]:
         edges = self.trace["edges"]
@@ -102,14 +104,14 @@ class Graph:
         known = self.trace.texts
         modules = {n: m["name"] for n, m in self.modules.items()}
         phases, own = self.operators["phase"].tolist(), self.operators["title"].tolist()
-        found = []
+        found, numbers = [], self.numbers
         for i, (name, module) in enumerate(zip(self.operators["name"].tolist(), self.operators["module"].tolist())):
             if own[i]:
                 found.append(known[own[i]])
                 continue
             last = known[name].rpartition(".")[2] + ("_grad" if phases[i] == columns.BACKWARD else "")
             prefix = modules.get(module, "")
-            found.append(f"{prefix}-{last}-{i}" if prefix else f"{last}-{i}")
+            found.append(f"{prefix}-{last}-{numbers[i]}" if prefix else f"{last}-{numbers[i]}")
         return found
 
     def tensor_title(self, tensor: int) -> str:
