@@ -155,7 +155,7 @@ class PythonBook:
             if known.address != address:
                 known = None  # `parameter.data = other` changes no version, nor does `parameter.data.add_(1)`
         memory = _memory(held)
-        if known is None and not wrote and producer < 0 and memory is not None:
+        if not wrote and producer < 0 and memory is not None:
             same = self._by_memory.get(memory)
             if same is not None and same() is not None and same.version == version and same.writer == writer:
                 return same.number

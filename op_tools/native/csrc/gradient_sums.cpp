@@ -332,7 +332,7 @@ __attribute__((visibility("default"))) uint64_t op_tools_sums_thread() { return 
 // A Python tensor over the same memory, so that the engine's own gets no second owner; the caller holds the GIL.
 __attribute__((visibility("default"))) struct _object* op_tools_sums_tensor(const at::Tensor* tensor) {
   if (tensor->key_set().has(c10::DispatchKey::Python)) return wrap(at::Tensor(*tensor));
-  return wrap(tensor->variable_data());
+  return wrap(tensor->tensor_data());
 }
 
 }  // extern "C"

@@ -60,6 +60,7 @@ struct Seen {
   int64_t version, number;
   const void *address;  // `parameter.data = other` changes it, and no version
   int64_t writer;       // of its memory: `parameter.data.add_(1)` changes no version either
+  WeakStorage storage;  // as long as it is there, nobody else gets its memory
 };
 struct Role {
   WeakTensor tensor;
@@ -126,6 +127,7 @@ struct Book {
   std::unordered_map<uint64_t, std::vector<Made>> calls;  // by thread: sums of gradients say whose they are
   int64_t block_count = 0;
   size_t clean_at = kDeadTensors, since_sweep = 0;
+  int64_t remembered = 256;  // tensors after one that has ended, until nobody asks for what it held
   std::vector<int64_t> key;  // of the tensor that is looked up now
 
   // Something went wrong in a backward pass; `name` is the operator's, or -1.
@@ -200,11 +202,10 @@ struct Book {
     }
     const int layout = layout_of(held);
     const Memory memory = memory_of(held, layout);
-    if (!seen && !wrote && producer < 0 && memory.address != nullptr) {
+    if (!wrote && producer < 0 && memory.address != nullptr) {
       auto same = by_memory.find(memory);
       auto other = same == by_memory.end() ? known.end() : known.find(same->second);
-      if (other != known.end() && !other->second.tensor.expired() && other->second.version == version &&
-          other->second.writer == writer)
+      if (other != known.end() && is_there(other->second) && other->second.version == version && other->second.writer == writer)
         return other->second.number;
     }
     if (producer < 0 && !wrote) producer = writer;
@@ -217,11 +218,17 @@ struct Book {
     const Role *role = role_of(tensor);
     if (role != nullptr && (role->kind == kParameter || role->kind == kBuffer)) is_of_the_model(storage, role->kind);
     const int64_t made = tensor_row(role, look, producer, output, base, role != nullptr ? role->module : module);
-    known.insert_or_assign(key, Seen{weak(tensor), version, made, address_of(held), writer});
+    const WeakStorage there(storage == nullptr ? c10::intrusive_ptr<StorageImpl>() : c10::intrusive_ptr<StorageImpl>::reclaim_copy(storage));
+    known.insert_or_assign(key, Seen{weak(tensor), version, made, address_of(held), writer, there});
     if (memory.address != nullptr) by_memory[memory] = key;
     if (known.size() > clean_at) clean();
     if (print) take_print(tensor, made, object);
     return made;
+  }
+
+  // Whether nobody else can have the memory of a tensor. Autograd makes new ones for what it hands on.
+  bool is_there(const Seen &seen) const {
+    return !seen.tensor.expired() || (tables[kTensors].all - seen.number <= remembered && !seen.storage.expired());
   }
 
   int64_t tensor_row(const Role *role, int look, int64_t producer, int64_t output, int64_t base, int module) {
@@ -246,7 +253,7 @@ struct Book {
   }
 
   void clean() {
-    forget_if(known, [](const auto &entry) { return entry.second.tensor.expired(); });
+    forget_if(known, [this](const auto &entry) { return !is_there(entry.second); });
     forget_if(by_memory, [this](const auto &entry) { return known.find(entry.second) == known.end(); });
     clean_at = known.size() + known.size() / 4 + kDeadTensors;
   }

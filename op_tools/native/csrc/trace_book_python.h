@@ -398,6 +398,12 @@ void free_book(PyObject *self) {
 
 PyObject *get_operators(PyObject *self, void *) { return PyLong_FromLongLong(book_of(self).tables[kOperators].all); }
 PyObject *get_tensors(PyObject *self, void *) { return PyLong_FromLongLong(book_of(self).tables[kTensors].all); }
+// After how many more tensors one that has ended is forgotten.
+PyObject *get_remembered(PyObject *self, void *) { return PyLong_FromLongLong(book_of(self).remembered); }
+int set_remembered(PyObject *self, PyObject *count, void *) {
+  book_of(self).remembered = PyLong_AsLongLong(count);
+  return PyErr_Occurred() ? -1 : 0;
+}
 PyObject *get_last_module(PyObject *self, void *) { return PyLong_FromLong(book_of(self).last_module); }
 int set_last_module(PyObject *self, PyObject *value, void *) {
   book_of(self).last_module = int(PyLong_AsLong(value));
@@ -421,6 +427,7 @@ PyMethodDef book_methods[] = {METHOD(number, METH_VARARGS),   METHOD(knows, METH
 PyGetSetDef book_members[] = {{"operators", get_operators, nullptr, nullptr, nullptr},
                               {"tensors", get_tensors, nullptr, nullptr, nullptr},
                               {"last_module", get_last_module, set_last_module, nullptr, nullptr},
+                              {"remembered", get_remembered, set_remembered, nullptr, nullptr},
                               {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyType_Slot book_slots[] = {{Py_tp_new, reinterpret_cast<void *>(new_book)},
                             {Py_tp_dealloc, reinterpret_cast<void *>(free_book)},

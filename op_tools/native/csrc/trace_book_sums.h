@@ -95,7 +95,7 @@ int64_t begin_sum(Book &book, const Sum &sum) {
   if (PyErr_Occurred() || PyDict_SetItem(sums.calls, op, calls) < 0) throw PythonError{};
   OpenSum open{{}, called.name, called.location, int(PyLong_AsLong(step)), sum.kernel[std::strlen(sum.kernel) - 1] == '_'};
   for (const at::Tensor *tensor : {sum.total, sum.added}) {
-    const at::Tensor same = tensor->variable_data();  // the engine's own gets no second owner
+    const at::Tensor same = tensor->tensor_data();  // the engine's own gets no second owner
     open.inputs.push_back(book.number(same, same, nullptr, -1, -1, 0, -1, false, true));
     book.print_fresh();
   }
@@ -112,7 +112,7 @@ void end_sum(Book &book, int64_t number, const at::Tensor *result) {
   const int module = book.last_module;
   const int64_t op = book.add_operator(open.step, kBackward, open.name, module, open.location, 0, 0, region_now(), stream_now(), 0, -1);
   for (size_t i = 0; i < open.inputs.size(); ++i) book.edge(op, kInput, int64_t(i), open.inputs[i]);
-  const at::Tensor same = result->variable_data();
+  const at::Tensor same = result->tensor_data();
   if (open.in_place && same.has_storage()) book.writers[same.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl()] = op;
   book.edge(op, kOutput, 0, book.number(same, same, nullptr, -1, op, 0, module, open.in_place, true));
   book.print_fresh();

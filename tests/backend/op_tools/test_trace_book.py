@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import op_tools
 from op_tools.compat import running_pass
 from op_tools.native import book
-from op_tools.trace.format import TABLES, Trace, read
+from op_tools.trace.format import BACKWARD, TABLES, Trace, read
+from op_tools.trace.graph import Graph
 from op_tools.trace.record import Recorder
 from op_tools.watch import sums
 
@@ -91,6 +93,9 @@ def test_both_books_are_the_same(
         torch.manual_seed(0)
         step = make(device)
         with op_tools.OpTrace(to=tmp_path / name) as tool:
+            tool._started()
+            if name == "native":  # Python cannot ask for memory whose tensor has ended without holding it
+                tool._recorder.native.remembered = 0  # type: ignore[union-attr]
             step()
             step()
         assert not tool.findings()
@@ -109,6 +114,24 @@ def test_both_books_are_the_same(
     assert all(a[look] == b[look] for a, b in apart), apart
     for table in ("prints", "memory"):  # in whichever order
         assert sorted(_rows(native, table)) == sorted(_rows(python, table)), table
+
+
+def test_the_backward_says_who_made_each_gradient(tmp_path: Path, device: str) -> None:
+    if book.LIBRARY.wait() is None or sums.LIBRARY.wait() is None:
+        pytest.skip("no compiler here, or it failed")
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.LayerNorm(8)).to(device)
+    x = torch.randn(3, 5, 8).to(device).requires_grad_()
+    with op_tools.OpTrace(to=tmp_path) as tool:
+        for _ in range(2):
+            y = x * 2  # autograd adds up three gradients for it
+            (y + model(y) + y.flip(0)).mean().backward()
+    assert not tool.findings()
+    graph = Graph(read(tmp_path / "rank0.optrace"))
+    backward = np.flatnonzero(graph.operators["phase"] == BACKWARD)
+    assert len(backward) >= 2 * 10
+    producer = graph.tensors["producer"]
+    unknown = [graph.titles[n] for n in backward for t in graph.inputs(n).tolist() if producer[t] < 0]
+    assert unknown == [graph.titles[n] for n in backward if "mean" in graph.titles[n]]  # what the pass began with
 
 
 def test_an_error_while_a_backward_is_recorded_is_said_once(
