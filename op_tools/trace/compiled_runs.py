@@ -18,7 +18,7 @@ from ..call.description import Tensor, tensors_in
 from ..call.devices import get_rng_state
 from ..call.graphs import OP
 from ..call.traits import OpTraits
-from ..compat import MODULE_CALL, compiles_backward, running_pass
+from ..compat import MODULE_CALL, compiles_backward, running_pass, sequence_number
 from ..watch import backward
 from ..watch.compiled import UNKNOWN, CompiledRun
 from ..watch.hooks import Hooks
@@ -28,6 +28,7 @@ from .behaviour import DREW
 from .places import Place
 from .record import Recorder
 
+_MAX_NODES: Final = 10_000  # of autograd that one run may make
 _TRAITS: Final = OpTraits(OP, torch.compile, random=None, mutates=True)
 
 
@@ -38,7 +39,8 @@ class _Begun(NamedTuple):
     place: Place
     inputs: list[int]  # numbers of the tensors that go in
     versions: list[int]
-    edges: Any  # of autograd
+    edges: backward.Edges | None  # of autograd
+    since: int  # the number that its next node gets
     random: list[Any]  # states of random numbers
 
 
@@ -62,7 +64,8 @@ class CompiledRuns:
             inputs, versions = recorder.inputs(call.tensors), recorder.versions(call.tensors)
             recorder.launch()
         edges = backward.edges_of(call.tensors) if torch.is_grad_enabled() and not compiles_backward() else None
-        run.notes[self] = _Begun(call, place, inputs, versions, edges, _random_states(call.device))
+        since = (sequence_number or (lambda: 0))()
+        run.notes[self] = _Begun(call, place, inputs, versions, edges, since, _random_states(call.device))
 
     def end(self, run: CompiledRun) -> None:
         """Add the operator, and listen for its backward."""
@@ -80,18 +83,22 @@ class CompiledRuns:
                 module=module,
                 arguments=recorder.writer.text(_told(run, begun.random != _random_states(call.device))),
             )
-            recorder.edges(number, columns.INPUT, begun.inputs)
+            results = [] if run.result is UNKNOWN else list(tensors_in(run.result))
+            leaves = _leaves(results, call.tensors, begun.since)
+            recorder.edges(number, columns.INPUT, begun.inputs + recorder.inputs(leaves))
             if run.result is UNKNOWN:
                 recorder.await_results(number, module)
                 return
-            results = list(tensors_in(run.result))
             recorder.outputs(
                 number, module, results, _written(run, begun, recorder.versions(call.tensors)), _phase(run)
             )
             recorder.launch()
         call.notes[self._tool] = (number, module)
-        if begun.edges is not None:
-            backward.attach(call, begun.edges, results, (self._tool,))
+        edges = begun.edges
+        if leaves and not compiles_backward():
+            edges = _with_leaves(edges, leaves, len(call.tensors), begun.since)
+        if edges is not None:
+            backward.attach(call, edges, results, (self._tool,))
         call.release()
 
     def backward_ran(self) -> None:
@@ -101,6 +108,35 @@ class CompiledRuns:
             if not recorder.graphs_ran(columns.BACKWARD):
                 recorder.book.forget()
                 recorder.backward_of_awaited(INTERCEPTOR.step)
+
+
+def _leaves(results: list[Tensor], known: list[Tensor], since: int) -> list[Tensor]:
+    """Parameters that a compiled function uses besides its arguments: those that its results lead back to."""
+    seen = {id(t) for t in known}
+    found: list[Tensor] = []
+    nodes = [t.grad_fn for t in results if t.grad_fn is not None]
+    visited = set(nodes)
+    while nodes and len(visited) < _MAX_NODES:
+        for node, _ in nodes.pop().next_functions:
+            leaf = getattr(node, "variable", None)
+            if isinstance(leaf, Tensor):
+                if id(leaf) not in seen:
+                    seen.add(id(leaf))
+                    found.append(leaf)
+            elif node is not None and node not in visited and node._sequence_nr() >= since:
+                visited.add(node)
+                nodes.append(node)
+    return found
+
+
+def _with_leaves(edges: backward.Edges | None, leaves: list[Tensor], before: int, since: int) -> backward.Edges | None:
+    more = backward.edges_of(leaves)
+    if more is None:
+        return edges
+    targets = {key: tuple(n + before for n in places) for key, places in more.targets.items()}
+    if edges is None:
+        return more._replace(tensors=before + len(leaves), targets=targets, since=since)
+    return edges._replace(tensors=before + len(leaves), targets={**edges.targets, **targets})
 
 
 def _members(run: CompiledRun) -> list[Tensor]:

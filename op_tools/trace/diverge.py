@@ -92,7 +92,7 @@ class _Measured:
         self.drew = self._ask(draws)
         self.arguments = self._arguments_apart()
         self.contracts = self.known("contracts") | self.backward
-        self.measured, self.total, self.product, self.least = _sizes(ins, count)
+        self.measured, self.total, self.product, self.least = _sizes(ins, self.outs, count)
         self.hidden = np.zeros(count)
         np.add.at(self.hidden, ins.owner, ins.hidden)
         self.unknown = self._unknown(ins)
@@ -365,11 +365,17 @@ def largest_with(step: float, digits: int) -> float:
     return math.ldexp(1.0, last + digits) + step
 
 
-def _sizes(ins: Edges, count: int) -> tuple[Any, Any, Any, Any]:
-    """Of each pair: the largest relative distance of an input; of the norms of inputs the sum, product and least."""
+def _sizes(ins: Edges, outs: Edges, count: int) -> tuple[Any, Any, Any, Any]:
+    """Of each pair: the largest relative distance of an input; of the norms of inputs the sum, product and least.
+
+    In the sum an input counts that is broadcast as often as its elements are used.
+    """
     relative, total, product, least = np.zeros(count), np.zeros(count), np.ones(count), np.full(count, np.inf)
     np.maximum.at(relative, ins.owner, _share(ins))
-    np.add.at(total, ins.owner, ins.size)
+    made = np.zeros(count)
+    np.maximum.at(made, outs.owner, outs.elements)
+    repeated = np.maximum(made[ins.owner] / np.maximum(ins.elements, 1.0), 1.0)
+    np.add.at(total, ins.owner, ins.size * np.sqrt(repeated))
     some = ins.size > 0
     np.multiply.at(product, ins.owner, np.where(some, np.minimum(ins.size, 1e60), 1.0))
     np.minimum.at(least, ins.owner[some], ins.size[some])

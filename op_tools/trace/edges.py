@@ -69,6 +69,7 @@ class Edges(NamedTuple):
     largest: Any  # and the largest by absolute value
     strange: Any  # whether NaN or Inf differ in number
     hidden: Any  # how far apart they may be without a difference of their prints
+    elements: Any  # how many the tensor has
     rows: tuple[Any, Any]  # of prints: where they are, on both sides
     tensors: tuple[Any, Any]
     sums: dict[int, Any]  # of parts, by edge: their print together, instead of the second row
@@ -86,7 +87,7 @@ def edges_of(alignment: Alignment, one: Side, two: Side, side: int) -> Edges:
     if not len(one.rows) or not len(two.rows):
         none, whole, never = np.zeros(0), np.zeros(0, np.int64), np.zeros(0, bool)
         unknown, both = np.ones(len(pairs), bool), (whole, whole)
-        return Edges(whole, whole, none, none, none, none, none, none, none, never, none, both, both, {}, unknown)
+        return Edges(whole, whole, none, none, none, none, none, none, none, never, none, none, both, both, {}, unknown)
     owner, place, left, right, others = _together(one, two, pairs, side)
     looks_one, looks_two = one.graph.tensors["look"][left], two.graph.tensors["look"][right]
     shapes = {text: n for n, text in enumerate(dict.fromkeys([*one.shape, *two.shape]))}
@@ -119,7 +120,9 @@ def edges_of(alignment: Alignment, one: Side, two: Side, side: int) -> Edges:
     strange = (rows_one[:, NAN] != rows_two[:, NAN]) | (rows_one[:, INF] != rows_two[:, INF])
     size = np.maximum(rows_one[:, NORM], rows_two[:, NORM])
     hidden = _GRID * largest * np.sqrt(elements)
-    return Edges(owner, place, apart, size, *units, low, high, largest, strange, hidden, (p, q), tensors, sums, others)
+    return Edges(
+        owner, place, apart, size, *units, low, high, largest, strange, hidden, elements, (p, q), tensors, sums, others
+    )
 
 
 def _of_parts(wholes: Any, parts: Any, world: int) -> Any:

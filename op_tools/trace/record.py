@@ -57,6 +57,7 @@ class Recorder:
         self._odd_parameters: list[tuple[int, int, Any]] = []  # wrapper tensors: text of the gradient, module, itself
         self._in_function = -1  # the last operator that was compiled code with results that are not known
         self._made_by_function = 0  # results of that which have been seen
+        self._awaited: list[tuple[int, int]] = []  # such operators whose backward has not run, and their modules
         self._backward_function = -1  # the last one in a backward pass
         self.ran_graphs = False  # whether the operators of the present compiled code are recorded one by one
         self.recorded = Tally()  # runs of compiled code whose operators are
@@ -299,12 +300,16 @@ class Recorder:
     def await_results(self, function: int, module: int) -> None:
         """Compiled code has run, and nobody knows what it made: that is known when it is used."""
         self._in_function, self._made_by_function, self.last_module = function, 0, module
+        if self._backward_function >= 0 or len(self._awaited) >= _MAX_KINDS:
+            self._awaited.clear()
+        self._awaited.append((function, module))
 
     def backward_of_awaited(self, step: int) -> None:
-        """The backward of compiled code has run whose results were not known."""
-        if self._in_function >= 0:
+        """The backward of compiled code has run whose results were not known: the last one first."""
+        if self._awaited:
+            function, self.last_module = self._awaited.pop()
             self._backward_function = self.operator(
-                COMPILED_CODE, BACKWARD, None, step, "", module=self.last_module, forward=self._in_function
+                COMPILED_CODE, BACKWARD, None, step, "", module=self.last_module, forward=function
             )
 
     def after_backward(self) -> None:
