@@ -1,13 +1,14 @@
 """How well `op_tools diff` aligns runs and names the operator at fault, against the truth.
 
-    python -m benchmarks.trace_truth align faults healthy prints scale
+    python -m benchmarks.trace_truth align inductor faults healthy prints scale
 
 `align`: two runs of a GPT, a ResNet and an RWKV that differ in one way. The truth is which line of the model made an
 operator, in which layer, and how often before; the aligner does not look at lines. Beside it: difflib over the names of
 operators, and the comparison of PyTorch's DebugMode with its logs of the same steps, which gives up where the numbers
-or names of operators differ. `scale`: a million operators. The other words are in `benchmarks.trace_faults`: `faults`,
-planted on the software accelerator, the good run against the faulty one; `healthy`, two devices and two layouts without
-a fault; `prints`, what a print sees and a hash does not.
+or names of operators differ. `inductor`: code of Inductor, whose runs stand for modules, on a GPU or the CPU. `scale`:
+a million operators. The other words are in `benchmarks.trace_faults`: `faults`, planted on the software accelerator,
+the good run against the faulty one; `healthy`, two devices and two layouts without a fault; `prints`, what a print sees
+and a hash does not.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from torch import nn
 
 from benchmarks.trace_models import MODELS, batch, build
 from benchmarks.trace_runs import debug_logs, debug_verdict, one_step, prepared, scratch, train
+from op_tools.call.devices import accelerator_type
+from op_tools.call.graphs import OP as COMPILED
 from op_tools.tools.trace import OpTrace
 from op_tools.trace import format as columns
 from op_tools.trace.align import Alignment
@@ -48,7 +51,7 @@ def keys(graph: Graph, renamed: dict[str, str] | None = None) -> dict[Any, int]:
     table, texts = graph.operators, graph.trace.texts
     for operator, name in enumerate(graph.names):
         path = _moved(graph.paths.get(int(table["module"][operator]), ""), renamed)
-        line = texts[int(table["location"][operator])]
+        line = "" if name == COMPILED else texts[int(table["location"][operator])]
         key = (int(table["step"][operator]) - int(table["step"][0]), int(table["phase"][operator]), path, line, name)
         if int(table["phase"][operator]) == columns.OPTIMIZER:  # all of it is one line of Python
             shape = [graph.look(t)["shape"] for t in graph.outputs(operator).tolist()[:1]]
@@ -264,6 +267,44 @@ def _row(name: str, kind: str, one: Graph, two: Graph, renamed: dict[str, str] |
     return f"| {name} | {kind} | {one.count}, {two.count} | {total} | {' | '.join(share)} | {debug} | {first} |"
 
 
+def measure_inductor(only: str = "") -> None:
+    """Eager against Inductor, of a whole model or of its blocks: which operators belong to which run."""
+    print("| compiled | model | dtype | operators | correspond | matched | wrong | runs | compared | divergence |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    import ditorch
+
+    device = "cuda" if accelerator_type() == "cuda" else "cpu"
+    ditorch.deactivate()  # where there is no Inductor for the device, it takes aot_eager
+    for kind in MODELS:
+        for low in (False, True):
+            if only and kind != only:
+                continue
+            with scratch() as folder:
+                base = train(folder / "base", kind, build(kind), device=device, low=low)[0]
+                for part in ("whole", "blocks"):
+                    torch._dynamo.reset()
+                    model = build(kind)
+                    if part == "blocks":
+                        for block in model.blocks:  # type: ignore[union-attr]
+                            block.compile()
+                    compiled = "inductor" if part == "whole" else ""
+                    other = train(folder / part, kind, model, device=device, low=low, compiled=compiled)[0]
+                    print(_inductor_row(part, kind, low, base, other), flush=True)
+
+
+def _inductor_row(part: str, kind: str, low: bool, one: Graph, two: Graph) -> str:
+    diff = Diff(one, two)
+    alignment = diff.alignment
+    total, right, wrong = judged(keys(alignment.first), keys(alignment.second), alignment.pairs.tolist())
+    runs = [n for n, (a, _) in enumerate(alignment.pairs.tolist()) if alignment.first.names[a] == COMPILED]
+    told = "-" if diff.divergence is None else diff.divergence.reason
+    share = [f"{100 * n / max(total, 1):.1f} %" for n in (right, wrong)]
+    counts = (
+        f"{one.count}, {two.count} | {total} | {' | '.join(share)} | {len(runs)} | {diff.numbers.judged[runs].sum()}"
+    )
+    return f"| {part} | {kind} | {'bfloat16' if low else 'float32'} | {counts} | {told} |"
+
+
 # --- a million operators --------------------------------------------------------------------------------------------
 
 
@@ -334,6 +375,7 @@ def main(arguments: list[str]) -> None:
         parts: dict[str, Any] = {
             "align": lambda rest=rest: measure_alignment(rest),
             "faults": lambda rest=rest: measure_faults(rest),
+            "inductor": lambda rest=rest: measure_inductor(rest),
             "healthy": lambda rest=rest: measure_healthy(int(rest or 40)),
             "prints": measure_prints,
             "scale": lambda rest=rest: measure_scale(int(rest or 1_000_000)),

@@ -116,6 +116,7 @@ class PythonBook:
         self._roles: dict[int, tuple[Any, int, int, int]] = {}  # of tensors with a role: itself, name, kind, module
         self._gradients: dict[Any, int] = {}  # memory of gradients that operators sent in this pass: the operator
         self._parameters: list[tuple[int, int, weakref.ref[Tensor]]] = []
+        self._forgotten = 0  # tensors before this one may have been written to since
         self._began = time.perf_counter()
         self.operators = 0
         self.last_module = -1  # of the last backward: autograd adds up what that sends
@@ -150,14 +151,15 @@ class PythonBook:
         address, storage = _address(held), storage_of(held)
         writer = self._writers.get(storage, -1)
         if known is not None and known.version == version and not wrote:
-            if known.address == address and known.writer == writer:
+            if known.address == address and known.writer == writer and known.number >= self._forgotten:
                 return known.number
             if known.address != address:
                 known = None  # `parameter.data = other` changes no version, nor does `parameter.data.add_(1)`
         memory = _memory(held)
         if not wrote and producer < 0 and memory is not None:
             same = self._by_memory.get(memory)
-            if same is not None and same() is not None and same.version == version and same.writer == writer:
+            alive = same is not None and same() is not None and same.number >= self._forgotten
+            if same is not None and alive and same.version == version and same.writer == writer:
                 return same.number
         if producer < 0 and not wrote:
             producer = writer
@@ -186,7 +188,9 @@ class PythonBook:
     def knows(self, tensor: Tensor, /) -> bool:
         """See `Book`."""
         known = self._known.get(id(tensor))
-        return known is not None and known() is tensor and known.version == version_of(tensor)
+        if known is None or known() is not tensor or known.number < self._forgotten:
+            return False
+        return known.version == version_of(tensor)
 
     def _forget_ended(self) -> None:
         known, by_memory = self._known, self._by_memory
@@ -306,8 +310,7 @@ class PythonBook:
 
     def forget(self) -> None:
         """See `Book`."""
-        self._known.clear()
-        self._by_memory.clear()
+        self._forgotten = self.tensors
 
     def close(self) -> None:
         """See `Book`."""

@@ -127,6 +127,7 @@ struct Book {
   std::unordered_map<uint64_t, std::vector<Made>> calls;  // by thread: sums of gradients say whose they are
   int64_t block_count = 0;
   size_t clean_at = kDeadTensors, since_sweep = 0;
+  int64_t forgotten = 0;  // tensors before this one may have been written to since
   int64_t remembered = 256;  // tensors after one that has ended, until nobody asks for what it held
   std::vector<int64_t> key;  // of the tensor that is looked up now
 
@@ -197,7 +198,7 @@ struct Book {
     const int64_t writer = wrote_last == writers.end() ? -1 : wrote_last->second;
     if (seen && at->second.version == version && !wrote) {
       const bool same_place = at->second.address == address_of(held);
-      if (same_place && at->second.writer == writer) return at->second.number;
+      if (same_place && at->second.writer == writer && at->second.number >= forgotten) return at->second.number;
       seen = same_place;
     }
     const int layout = layout_of(held);
@@ -205,7 +206,8 @@ struct Book {
     if (!wrote && producer < 0 && memory.address != nullptr) {
       auto same = by_memory.find(memory);
       auto other = same == by_memory.end() ? known.end() : known.find(same->second);
-      if (other != known.end() && is_there(other->second) && other->second.version == version && other->second.writer == writer)
+      if (other != known.end() && is_there(other->second) && other->second.version == version &&
+          other->second.writer == writer && other->second.number >= forgotten)
         return other->second.number;
     }
     if (producer < 0 && !wrote) producer = writer;
@@ -224,6 +226,12 @@ struct Book {
     if (known.size() > clean_at) clean();
     if (print) take_print(tensor, made, object);
     return made;
+  }
+
+  bool knows(const at::Tensor &tensor) const {
+    auto at = known.find(tensor.unsafeGetTensorImpl());
+    return at != known.end() && !at->second.tensor.expired() && at->second.version == version_of(tensor) &&
+           at->second.number >= forgotten;
   }
 
   // Whether nobody else can have the memory of a tensor. Autograd makes new ones for what it hands on.
@@ -377,8 +385,7 @@ struct Book {
       if (!grad.defined()) continue;
       const int module = parameters[place].module;
       name(grad, parameters[place].grad_name, kGradient, module);
-      auto at = known.find(grad.unsafeGetTensorImpl());
-      if (at == known.end() || at->second.tensor.expired() || at->second.version != version_of(grad)) {
+      if (!knows(grad)) {
         auto from = sent.find(memory_of(grad));
         auto to = sent_to.find(locked.get());
         const int64_t known_sender = from != sent.end() ? from->second : to != sent_to.end() ? to->second : -1;

@@ -19,8 +19,7 @@ PyObject *book_knows(PyObject *self, PyObject *tensor) {
   return safely([&] {
     const at::Tensor one = unwrapped(tensor);
     Book &book = book_of(self);
-    auto at = book.known.find(one.unsafeGetTensorImpl());
-    return PyBool_FromLong(at != book.known.end() && !at->second.tensor.expired() && at->second.version == version_of(one));
+    return PyBool_FromLong(book.knows(one));
   });
 }
 
@@ -202,8 +201,7 @@ PyObject *book_sender(PyObject *self, PyObject *tensor) {
 
 PyObject *book_forget(PyObject *self, PyObject *) {
   Book &book = book_of(self);
-  book.known.clear();
-  book.by_memory.clear();
+  book.forgotten = book.tables[kTensors].all;
   Py_RETURN_NONE;
 }
 
