@@ -25,22 +25,19 @@ from .align import Alignment
 from .behaviour import apart_in_arguments, behaviour, draws
 from .edges import INF, NAN, UNITS, Edges, Side, edges_of, terms
 from .families import family
-from .fold import Folded, compiled_runs
+from .fold import Folded
 from .format import INPUT, OUTPUT
 from .graph import Graph, short_name
 from .prints import smallest_step
+from .regions import COMPOSITE, FEW, SINGLE, Steps, unseen_rounding
 
-_SINGLE: Final = 2.0**-24
 _BRAIN_DIGITS: Final = 8  # binary, of a number in bfloat16
 _TF32: Final = 2.0**-11
 _ESTIMATE: Final = 2.0  # by how much eight projections may misjudge a distance
 _SMALL: Final = 0.1  # relative differences up to here show a slope
 _UNBOUNDED: Final = 1e30
-_FEW: Final = 8.0  # roundings to float32 that a function of one element may have inside
 _ONE_ELEMENT: Final = 1.25  # steps of the dtype between two right roundings of one number, and what float32 sums add
 _SURE_BITS: Final = 20  # of a difference that is read off fingerprints
-_STEPS_PER_INPUT: Final = 4.0  # of compiled code
-_COMPOSITE: Final = 4.0  # roundings inside functions of several steps
 _SYMMETRIC: Final = frozenset({"sin", "cos", "tan"})
 
 
@@ -162,7 +159,7 @@ class _Measured:
             np.maximum.at(unit, self.outs.owner, there)
             counts = (self.backward & _under_autocast(graph)[mine])[ins.owner]
             np.maximum.at(unit, ins.owner[counts], came[counts])
-            low = self.known("contracts") & (unit == _SINGLE) & _in_tf32(graph)[mine]
+            low = self.known("contracts") & (unit == SINGLE) & _in_tf32(graph)[mine]
             units.append(np.where(low, _TF32, unit))
             np.minimum.at(fine, ins.owner[came > 0], came[came > 0])
         unit = np.maximum(*units)
@@ -205,13 +202,13 @@ class _Measured:
     def _bounds(self) -> Any:
         """For each output, how far apart rounding may make it."""
         outs, owner = self.outs, self.outs.owner
-        own = np.where(self.known("several"), _COMPOSITE, 1.0)
+        own = np.where(self.known("several"), COMPOSITE, 1.0)
         unit = np.where(self.known("matrices"), np.sqrt(self.unit), self.unit)
-        roundings = np.maximum(np.sqrt(terms(self.first, self.pairs[:, 0])), _FEW)
+        roundings = np.maximum(np.sqrt(terms(self.first, self.pairs[:, 0])), FEW)
         sums = np.maximum(np.where(self.contracts, self.product, 0.0)[owner], roundings[owner] * outs.size)
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             factor = np.where(self.contracts & (self.least > 0), np.maximum(self.product / self.least, 1.0), 1.0)
-            bound = _ESTIMATE * ((own * unit)[owner] * outs.size + _SINGLE * sums + (self.hidden * factor)[owner])
+            bound = _ESTIMATE * ((own * unit)[owner] * outs.size + SINGLE * sums + (self.hidden * factor)[owner])
             bound += (self.gains * self.relative)[owner] * outs.size
             jumps = self.known("jumps") | (self.known("jumps_backward") & self.backward)
             jumps &= self.relative > 0
@@ -228,28 +225,29 @@ class _Measured:
         if not rows.any():
             return bound
         outs, owner = self.outs, self.outs.owner
-        parts = [_Steps(graph) if isinstance(graph, Folded) else None for graph in (self.first, self.second)]
+        graphs = (self.first, self.second)
+        parts = [Steps(g, _of_itself(g.whole)) if isinstance(g, Folded) else None for g in graphs]
         error, jumps = np.zeros(self.count), np.zeros(self.count, bool)
         for pair in np.flatnonzero(rows).tolist():
-            for steps, graph, mine in zip(parts, (self.first, self.second), self.pairs[pair].tolist()):
+            for steps, graph, mine in zip(parts, graphs, self.pairs[pair].tolist()):
                 if steps is not None and mine in steps.graph.inside:
                     found, jumped = steps.rounding(steps.graph.inside[mine])
                 else:
-                    unit = max(float(self.unit[pair]), _lower_unit(graph, mine))
-                    found, jumped = _COMPOSITE * unit * math.sqrt(_steps_inside(graph, mine)), False
+                    found, jumped = unseen_rounding(graph, mine, float(self.unit[pair])), False
                 error[pair], jumps[pair] = max(error[pair], found), jumps[pair] or jumped
         has = rows & (self.source >= 0)
         error[has] = np.hypot(error[has], error[self.source[has]])
         error = np.minimum(error + self.relative, 1.0)
         for edge in np.flatnonzero(rows[owner]).tolist():
             pair = int(owner[edge])
-            own, gain = 0.0, _ESTIMATE**2
+            own, condition = 0.0, 1.0
             for steps, tensors in zip(parts, outs.tensors):
                 if steps is not None and (made := steps.maker(int(tensors[edge]))) is not None:
-                    own, gain = max(own, made[0]), max(gain, made[1])
+                    own, condition = max(own, made[0]), max(condition, made[1])
             more = _ESTIMATE**2 * math.sqrt(error[pair]) if jumps[pair] else 0.0
             size = float(outs.size[edge])
-            bound[edge] = (own + gain * error[pair] + more) * size + _ESTIMATE * float(outs.hidden[edge])
+            bound[edge] = (own + _ESTIMATE**2 * condition * error[pair] + more) * size
+            bound[edge] += _ESTIMATE * float(outs.hidden[edge])
         return bound
 
     def _judged(self) -> Any:
@@ -306,49 +304,18 @@ class _Measured:
         digits = _BRAIN_DIGITS if unit == UNITS["bfloat16"] else round(-math.log2(unit)) if unit else 0
         parts = self.two.parts is not None
         it = largest if parts or not digits else min(largest, largest_with(step, digits))
-        own = _COMPOSITE if self._known[self.kind[pair]].several else 1.0
+        own = COMPOSITE if self._known[self.kind[pair]].several else 1.0
         single = _ONE_ELEMENT * own * it * 2.0 ** (1 - digits) if digits else 0.0
-        if step <= max(single, 16.0 * _SINGLE * largest, _ESTIMATE * float(self.hidden[pair])):
+        if step <= max(single, 16.0 * SINGLE * largest, _ESTIMATE * float(self.hidden[pair])):
             return ""
         size_told = f"the largest is {largest:.3g}" if it == largest else f"they are no larger than {it:.3g}"
         return f"few elements differ, by {step:.3g} or more; {size_told}"
 
 
-class _Steps:
-    """How far each operator of a folded run rounds, and what it makes of a difference."""
-
-    def __init__(self, graph: Folded) -> None:
-        self.graph, whole = graph, graph.whole
-        same = np.arange(whole.count)
-        itself = _Measured(Alignment(whole, whole, np.stack([same, same], 1), {}, [], ([], [])))
-        own = np.where(itself.known("several"), _COMPOSITE, 1.0) * itself.unit
-        for run in compiled_runs(whole):
-            own[run] *= math.sqrt(_steps_inside(whole, run))
-        self._own = own + _SINGLE * np.maximum(np.sqrt(terms(whole, same)), _FEW)
-        self._jumps = itself.known("jumps") | (itself.known("jumps_backward") & itself.backward)
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            bounds = np.where(itself.outs.size > 0, itself._bounds() / itself.outs.size, 0.0)
-        places = zip(itself.outs.tensors[0].tolist(), itself.outs.owner.tolist(), bounds.tolist())
-        self._makers = {tensor: (bound, float(itself.gains[operator])) for tensor, operator, bound in places}
-
-    def rounding(self, operators: list[int]) -> tuple[float, bool]:
-        """What the roundings of operators come to, relatively, and whether one of them jumps."""
-        return float(np.sqrt(np.square(self._own[operators]).sum())), bool(self._jumps[operators].any())
-
-    def maker(self, tensor: int) -> tuple[float, float] | None:
-        """Of the operator that made a tensor: how far it rounds it, and how much it makes of a difference."""
-        return self._makers.get(tensor)
-
-
-def _steps_inside(graph: Graph, operator: int) -> float:
-    """How many operators compiled code may have in place of its own: a guess from the parameters that it gets."""
-    return _STEPS_PER_INPUT * len(graph.inputs(operator)) + 1.0
-
-
-def _lower_unit(graph: Graph, operator: int) -> float:
-    """The rounding of the dtype that autocast chose where an operator was called, 0 without autocast."""
-    region = graph.trace.texts[int(graph.operators["region"][operator])]
-    return max((unit for dtype, unit in UNITS.items() if f", {dtype})" in region), default=0.0)
+def _of_itself(graph: Graph) -> _Measured:
+    """A run against itself: what rounding alone allows each operator."""
+    same = np.arange(graph.count)
+    return _Measured(Alignment(graph, graph, np.stack([same, same], 1), {}, [], ([], [])))
 
 
 def largest_with(step: float, digits: int) -> float:

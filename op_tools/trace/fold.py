@@ -20,11 +20,12 @@ from ..call.graphs import OP as COMPILED
 from . import format as columns
 from .align import Alignment, align, match_modules
 from .behaviour import DREW, draws
-from .format import INPUT, OUTPUT, Trace
+from .format import INPUT, OUTPUT, PROJECTIONS, Trace
 from .graph import Graph
 
 _PHASES: Final = (columns.FORWARD, columns.RECOMPUTED, columns.OPTIMIZER)
 _AFTER: Final = 8  # operators after the last backward of a group among which autograd adds up what these send
+_NORM: Final = PROJECTIONS + 1
 _MIN_SHARED: Final = 0.5  # of the parameters of compiled code, to be that of a module
 
 
@@ -224,7 +225,8 @@ def folded(graph: Graph, groups: list[list[int]]) -> Graph:
     within, original = dict[int, list[int]](), graph
     if isinstance(graph, Folded):
         numbers, within, original = graph.numbers, graph.inside, graph.whole
-    groups = groups + [backward for backward in (_backward_of(graph, group) for group in groups) if backward]
+    same = _converted(graph)
+    groups = groups + [backward for backward in (_backward_of(graph, group, same) for group in groups) if backward]
     new, kept = _renumbered(graph.count, groups)
     rows = [int(new[group[-1]]) for group in groups]
     inside: dict[int, list[int]] = {}
@@ -233,11 +235,29 @@ def folded(graph: Graph, groups: list[list[int]]) -> Graph:
             inside[int(new[operator])] = within[operator]
     for row, group in zip(rows, groups):
         inside[row] = [n for member in group for n in within.get(member, [numbers[member]])]
-    trace = _trace(graph, groups, rows, new, kept)
+    trace = _trace(graph, groups, rows, new, kept, same)
     return Folded(trace, original, inside, [numbers[n] for n in kept.tolist()])
 
 
-def _backward_of(graph: Graph, group: list[int]) -> list[int]:
+def _converted(graph: Graph) -> dict[int, int]:
+    """Gradients that autograd converted between two operators, and what they were: by shapes and fingerprints."""
+    rows, where = graph.prints()
+    shapes = graph.looks["shape"][graph.tensors["look"]] if len(graph.tensors["look"]) else where
+    producer, named = graph.tensors["producer"], graph.tensors["name"] > 0
+    backward = np.append(graph.operators["phase"] == columns.BACKWARD, False)
+    made: dict[tuple[int, bytes], int] = {}
+    found = {}
+    for tensor in np.flatnonzero((where >= 0) & ~named & (backward[producer] | (producer < 0))).tolist():
+        row = rows[where[tensor]]
+        key = (int(shapes[tensor]), row.tobytes())
+        if producer[tensor] >= 0:
+            made[key] = tensor
+        elif key in made and row[_NORM] > 0:
+            found[tensor] = made[key]
+    return found
+
+
+def _backward_of(graph: Graph, group: list[int], same: dict[int, int]) -> list[int]:
     """The backwards of operators, and what autograd adds up of nothing but what they send."""
     forward = graph.operators["forward"]
     backward = (graph.operators["phase"] == columns.BACKWARD) & np.isin(forward, group)
@@ -247,7 +267,7 @@ def _backward_of(graph: Graph, group: list[int]) -> list[int]:
     made = {tensor for operator in mine for tensor in graph.outputs(operator).tolist()}
     for operator in range(mine[0], min(mine[-1] + _AFTER, graph.count)):
         if forward[operator] < 0 and graph.names[operator].startswith(SUM):
-            came = graph.inputs(operator).tolist()
+            came = [same.get(t, t) for t in graph.inputs(operator).tolist()]
             if came and made.issuperset(came):
                 mine.append(operator)
                 made.update(graph.outputs(operator).tolist())
@@ -263,7 +283,7 @@ def _renumbered(count: int, groups: list[list[int]]) -> tuple[Any, Any]:
     return np.searchsorted(kept, stands), kept
 
 
-def _trace(graph: Graph, groups: list[list[int]], rows: list[int], new: Any, kept: Any) -> Trace:
+def _trace(graph: Graph, groups: list[list[int]], rows: list[int], new: Any, kept: Any, same: dict[int, int]) -> Trace:
     """The trace of a graph with groups of operators as one; `rows` are the new numbers of these."""
     trace = graph.trace
     texts = list(trace.texts)
@@ -300,7 +320,7 @@ def _trace(graph: Graph, groups: list[list[int]], rows: list[int], new: Any, kep
         memory["operator"] = np.where(memory["operator"] >= graph.count, len(kept), new[at]).astype(np.int32)
     tables = {name: trace[name] for name in columns.TABLES}
     tables |= {"operators": operators, "tensors": tensors, "memory": memory}
-    tables["edges"] = _edges(graph, groups, rows, new)
+    tables["edges"] = _edges(graph, groups, rows, new, same)
     return Trace(tables, texts, trace.facts, trace.path)
 
 
@@ -316,7 +336,7 @@ def _common_module(graph: Graph, group: list[int]) -> int:
     return max((number for number, name in graph.paths.items() if name == path), default=-1) if path else -1
 
 
-def _edges(graph: Graph, groups: list[list[int]], rows: list[int], new: Any) -> dict[str, Any]:
+def _edges(graph: Graph, groups: list[list[int]], rows: list[int], new: Any, same: dict[int, int]) -> dict[str, Any]:
     edges = graph.trace["edges"]
     member = np.full(graph.count, -1, np.int64)
     for n, group in enumerate(groups):
@@ -327,15 +347,16 @@ def _edges(graph: Graph, groups: list[list[int]], rows: list[int], new: Any) -> 
     users: dict[int, set[int]] = defaultdict(set)  # of tensors: the groups that use them, -1 for other operators
     mine = edges["side"] == INPUT
     for tensor, by in zip(edges["tensor"][mine].tolist(), member[edges["operator"][mine]].tolist()):
-        users[tensor].add(by)
+        users[same.get(tensor, tensor)].add(by)
     more: list[tuple[int, int, int, int]] = []
     for n, (row, group) in enumerate(zip(rows, groups)):
         made, used, given = dict[int, None](), set[int](), dict[int, None]()
         for operator in group:
             for tensor in graph.inputs(operator).tolist():
-                if tensor not in made:
+                before = same.get(tensor, tensor)
+                if before not in made:
                     given.setdefault(tensor)
-                used.add(tensor)
+                used.add(before)
             for tensor in graph.outputs(operator).tolist():
                 made.setdefault(tensor)
         kinds = graph.tensors["kind"]
@@ -347,13 +368,6 @@ def _edges(graph: Graph, groups: list[list[int]], rows: list[int], new: Any) -> 
         name: np.concatenate([found[name], added[:, n].astype(found[name].dtype)])
         for n, name in enumerate(("operator", "side", "place", "tensor"))
     }
-
-
-def count_of_members(graph: Graph, operator: int) -> int:
-    """How many operators an operator stands for; of compiled code that is a guess from what it gets."""
-    if isinstance(graph, Folded) and operator in graph.inside:
-        return len(graph.inside[operator])
-    return max(1, 4 * len(graph.inputs(operator)))
 
 
 def told_folds(first: Graph, second: Graph) -> list[str]:
