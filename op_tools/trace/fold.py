@@ -264,13 +264,13 @@ def _backward_of(graph: Graph, group: list[int], same: dict[int, int]) -> list[i
     mine: list[int] = np.flatnonzero(backward).tolist()
     if not mine:
         return []
-    made = {tensor for operator in mine for tensor in graph.outputs(operator).tolist()}
+    made = {same.get(tensor, tensor) for operator in mine for tensor in graph.outputs(operator).tolist()}
     for operator in range(mine[0], min(mine[-1] + _AFTER, graph.count)):
         if forward[operator] < 0 and graph.names[operator].startswith(SUM):
             came = [same.get(t, t) for t in graph.inputs(operator).tolist()]
             if came and made.issuperset(came):
                 mine.append(operator)
-                made.update(graph.outputs(operator).tolist())
+                made.update(same.get(t, t) for t in graph.outputs(operator).tolist())
     return sorted(mine)
 
 
@@ -350,17 +350,24 @@ def _edges(graph: Graph, groups: list[list[int]], rows: list[int], new: Any, sam
         users[same.get(tensor, tensor)].add(by)
     more: list[tuple[int, int, int, int]] = []
     for n, (row, group) in enumerate(zip(rows, groups)):
-        made, used, given = dict[int, None](), set[int](), dict[int, None]()
+        made, known, used, given = dict[int, None](), set[int](), set[int](), dict[int, None]()
         for operator in group:
             for tensor in graph.inputs(operator).tolist():
                 before = same.get(tensor, tensor)
-                if before not in made:
+                if before not in known:
                     given.setdefault(tensor)
                 used.add(before)
             for tensor in graph.outputs(operator).tolist():
                 made.setdefault(tensor)
+                known.add(same.get(tensor, tensor))
         kinds = graph.tensors["kind"]
-        leaves = [t for t in made if users[t] - {n} or t not in used or kinds[t] in (columns.BUFFER, columns.PARAMETER)]
+        leaves = [
+            tensor
+            for tensor in made
+            if users[(other := same.get(tensor, tensor))] - {n}
+            or other not in used
+            or kinds[tensor] in (columns.BUFFER, columns.PARAMETER)
+        ]
         for side, tensors in ((INPUT, list(given)), (OUTPUT, leaves)):
             more += [(row, side, min(place, 32_767), tensor) for place, tensor in enumerate(tensors)]
     added = np.array(more, np.int64).reshape(-1, 4)
