@@ -83,23 +83,31 @@ class CompiledRuns:
                 module=module,
                 arguments=recorder.writer.text(_told(run, begun.random != _random_states(call.device))),
             )
-            results = [] if run.result is UNKNOWN else list(tensors_in(run.result))
-            leaves = _leaves(results, call.tensors, begun.since)
-            recorder.edges(number, columns.INPUT, begun.inputs + recorder.inputs(leaves))
+            recorder.edges(number, columns.INPUT, begun.inputs)
+            call.notes[self._tool] = (number, module)
             if run.result is UNKNOWN:
-                recorder.await_results(number, module)
+                call.args, call.kwargs = (), {}
+                recorder.await_results(number, module, lambda result: self._listen(begun, number, [result]))
                 return
+            results = list(tensors_in(run.result))
             recorder.outputs(
                 number, module, results, _written(run, begun, recorder.versions(call.tensors)), _phase(run)
             )
             recorder.launch()
-        call.notes[self._tool] = (number, module)
-        edges = begun.edges
+            self._listen(begun, number, results)
+
+    def _listen(self, begun: _Begun, number: int, results: list[Tensor]) -> bool:
+        """Hear of the backward of a run whose results are known; whether there is one."""
+        call, edges, recorder = begun.call, begun.edges, self._recorder()
+        leaves = _leaves(results, call.tensors, begun.since)
+        for place, leaf in enumerate(recorder.inputs(leaves), len(begun.inputs)):
+            recorder.edge(number, columns.INPUT, place, leaf)
         if leaves and not compiles_backward():
             edges = _with_leaves(edges, leaves, len(call.tensors), begun.since)
         if edges is not None:
             backward.attach(call, edges, results, (self._tool,))
         call.release()
+        return edges is not None
 
     def backward_ran(self) -> None:
         """The backward of compiled code has run; hooks tell what it sent, where its results were known."""

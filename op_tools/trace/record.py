@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -58,6 +58,7 @@ class Recorder:
         self._in_function = -1  # the last operator that was compiled code with results that are not known
         self._made_by_function = 0  # results of that which have been seen
         self._awaited: list[tuple[int, int]] = []  # such operators whose backward has not run, and their modules
+        self._found_result: Callable[[Tensor], bool] | None = None  # told of the first result of the last of them
         self._backward_function = -1  # the last one in a backward pass
         self.ran_graphs = False  # whether the operators of the present compiled code are recorded one by one
         self.recorded = Tally()  # runs of compiled code whose operators are
@@ -144,6 +145,9 @@ class Recorder:
         of_function = of_function and not book.knows(tensor)
         if of_function:
             producer, output = self._in_function, self._made_by_function
+            found, self._found_result = self._found_result, None
+            if found is not None and found(tensor) and self._awaited:
+                self._awaited.pop()
         look, count = -1 if sharding is None else self._look(tensor, sharding), book.tensors
         number = book.number(tensor, held, look, producer, output, module, wrote, sharding is None)
         if sharding is not None and number == count and self._printing is not None:
@@ -297,8 +301,12 @@ class Recorder:
             self.recorded = self.recorded.counting(columns.PHASES[phase])
         return ran
 
-    def await_results(self, function: int, module: int) -> None:
-        """Compiled code has run, and nobody knows what it made: that is known when it is used."""
+    def await_results(self, function: int, module: int, found: Callable[[Tensor], bool]) -> None:
+        """Compiled code has run, and nobody knows what it made: that is known when it is used.
+
+        `found` gets the first result and answers whether it will hear of the backward.
+        """
+        self._found_result = found
         self._in_function, self._made_by_function, self.last_module = function, 0, module
         if self._backward_function >= 0 or len(self._awaited) >= _MAX_KINDS:
             self._awaited.clear()
@@ -314,7 +322,7 @@ class Recorder:
 
     def after_backward(self) -> None:
         """Give the gradients of parameters their names."""
-        function, self._backward_function = self._backward_function, -1
+        function, self._backward_function, self._found_result = self._backward_function, -1, None
         for place, (text, module, reference) in enumerate(self._odd_parameters):
             parameter = reference()
             if parameter is not None and parameter.grad is not None:

@@ -132,6 +132,7 @@ def test_results_that_pytorch_keeps_to_itself_are_known_when_they_are_used(
     diff = Diff(eager, other)
     assert diff.divergence is None
     assert len(_runs(diff)) == 12
+    assert diff.numbers.compared[_runs(diff)].all()
     assert len(diff.alignment.pairs) == other.count
 
 
