@@ -34,6 +34,7 @@ from .regions import COMPOSITE, FEW, SINGLE, Steps, unseen_rounding
 _BRAIN_DIGITS: Final = 8  # binary, of a number in bfloat16
 _TF32: Final = 2.0**-11
 _ESTIMATE: Final = 2.0  # by how much eight projections may misjudge a distance
+_ONCE: Final = 1.5  # units between two numbers that are rounded once, over the norm: 0.8 if both round as chance has it
 _SMALL: Final = 0.1  # relative differences up to here show a slope
 _UNBOUNDED: Final = 1e30
 _ONE_ELEMENT: Final = 1.25  # steps of the dtype between two right roundings of one number, and what float32 sums add
@@ -202,13 +203,14 @@ class _Measured:
     def _bounds(self) -> Any:
         """For each output, how far apart rounding may make it."""
         outs, owner = self.outs, self.outs.owner
-        own = np.where(self.known("several"), COMPOSITE, 1.0)
+        once = np.where(self.unit == _TF32, _ESTIMATE, _ONCE)  # those that convert what they get round twice
+        own = np.where(self.known("several"), _ESTIMATE * COMPOSITE, once)
         unit = np.where(self.known("matrices"), np.sqrt(self.unit), self.unit)
         roundings = np.maximum(np.sqrt(terms(self.first, self.pairs[:, 0])), FEW)
         sums = np.maximum(np.where(self.contracts, self.product, 0.0)[owner], roundings[owner] * outs.size)
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
             factor = np.where(self.contracts & (self.least > 0), np.maximum(self.product / self.least, 1.0), 1.0)
-            bound = _ESTIMATE * ((own * unit)[owner] * outs.size + SINGLE * sums + (self.hidden * factor)[owner])
+            bound = (own * unit)[owner] * outs.size + _ESTIMATE * (SINGLE * sums + (self.hidden * factor)[owner])
             bound += (self.gains * self.relative)[owner] * outs.size
             jumps = self.known("jumps") | (self.known("jumps_backward") & self.backward)
             jumps &= self.relative > 0

@@ -57,14 +57,28 @@ class _View:
                 if (module, name) not in seen:
                     seen.add((module, name))
                     self.members.setdefault(module, []).append(tensor)
-        self.inside = {module: self._inside(module) for module in graph.modules} if only else {}
+        self.inside = self._inside() if only else set()
         self.ports = _ports(graph, step) if level >= TENSORS else {}
 
-    def _inside(self, module: int) -> bool:
-        return self.only in self.graph.modules[module]["name"] or any(map(self._inside, self.graph.children[module]))
+    def _inside(self) -> set[int]:
+        """The modules to show: with the text in their names, or with such an operator in them."""
+        graph = self.graph
+        found = {number for number, module in graph.modules.items() if self.only in module["name"]}
+        if self.level >= OPERATORS:
+            steps = graph.operators["step"].tolist()
+            for module, operators in graph.by_module.items():
+                chosen = (n for n in operators if self.step is None or steps[n] == self.step)
+                if any(self.only in graph.titles[n] for n in chosen):
+                    found.add(module)
+        for number in list(found):
+            parent = graph.modules[number]["parent"] if number in graph.modules else -1
+            while parent in graph.modules and parent not in found:
+                found.add(parent)
+                parent = graph.modules[parent]["parent"]
+        return found
 
     def module(self, number: int, depth: int) -> Iterator[str]:
-        if self.only and not self.inside[number]:
+        if self.only and number not in self.inside:
             return
         found = self.graph.modules[number]
         pad = "  " * depth
