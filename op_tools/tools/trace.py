@@ -141,12 +141,14 @@ class OpTrace(Tool):
         phase = columns.FORWARD
         if traits.by_engine:
             phase = columns.BACKWARD
-        elif running_pass() != -1:
-            phase = columns.RECOMPUTED
+        elif running_pass() != -1:  # without gradients it is the backward of a function of the user's own
+            recomputed = place.module is not None or torch.is_grad_enabled()
+            phase = columns.RECOMPUTED if recomputed else columns.BACKWARD
         elif place.optimizer:
             phase = columns.OPTIMIZER
         with recorder.lock:
-            module = recorder.last_module if traits.by_engine else recorder.module_of(place)
+            in_backward = phase == columns.BACKWARD
+            module = recorder.last_module if in_backward else recorder.module_of(place)
             inputs, written = None, list[Tensor]()
             noted = call.notes.pop(self, None)
             if noted is not None:

@@ -150,6 +150,9 @@ def align(first: Graph, second: Graph) -> Alignment:
         if left and right and len(left) * len(right) <= 40 * _MAX_CELLS:
             found, _ = matcher.sequences(sorted(left), sorted(right), strict=True)
             pairs += found
+    taken_one, taken_two = {a for a, _ in pairs}, {b for _, b in pairs}
+    late_pairs = _by_forward(first, second, dict(pairs))  # of forwards that were matched last
+    pairs += [(a, b) for a, b in late_pairs if a not in taken_one and b not in taken_two]
     pairs.sort()
     taken_one, taken_two = {a for a, _ in pairs}, {b for _, b in pairs}
     kept = [

@@ -22,7 +22,8 @@ _RECURRENT: Final = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell
 _SEVERAL: Final = frozenset({"attention", "update", "wkv", "compile"}) | _RECURRENT
 _STEEP: Final = frozenset({"div", "_foreach_div", "_foreach_addcdiv", "addcdiv", "rsqrt", "reciprocal", "log", "log2",
                            "log10", "update", "_foreach_sqrt", "sqrt", "norm", "truediv", "rtruediv", "vector_norm",
-                           "normalize", "cosine_similarity", "atan2", "acos", "asin", "logit"})  # fmt: skip
+                           "normalize", "cosine_similarity", "atan2", "arctan2", "angle", "acos", "asin",
+                           "logit"})  # fmt: skip
 _EXPONENTIAL: Final = frozenset({"exp", "exp2", "expm1", "softmax", "sigmoid", "logsigmoid", "softplus", "tanh", "cosh",
                                  "sinh", "sin", "cos", "tan", "pow", "logsumexp", "logaddexp", "softmin", "erfc",
                                  "lgamma", "silu", "gelu", "mish"})  # fmt: skip
@@ -38,6 +39,9 @@ _SMOOTH: Final = PRODUCTS | _SEVERAL | _STEEP | _EXPONENTIAL | frozenset(
      "erf", "outer", "mask", "fill", "roll", "flip", "unfold", "pixel_shuffle", "mse_loss", "kl_div",
      "sum_of_gradients"}
 )  # fmt: skip
+_COMPOUNDS: Final = frozenset({"prod", "cumprod"})  # differences of their factors add up
+_NORMALIZES: Final = frozenset({"layer_norm", "rms_norm", "group_norm", "instance_norm", "normalize",
+                                "cosine_similarity"})  # fmt: skip
 _MATRICES: Final = frozenset({"inverse", "cholesky", "svd", "eigh", "eigvalsh", "qr", "solve", "lstsq", "pinv", "det",
                               "slogdet", "logdet", "matrix_exp", "matrix_power", "cholesky_solve", "cholesky_inverse",
                               "lu_solve", "solve_triangular", "eig", "eigvals", "svdvals", "cond", "inv"})  # fmt: skip
@@ -59,6 +63,8 @@ class Behaviour(NamedTuple):
     jumps_backward: bool
     chooses: bool  # of equal values it may take any
     matrices: bool  # of a condition that the norms do not tell
+    compounds: bool  # multiplies many numbers
+    normalizes: bool  # rows that are small become as large as others
     free: bool  # what it returns is not determined, such as the sign of an eigenvector or what empty memory holds
     may_draw: bool  # random numbers, where its arguments do not say otherwise
 
@@ -79,6 +85,8 @@ def behaviour(name: str) -> Behaviour:
         jumps_backward=not words & _SMOOTH,
         chooses=facts.indices is not None or last in ("max_pool1d", "max_pool2d", "max_pool3d"),
         matrices=last in _MATRICES or (kernel is not None and kernel.kind == Kind.MATRIX),
+        compounds=bool(words & _COMPOUNDS),
+        normalizes=bool(words & _NORMALIZES),
         free=facts.uninitialised or bool(facts.free_vectors) or last.startswith(("empty", "new_empty")),
         may_draw=facts.draws or bool(facts.law) or _is_seeded(last_name(name)),
     )
@@ -146,10 +154,13 @@ def _is_zero(text: str) -> bool:
 def apart_in_arguments(first: str, second: str) -> float:
     """How far the numbers in the arguments of two calls are apart, relatively; infinite if these say something else.
 
-    Constants that depend on the dtype, such as its least number, are as far apart as rounding makes them.
+    Constants that depend on the dtype, such as its least number, are as far apart as rounding makes them, or cannot be
+    compared at all (NaN).
 
     >>> apart_in_arguments("_, -3.4028234663852886e+38", "_, -3.3895313892515355e+38") < 0.004
     True
+    >>> apart_in_arguments("_, -3.4028234663852886e+38", "_, -65504.0")
+    nan
     >>> apart_in_arguments("_, 1e-05", "_, 1e-06"), apart_in_arguments("_, 0.5", "_, 0.5")
     (inf, 0.0)
     """
@@ -162,5 +173,23 @@ def apart_in_arguments(first: str, second: str) -> float:
         x, y = float(one), float(two)
         if x != y:
             apart = abs(x - y) / max(abs(x), abs(y)) if "." in one + two or "e" in one + two else math.inf
-            most = max(most, apart)
-    return most if most <= _HALF_ROUNDING else math.inf
+            most = max(most, math.nan if apart > _HALF_ROUNDING and _are_limits(x, y) else apart, key=_order)
+    return most if most <= _HALF_ROUNDING or math.isnan(most) else math.inf
+
+
+def _order(apart: float) -> float:
+    return 1e300 if math.isnan(apart) else apart
+
+
+def _are_limits(first: float, second: float) -> bool:
+    """Whether two numbers are the same limit of two dtypes (`_are_limits(65504.0, torch.finfo(torch.float32).max)`)."""
+    return any(first in limits and second in limits for limits in _limits())
+
+
+@functools.cache
+def _limits() -> tuple[frozenset[float], ...]:
+    infos = [torch.finfo(dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)]
+    return tuple(
+        frozenset(sign * float(getattr(info, name)) for info in infos)
+        for name, sign in (("min", 1), ("max", 1), ("eps", 1), ("tiny", 1), ("tiny", -1))
+    )

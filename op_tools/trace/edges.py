@@ -44,6 +44,7 @@ class Side:
         self.unit = np.array([UNITS.get(texts[n], 0.0) for n in graph.looks["dtype"].tolist()] or [0.0])
         self.shape = [texts[n] for n in graph.looks["shape"].tolist()]
         self.numel = np.array([numel(text) for text in self.shape] or [1.0])
+        self.longest = np.array([max(sizes(text), default=1.0) for text in self.shape] or [1.0])
 
     def shape_of(self, tensor: int) -> str:
         """The shape of a tensor, as text."""
@@ -70,6 +71,7 @@ class Edges(NamedTuple):
     strange: Any  # whether NaN or Inf differ in number
     hidden: Any  # how far apart they may be without a difference of their prints
     elements: Any  # how many the tensor has
+    longest: Any  # its longest dimension
     rows: tuple[Any, Any]  # of prints: where they are, on both sides
     tensors: tuple[Any, Any]
     sums: dict[int, Any]  # of parts, by edge: their print together, instead of the second row
@@ -87,7 +89,8 @@ def edges_of(alignment: Alignment, one: Side, two: Side, side: int) -> Edges:
     if not len(one.rows) or not len(two.rows):
         none, whole, never = np.zeros(0), np.zeros(0, np.int64), np.zeros(0, bool)
         unknown, both = np.ones(len(pairs), bool), (whole, whole)
-        return Edges(whole, whole, none, none, none, none, none, none, none, never, none, none, both, both, {}, unknown)
+        empty = (none,) * 7
+        return Edges(whole, whole, *empty, never, none, none, none, both, both, {}, unknown)
     owner, place, left, right, others = _together(one, two, pairs, side)
     looks_one, looks_two = one.graph.tensors["look"][left], two.graph.tensors["look"][right]
     shapes = {text: n for n, text in enumerate(dict.fromkeys([*one.shape, *two.shape]))}
@@ -108,7 +111,7 @@ def edges_of(alignment: Alignment, one: Side, two: Side, side: int) -> Edges:
     owner, place, p, q = owner[good], place[good], p[good], q[good]
     tensors = left[good], right[good]
     units = one.unit[looks_one[good]], two.unit[looks_two[good]]
-    elements = one.numel[looks_one[good]]
+    elements, longest = one.numel[looks_one[good]], one.longest[looks_one[good]]
     rows_one, rows_two = one.rows[p], two.rows[q]
     for edge, row in sums.items():
         rows_two[edge] = row
@@ -120,9 +123,8 @@ def edges_of(alignment: Alignment, one: Side, two: Side, side: int) -> Edges:
     strange = (rows_one[:, NAN] != rows_two[:, NAN]) | (rows_one[:, INF] != rows_two[:, INF])
     size = np.maximum(rows_one[:, NORM], rows_two[:, NORM])
     hidden = _GRID * largest * np.sqrt(elements)
-    return Edges(
-        owner, place, apart, size, *units, low, high, largest, strange, hidden, elements, (p, q), tensors, sums, others
-    )
+    ranges, dims = (low, high, largest), (elements, longest)
+    return Edges(owner, place, apart, size, *units, *ranges, strange, hidden, *dims, (p, q), tensors, sums, others)
 
 
 def _of_parts(wholes: Any, parts: Any, world: int) -> Any:
@@ -218,7 +220,12 @@ def _closest(one: Side, two: Side, left: list[int], right: list[int]) -> dict[in
 
 def numel(shape: str) -> float:
     """How many elements a tensor has, from its shape as text (`numel("[2, 3]") == 6`)."""
-    return math.prod([float(word) for word in shape[1:-1].split(",") if word.strip()])
+    return math.prod(sizes(shape))
+
+
+def sizes(shape: str) -> list[float]:
+    """The dimensions of a tensor, from its shape as text (`sizes("[2, 3]") == [2, 3]`)."""
+    return [float(word) for word in shape[1:-1].split(",") if word.strip()]
 
 
 def terms(graph: Graph, operators: Any) -> Any:

@@ -47,8 +47,9 @@ def align_folded(first: Graph, second: Graph) -> Alignment:
         first, second = fold_modules(first, second, back), fold_modules(second, first, modules)
     found = align(first, second)
     if has_compiled_code(first) or has_compiled_code(second):
-        one = fold_gaps(first, second, [(a, b) for a, b in found.pairs.tolist()])
-        two = fold_gaps(second, first, [(b, a) for a, b in found.pairs.tolist()])
+        back = {b: a for a, b in found.modules.items()}
+        one = fold_gaps(first, second, [(a, b) for a, b in found.pairs.tolist()], back)
+        two = fold_gaps(second, first, [(b, a) for a, b in found.pairs.tolist()], found.modules)
         if one is not first or two is not second:
             found = align(one, two)
     return found
@@ -102,19 +103,18 @@ def fold_modules(graph: Graph, other: Graph, modules: dict[int, int]) -> Graph:
         if phase in _PHASES:
             members[steps[step], phase, -1 if phase == columns.OPTIMIZER else owner.get(module, -1)].append(operator)
     own = set(compiled_runs(graph))
-    groups = [
-        group
-        for key, ran in runs.items()
-        for group in _calls(graph, members.get(key, []), len(ran))
-        if not own.issuperset(group)
-    ]
-    return folded(graph, groups)
+    groups, owners = [], []
+    for key, ran in runs.items():
+        found = [group for group in _calls(graph, members.get(key, []), len(ran)) if not own.issuperset(group)]
+        groups += found
+        owners += [key[2]] * len(found)
+    return folded(graph, groups, owners)
 
 
-def fold_gaps(graph: Graph, other: Graph, pairs: Iterable[tuple[int, int]]) -> Graph:
+def fold_gaps(graph: Graph, other: Graph, pairs: Iterable[tuple[int, int]], modules: dict[int, int]) -> Graph:
     """`graph` with what stands where `other` has a compiled function as one operator.
 
-    `pairs` are operators that correspond, of `graph` first.
+    `pairs` are operators that correspond, of `graph` first; `modules` leads from `other` to `graph`.
     """
     matched = sorted((b, a) for a, b in pairs)
     taken = {a for _, a in matched}, {b for b, _ in matched}
@@ -142,12 +142,13 @@ def fold_gaps(graph: Graph, other: Graph, pairs: Iterable[tuple[int, int]]) -> G
                 high = matched[near][1]
                 break
         found[key[0], key[1], low, high].append(b)
-    groups = []
+    groups, owners = [], []
     for (step, phase, low, high), ran in found.items():
         mine = [a for a in free.get((step, phase), []) if low < a < high]
         if len(ran) == 1 and mine and not own.issuperset(mine):
             groups.append(mine)
-    return folded(graph, groups)
+            owners.append(modules.get(int(other.operators["module"][ran[0]]), -1))
+    return folded(graph, groups, owners)
 
 
 def _key(graph: Graph, steps: dict[int, int], operator: int) -> tuple[int, int]:
@@ -217,8 +218,11 @@ def _calls(graph: Graph, members: list[int], times: int) -> list[list[int]]:
 # -- folding ----------------------------------------------------------------------------------------------
 
 
-def folded(graph: Graph, groups: list[list[int]]) -> Graph:
-    """A graph with the operators of each group, and with their backwards, as one (`folded(graph, [[3, 4, 5]])`)."""
+def folded(graph: Graph, groups: list[list[int]], owners: list[int]) -> Graph:
+    """A graph with the operators of each group, and with their backwards, as one of the module that owns the group.
+
+    >>> folded(graph, [[3, 4, 5]], [-1])                               # doctest: +SKIP
+    """
     if not groups:
         return graph
     numbers: Sequence[int] = range(graph.count)
@@ -226,7 +230,9 @@ def folded(graph: Graph, groups: list[list[int]]) -> Graph:
     if isinstance(graph, Folded):
         numbers, within, original = graph.numbers, graph.inside, graph.whole
     same = _converted(graph)
-    groups = groups + [backward for backward in (_backward_of(graph, group, same) for group in groups) if backward]
+    backwards = [_backward_of(graph, group, same) for group in groups]
+    owners = owners + [owner for owner, backward in zip(owners, backwards) if backward]
+    groups = groups + [backward for backward in backwards if backward]
     new, kept = _renumbered(graph.count, groups)
     rows = [int(new[group[-1]]) for group in groups]
     inside: dict[int, list[int]] = {}
@@ -235,7 +241,7 @@ def folded(graph: Graph, groups: list[list[int]]) -> Graph:
             inside[int(new[operator])] = within[operator]
     for row, group in zip(rows, groups):
         inside[row] = [n for member in group for n in within.get(member, [numbers[member]])]
-    trace = _trace(graph, groups, rows, new, kept, same)
+    trace = _trace(graph, groups, owners, rows, new, kept, same)
     return Folded(trace, original, inside, [numbers[n] for n in kept.tolist()])
 
 
@@ -283,7 +289,9 @@ def _renumbered(count: int, groups: list[list[int]]) -> tuple[Any, Any]:
     return np.searchsorted(kept, stands), kept
 
 
-def _trace(graph: Graph, groups: list[list[int]], rows: list[int], new: Any, kept: Any, same: dict[int, int]) -> Trace:
+def _trace(
+    graph: Graph, groups: list[list[int]], owners: list[int], rows: list[int], new: Any, kept: Any, same: dict[int, int]
+) -> Trace:
     """The trace of a graph with groups of operators as one; `rows` are the new numbers of these."""
     trace = graph.trace
     texts = list(trace.texts)
@@ -298,7 +306,6 @@ def _trace(graph: Graph, groups: list[list[int]], rows: list[int], new: Any, kep
     operators = {name: column[kept].copy() for name, column in trace["operators"].items()}
     forward = operators["forward"]
     operators["forward"] = np.where(forward >= 0, new[forward], forward)
-    owners = [_common_module(graph, group) for group in groups]
     for row, group, module in zip(rows, groups, owners):
         drew = any(draws(graph.names[n], texts[int(trace["operators"]["arguments"][n])]) for n in group)
         first = group[0]
@@ -322,18 +329,6 @@ def _trace(graph: Graph, groups: list[list[int]], rows: list[int], new: Any, kep
     tables |= {"operators": operators, "tensors": tensors, "memory": memory}
     tables["edges"] = _edges(graph, groups, rows, new, same)
     return Trace(tables, texts, trace.facts, trace.path)
-
-
-def _common_module(graph: Graph, group: list[int]) -> int:
-    """The innermost module that all of a group's operators are in."""
-    modules = set(graph.operators["module"][group].tolist())
-    paths = [graph.paths.get(module, "").split(".") for module in modules]
-    common = list(paths[0])
-    for words in paths[1:]:
-        same = next((n for n, (a, b) in enumerate(zip(common, words)) if a != b), min(len(common), len(words)))
-        common = common[:same]
-    path = ".".join(common)
-    return max((number for number, name in graph.paths.items() if name == path), default=-1) if path else -1
 
 
 def _edges(graph: Graph, groups: list[list[int]], rows: list[int], new: Any, same: dict[int, int]) -> dict[str, Any]:
@@ -360,13 +355,13 @@ def _edges(graph: Graph, groups: list[list[int]], rows: list[int], new: Any, sam
             for tensor in graph.outputs(operator).tolist():
                 made.setdefault(tensor)
                 known.add(same.get(tensor, tensor))
-        kinds = graph.tensors["kind"]
+        kinds, bases = graph.tensors["kind"], {int(graph.tensors["base"][tensor]) for tensor in made}
         leaves = [
             tensor
             for tensor in made
             if users[(other := same.get(tensor, tensor))] - {n}
             or other not in used
-            or kinds[tensor] in (columns.BUFFER, columns.PARAMETER)
+            or (kinds[tensor] in (columns.BUFFER, columns.PARAMETER) and tensor not in bases)
         ]
         for side, tensors in ((INPUT, list(given)), (OUTPUT, leaves)):
             more += [(row, side, min(place, 32_767), tensor) for place, tensor in enumerate(tensors)]

@@ -224,8 +224,10 @@ class CompiledRun:
     def module(self) -> torch.nn.Module | None:
         """The module whose whole forward was compiled, if it was one."""
         owner = getattr(self.function, "__self__", None)
-        whole = getattr(self.function, "__name__", "") in _WHOLE_MODULES
-        return owner if whole and isinstance(owner, torch.nn.Module) else None
+        if isinstance(owner, torch.nn.Module):
+            return owner if getattr(self.function, "__name__", "") in _WHOLE_MODULES else None
+        inner = getattr(self.function, "__wrapped__", None)  # a module of PyTorch's own, such as Sequential
+        return inner if isinstance(inner, torch.nn.Module) else None
 
     def end(self, frame: FrameType) -> None:
         """Note what it returned."""

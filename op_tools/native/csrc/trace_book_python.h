@@ -268,10 +268,11 @@ PyObject *book_end(PyObject *self, PyObject *const *given, Py_ssize_t count) {
     Book &book = book_of(self);
     const Begun &begun = begun_in(given[0]);
     PyObject *tensors = given[1], *results = given[5];
-    const PlaceOfCall place = place_of_call();
+    PlaceOfCall place = place_of_call();
     int phase = kForward;
-    if (torch::autograd::get_current_graph_task_id() != -1) phase = kRecomputed;
+    if (torch::autograd::get_current_graph_task_id() != -1) phase = place.module >= 0 || at::GradMode::is_enabled() ? kRecomputed : kBackward;
     else if (place.optimizer) phase = kOptimizer;
+    if (phase == kBackward) place.module = book.last_module;  // the backward of a function of the user's own
     const int name = int(PyLong_AsLong(given[2])), location = text_number(given[3]), step = int(PyLong_AsLong(given[6]));
     PyObject *text = PyDict_GetItemWithError(shared.argument_texts, PyTuple_GET_ITEM(given[4], 3));
     const int arguments = text != nullptr ? int(PyLong_AsLong(text)) : number_from(PyObject_CallOneArg(shared.arguments, given[4]));
@@ -287,7 +288,7 @@ PyObject *book_end(PyObject *self, PyObject *const *given, Py_ssize_t count) {
       outputs.push_back(unwrapped(one));
       const at::Tensor &tensor = outputs.back();
       book.edge(op, kOutput, i, book.number(tensor, tensor, one, -1, op, i, place.module, false, true));
-      book.allocated(op, place.module, tensor, phase == kOptimizer ? kState : kActivation);
+      if (phase != kBackward) book.allocated(op, place.module, tensor, phase == kOptimizer ? kState : kActivation);
     }
     book.print_fresh();
     book.flush_when_due();

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import op_tools
 from op_tools.compat import running_pass
 from op_tools.native import book
-from op_tools.trace.format import BACKWARD, TABLES, Trace, read
+from op_tools.trace.format import BACKWARD, PHASES, TABLES, Trace, read
 from op_tools.trace.graph import Graph
 from op_tools.trace.record import Recorder
 from op_tools.watch import sums
@@ -160,3 +160,33 @@ def test_an_error_while_a_backward_is_recorded_is_said_once(
     assert told["torch.Tensor.sum"] == "its backward is not in the trace: ValueError: no look today"
     assert told["autograd.sum_of_gradients"] == "it is not in the trace: ValueError: no look today"
     assert "torch.nn.functional.linear" in told
+
+
+class _Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return grad * 3 * x.square()
+
+
+@pytest.mark.parametrize("name", ["native", "python"])
+def test_what_a_function_of_the_users_own_does_backward_is_backward(
+    name: str, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if book.LIBRARY.wait() is None:
+        pytest.skip("no compiler here, or it failed")
+    if name == "python":
+        monkeypatch.setattr(book.LIBRARY, "loaded", None)
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)).to(device)
+    x = torch.randn(3, 4).to(device)
+    with op_tools.OpTrace(to=tmp_path):
+        _Cubed.apply(checkpoint(model, x.requires_grad_(), use_reentrant=False)).sum().backward()
+    graph = Graph(read(tmp_path / "rank0.optrace"))
+    phases = {(graph.names[n].rpartition(".")[2], PHASES[p]) for n, p in enumerate(graph.operators["phase"].tolist())}
+    assert {("square", "backward"), ("mul", "backward"), ("linear", "recomputed")} <= phases
+    assert not {("square", "recomputed"), ("mul", "recomputed")} & phases
