@@ -68,7 +68,10 @@ class Diff:
             return
         found = self.divergence
         if found is None:
-            yield f"No divergence: rounding explains every difference of {int(self.numbers.compared.sum()):,} operators"
+            judged, compared = int(self.numbers.judged.sum()), int(self.numbers.compared.sum())
+            but = f"; {compared - judged:,} more could not be judged" if compared > judged else ""
+            beyond = " beyond that" if given else ""
+            yield f"No divergence{beyond}: rounding explains every difference of {judged:,} operators{but}"
             return
         one, two = self.alignment.first, self.alignment.second
         a, b = (int(x) for x in self.alignment.pairs[found.pair])
@@ -80,6 +83,10 @@ class Diff:
             yield f"  {word}  {graph.titles[operator]}{inside}  {_location(graph, operator)}"
         yield f"  {found.reason}"
         times = f", {found.outputs / found.allowed:,.3g} times that" if found.allowed else ""
+        if found.of_inputs:
+            explained = f"what they are made of explains {found.allowed:.2g}"
+            yield f"  these are {found.inputs:.2g} of their norm apart; {explained}"
+            return
         yield (
             f"  inputs are {found.inputs:.2g} of their norm apart; rounding may make {found.allowed:.2g} of that, "
             f"the outputs are {found.outputs:.2g} apart{times}"
@@ -87,7 +94,7 @@ class Diff:
 
     def given(self) -> list[str]:
         """Names of parameters and inputs that differ from the beginning."""
-        return _given(self.alignment)
+        return self.numbers.origins.given()
 
     def _growth(self, most: int) -> Iterator[str]:
         rows = [row for row in growth(self.alignment, self.numbers) if row[3] > 0]
@@ -180,27 +187,6 @@ def load(run: Path, partial: bool = False) -> Any:
     files = files_of(run)
     traces = [read(file, partial=partial) for file in files]
     return traces[0] if len(traces) == 1 else merged(traces)
-
-
-def _given(alignment: Alignment) -> list[str]:
-    from .structure import _renamed, members
-
-    one, two = alignment.first, alignment.second
-    rows_one, where_one = one.prints()
-    rows_two, where_two = two.prints()
-    found = []
-    mine, theirs = members(one, columns.PARAMETER), members(two, columns.PARAMETER)
-    names = _renamed(alignment, mine)
-    for name, tensors in mine.items():
-        other = theirs.get(names[name])
-        if other is None or not len(where_one) or not len(where_two):
-            continue
-        p, q = int(where_one[tensors[0]]), int(where_two[other[0]])
-        if p >= 0 and q >= 0:
-            x, y = rows_one[p], rows_two[q]
-            if abs(x[:8] - y[:8]).max() > 0.02 * (abs(x[:8]).max() + abs(y[:8]).max()):
-                found.append(name)
-    return found
 
 
 def _location(graph: Graph, operator: int) -> str:

@@ -28,6 +28,7 @@ from .families import family
 from .fold import Folded
 from .format import INPUT, OUTPUT
 from .graph import Graph, short_name
+from .origins import Origins
 from .prints import smallest_step
 from .regions import COMPOSITE, FEW, SINGLE, Steps, unseen_rounding
 
@@ -55,17 +56,19 @@ class Numbers:
     allowed: Any  # of the output that is furthest beyond it, what rounding allows, relative to its norm
     parted: Any  # whether the outputs are further apart than that
     reason: dict[int, str]  # of pairs whose difference is no distance
+    origins: Origins  # where they get other tensors
 
 
 @dataclasses.dataclass
 class Divergence:
-    """The first operator that parts, or what both runs were given that differs already."""
+    """The first operator that parts, or that gets other tensors than its counterpart."""
 
     pair: int
     reason: str
     inputs: float
     outputs: float
     allowed: float
+    of_inputs: bool = False  # whether it is what goes in that is further apart than is allowed
 
 
 def numbers_of(alignment: Alignment) -> Numbers:
@@ -81,7 +84,7 @@ class _Measured:
         self.first, self.second, self.pairs = alignment.first, alignment.second, alignment.pairs
         self.count = count = len(self.pairs)
         self.one, self.two = Side(self.first, 1), Side(self.second, self.second.trace.world)
-        ins = edges_of(alignment, self.one, self.two, INPUT)
+        self.ins = ins = edges_of(alignment, self.one, self.two, INPUT)
         self.outs = edges_of(alignment, self.one, self.two, OUTPUT)
         names, self.kind = np.unique(self.first.operators["name"][self.pairs[:, 0]], return_inverse=True)
         self.names = [self.first.trace.texts[n] for n in names.tolist()]
@@ -355,7 +358,8 @@ class _Measured:
             texts = [g.trace.texts[int(g.operators["arguments"][n])] for g, n in zip(
                 (self.first, self.second), self.pairs[pair].tolist())]  # fmt: skip
             reason[pair] = f"called with other arguments: {_shortened(texts[0])} in A, {_shortened(texts[1])} in B"
-        return Numbers(compared, sure, self.measured, relative, allowed, found, reason)
+        origins = Origins(self.alignment, self.one, self.two, self.ins, self.outs)
+        return Numbers(compared, sure, self.measured, relative, allowed, found, reason, origins)
 
     def _few_elements(self, edge: int) -> str:
         """What to say where few elements differ, by more than the rounding of one, and the norm hides it."""
@@ -464,13 +468,17 @@ def _shortened(arguments: str, most: int = 60) -> str:
 
 
 def first_divergence(alignment: Alignment, numbers: Numbers) -> Divergence | None:
-    """The first pair, in the order of the first run, that parts; None where rounding explains every difference."""
+    """The first pair, in the order of the first run, that parts or gets other tensors; None where neither is found."""
     found = np.flatnonzero(numbers.parted)
+    pair = int(found[0]) if len(found) else len(alignment.pairs)
+    other = numbers.origins.first(pair) if len(alignment.pairs) else None
+    if other is not None:
+        return Divergence(*other)
     if not len(found):
         return None
-    pair = int(found[0])
     why = numbers.reason.get(pair, "the outputs are further apart than rounding explains")
-    return Divergence(pair, why, *(float(x[pair]) for x in (numbers.inputs, numbers.outputs, numbers.allowed)))
+    inputs, outputs, allowed = (float(x[pair]) for x in (numbers.inputs, numbers.outputs, numbers.allowed))
+    return Divergence(pair, why, inputs, outputs, allowed)
 
 
 def growth(alignment: Alignment, numbers: Numbers) -> list[tuple[str, str, float, float]]:

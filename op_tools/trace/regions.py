@@ -29,7 +29,7 @@ class Steps:
             own[run] *= math.sqrt(_steps_inside(graph.whole, run))
         self._own = own + SINGLE * np.maximum(np.sqrt(terms(graph.whole, np.arange(graph.whole.count))), FEW)
         self._jumps = itself.known("jumps") | (itself.known("jumps_backward") & itself.backward)
-        self._contracts = itself.contracts
+        self._contracts, self._normalizes = itself.contracts, itself.known("normalizes") & itself.backward
         self._side = itself.one
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             bounds = np.where(itself.outs.size > 0, itself._bounds() / itself.outs.size, 0.0)
@@ -37,8 +37,20 @@ class Steps:
         self._makers = {tensor: (bound, operator) for tensor, operator, bound in places}
 
     def rounding(self, operators: list[int]) -> tuple[float, bool]:
-        """What the roundings of operators come to, relatively, and whether one of them jumps."""
-        return float(np.sqrt(np.square(self._own[operators]).sum())), bool(self._jumps[operators].any())
+        """What the roundings of operators come to, relatively, and whether one of them jumps.
+
+        What a normalisation takes out of a gradient may be most of it: rounding stays, relative to what is left.
+        """
+        cancelled = max((self._taken_out(n) for n in operators if self._normalizes[n]), default=1.0)
+        rounded = float(np.sqrt(np.square(self._own[operators]).sum()))
+        return rounded * cancelled, bool(self._jumps[operators].any())
+
+    def _taken_out(self, operator: int) -> float:
+        graph = self._whole
+        came, went = (
+            [self._size(t)[0] for t in side.tolist()] for side in (graph.inputs(operator), graph.outputs(operator))
+        )
+        return max(1.0, max(came, default=0.0) / went[0]) if went and went[0] else 1.0
 
     def maker(self, tensor: int) -> tuple[float, float] | None:
         """Of the operator that made a tensor: how far it rounds it, and how much it makes of random differences."""

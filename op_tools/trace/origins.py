@@ -1,0 +1,137 @@
+"""Where two runs work on other tensors: an operator that only one of them has, swapped operands, other values.
+
+Two operators that correspond should get what corresponding operators made. Where they do not, and what they get is
+further apart than what went into the part in between explains, the runs part there, though no operator is wrong. The
+part in between has operators of its own on either side (`scaled_dot_product_attention` and what it stands for): of its
+result, half of the digits should agree.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import numpy as np
+
+from . import format as columns
+from .align import Alignment
+from .behaviour import behaviour, draws
+from .edges import NORM, Edges, Side
+from .fold import member_name
+from .format import PROJECTIONS
+from .graph import Graph
+
+_SEVERAL_TIMES: Final = 16.0  # what a part of a run makes of a difference
+_DIGITS: Final = 2.0  # square roots of the unit between results of other operators
+_LOSS_SCALE: Final = 8.0  # binary digits; scalers of gradients begin with 16
+_TF32: Final = 2.0**-11
+_UNITS_GIVEN: Final = 4.0  # between values in two dtypes
+
+
+class Origins:
+    """For each tensor of either run how far it is from its counterpart, as far as corresponding operators say."""
+
+    def __init__(self, alignment: Alignment, one: Side, two: Side, ins: Edges, outs: Edges) -> None:
+        self._alignment, self._one, self._two, self._ins = alignment, one, two, ins
+        self._graphs = (alignment.first, alignment.second)
+        self._place = [_places(graph, alignment.pairs[:, n]) for n, graph in enumerate(self._graphs)]
+        self._spread = [self._spread_of(side, outs) for side in (0, 1)]
+        in_tf32 = any(graph.trace.facts.get("tf32") for graph in self._graphs)
+        self._least_unit = _TF32 if in_tf32 else 0.0
+
+    def _spread_of(self, side: int, outs: Edges) -> Any:
+        """Distances from the counterparts; what only one run made is as far off as what it was made of."""
+        graph, place = self._graphs[side], self._place[side]
+        producer, texts = graph.tensors["producer"], graph.trace.texts
+        found = np.where(place[producer] >= 0, np.inf, 0.0)  # until an output is found to be comparable
+        shares = _shares(outs)
+        found[outs.tensors[side]] = shares
+        given = self._ins.tensors[side]
+        alone = producer[given] < 0
+        found[given[alone]] = _shares(self._ins)[alone]
+        backward = graph.operators["phase"] == columns.BACKWARD
+        for operator in np.flatnonzero(place[:-1] < 0).tolist():
+            came, went = graph.inputs(operator), graph.outputs(operator)
+            far = float(found[came].max()) if len(came) else 0.0
+            lost = backward[operator] and (not len(came) or bool((producer[came] < 0).any()))
+            name, said = graph.names[operator], texts[int(graph.operators["arguments"][operator])]
+            if lost or behaviour(name).free or draws(name, said):
+                far = math.inf
+            found[went] = np.where(producer[went] == operator, far, np.maximum(found[went], far))
+        return found
+
+    def first(self, before: int) -> tuple[int, str, float, float, float, bool] | None:
+        """The first pair, up to one, that gets other tensors: its number, why, and distances of inputs and outputs."""
+        ins, place, spread = self._ins, self._place, self._spread
+        made = [g.tensors["producer"][t] for g, t in zip(self._graphs, ins.tensors)]
+        at = [p[m] for p, m in zip(place, made)]
+        shares = _shares(ins)
+        same = (at[0] == at[1]) & ((at[0] >= 0) | (at[0] == -1))
+        explained = np.maximum(spread[0][ins.tensors[0]], spread[1][ins.tensors[1]])
+        backward = (self._graphs[0].operators["phase"] == columns.BACKWARD)[self._alignment.pairs[:, 0]][ins.owner]
+        lost = (at[0] == -1) ^ (at[1] == -1)  # one of them comes from nowhere
+        unit = np.maximum(np.maximum(ins.first, ins.second), self._least_unit)
+        allowed = _SEVERAL_TIMES * explained + _DIGITS * np.sqrt(unit)
+        odd = ~same & np.isfinite(explained) & ~(lost & backward) & (ins.owner <= before)
+        odd &= (shares > allowed) | (ins.strange & (explained < 1.0))
+        for edge in np.flatnonzero(odd).tolist():
+            if not self._scaled(edge):
+                pair = int(ins.owner[edge])
+                share = float(shares[edge])
+                return pair, self._told(edge), share, share, float(allowed[edge]), True
+        return None
+
+    def _scaled(self, edge: int) -> bool:
+        """Whether one run has multiplied by a large power of two, as scalers of gradients do."""
+        x, y = self._ins.of(self._one, self._two, edge)
+        size = float(np.dot(x[:PROJECTIONS], x[:PROJECTIONS]))
+        if not size or not np.isfinite(y[:NORM]).all() or not np.isfinite(size):
+            return False
+        factor = float(np.dot(x[:PROJECTIONS], y[:PROJECTIONS])) / size
+        rest = float(np.abs(y[:PROJECTIONS] - factor * x[:PROJECTIONS]).max())
+        if not factor or rest > 0.05 * float(np.abs(y[:PROJECTIONS]).max()):
+            return False
+        digits = math.log2(abs(factor))
+        return abs(digits) >= _LOSS_SCALE - 0.1 and abs(digits - round(digits)) < 0.1
+
+    def _told(self, edge: int) -> str:
+        titles = [g.tensor_title(int(t[edge])) for g, t in zip(self._graphs, self._ins.tensors)]
+        return f"they get other tensors: {titles[0]} in A, {titles[1]} in B"
+
+    def given(self) -> list[str]:
+        """Names of parameters, buffers and inputs whose first values differ by more than rounding to their dtypes."""
+        found: dict[str, bool] = {}
+        ins, graph = self._ins, self._graphs[0]
+        shares, producers = _shares(ins), [g.tensors["producer"] for g in self._graphs]
+        kinds = graph.tensors["kind"]
+        forward = (graph.operators["phase"] == columns.FORWARD)[self._alignment.pairs[:, 0]]
+        seen: set[int] = set()
+        for edge in np.flatnonzero(forward[ins.owner]).tolist():
+            mine, theirs = int(ins.tensors[0][edge]), int(ins.tensors[1][edge])
+            if mine in seen:
+                continue
+            seen.add(mine)
+            name = member_name(graph, mine) if kinds[mine] in (columns.PARAMETER, columns.BUFFER) else ""
+            if not name:
+                if producers[0][mine] >= 0 or producers[1][theirs] >= 0 or graph.tensors["base"][mine] >= 0:
+                    continue
+                pair = int(ins.owner[edge])
+                name = f"input {int(ins.place[edge])} of {graph.titles[int(self._alignment.pairs[pair, 0])]}"
+            if name not in found:
+                limit = _UNITS_GIVEN * max(float(ins.first[edge]), float(ins.second[edge]))
+                found[name] = bool(shares[edge] > limit or ins.strange[edge])
+        return [name for name, differs in found.items() if differs]
+
+
+def _shares(edges: Edges) -> Any:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found = np.where(edges.size > 0, edges.apart / edges.size, 0.0)
+    return np.where(np.isfinite(found) & ~edges.strange, found, np.inf)
+
+
+def _places(graph: Graph, operators: Any) -> Any:
+    """For each operator its pair, -2 where it has none; the last is for tensors that nobody made: -1."""
+    place = np.full(graph.count + 1, -2, np.int64)
+    place[operators] = np.arange(len(operators))
+    place[-1] = -1
+    return place
