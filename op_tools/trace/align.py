@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -219,9 +219,14 @@ class _Tree:
         self.class_of = {n: m["class"] for n, m in graph.modules.items()}
         self.settings = {n: m["settings"] for n, m in graph.modules.items()}
         by_path: dict[str, int] = {}
-        for number in graph.modules:  # of a wrapper and what it wraps, the inner one stays
-            by_path[graph.paths[number]] = number
-        self.same = {number: by_path[graph.paths[number]] for number in graph.modules}
+        own: dict[int, str] = {}
+        times: Counter[str] = Counter()
+        for number, module in graph.modules.items():  # of a wrapper and what it wraps, the inner one stays
+            times[module["name"]] += 1
+            again = times[module["name"]] - 1  # several that are made on the fly have one name
+            own[number] = graph.paths[number] + (f"#{again}" if again else "")
+            by_path[own[number]] = number
+        self.same = {number: by_path[own[number]] for number in graph.modules}
         for path, number in by_path.items():
             parent = path.rpartition(".")[0]
             self.children[by_path.get(parent, -1) if parent else -1].append(number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -84,8 +85,11 @@ class Diff:
         yield f"  {found.reason}"
         times = f", {found.outputs / found.allowed:,.3g} times that" if found.allowed else ""
         if found.of_inputs:
-            explained = f"what they are made of explains {found.allowed:.2g}"
-            yield f"  these are {found.inputs:.2g} of their norm apart; {explained}"
+            if math.isfinite(found.inputs):
+                explained = f"what they are made of explains {found.allowed:.2g}"
+                yield f"  these are {found.inputs:.2g} of their norm apart; {explained}"
+            else:
+                yield "  one of these has NaN or Inf where the other has not"
             return
         yield (
             f"  inputs are {found.inputs:.2g} of their norm apart; rounding may make {found.allowed:.2g} of that, "

@@ -23,19 +23,21 @@ from ..call.graphs import OP as COMPILED
 from . import format as columns
 from .align import Alignment
 from .behaviour import apart_in_arguments, behaviour, draws
-from .edges import INF, NAN, UNITS, Edges, Side, edges_of, terms
+from .edges import UNITS, Edges, Side, edges_of, terms
 from .families import family
 from .fold import Folded
 from .format import INPUT, OUTPUT
 from .graph import Graph, short_name
 from .origins import Origins
 from .prints import smallest_step
+from .reasons import shortened, strange
 from .regions import COMPOSITE, FEW, SINGLE, Steps, unseen_rounding
 
 _BRAIN_DIGITS: Final = 8  # binary, of a number in bfloat16
 _TF32: Final = 2.0**-11
 _ESTIMATE: Final = 2.0  # by how much eight projections may misjudge a distance
 _ONCE: Final = 1.5  # units between two numbers that are rounded once, over the norm: 0.8 if both round as chance has it
+_COMPUTED: Final = 1024.0  # by how much a number may be further off than what goes in beside it
 _SMALL: Final = 0.1  # relative differences up to here show a slope
 _UNBOUNDED: Final = 1e30
 _ONE_ELEMENT: Final = 1.25  # steps of the dtype between two right roundings of one number, and what float32 sums add
@@ -97,6 +99,7 @@ class _Measured:
         self.arguments = self._arguments_apart()
         self.contracts = self.known("contracts") | self.backward
         self.measured, self.total, self.product, self.least = _sizes(ins, self.outs, count)
+        self._other_arguments(ins)
         self.hidden = np.zeros(count)
         np.add.at(self.hidden, ins.owner, ins.hidden)
         self.unknown = self._unknown(ins)
@@ -134,6 +137,13 @@ class _Measured:
         one, two = self.first.trace.texts, self.second.trace.texts
         found = np.array([apart_in_arguments(one[a], two[b]) for a, b in which.tolist()] or [0.0])[back.reshape(-1)]
         return np.where(self.compiled, 0.0, found)  # of compiled code they name the function
+
+    def _other_arguments(self, ins: Edges) -> None:
+        """Numbers that are further apart than what the run computes them from are no results of it."""
+        unit = np.zeros(self.count)
+        np.maximum.at(unit, ins.owner, np.maximum(ins.first, ins.second))
+        data = _COMPUTED * np.maximum(unit, self.measured)
+        self.arguments = np.where((self.arguments > data) & (unit > 0), np.inf, self.arguments)
 
     def _unknown(self, ins: Edges) -> Any:
         """Pairs that got what cannot be compared, other indices or masks, or NaN that the other did not get."""
@@ -332,7 +342,7 @@ class _Measured:
         reason: dict[int, str] = {}
         for edge in np.flatnonzero(parted & outs.strange)[::-1].tolist():
             left, right = outs.of(self.one, self.two, edge)
-            reason[int(owner[edge])] = f"{_strange(left)} against {_strange(right)}"
+            reason[int(owner[edge])] = f"{strange(left)} against {strange(right)}"
         few = judged & ~parted & ~outs.strange & (outs.apart > 0) & ((self.relative == 0) & ~self.compiled)[owner]
         for edge in np.flatnonzero(few).tolist():
             told = self._few_elements(edge)
@@ -357,7 +367,7 @@ class _Measured:
         for pair in np.flatnonzero(found & np.isinf(self.arguments) & ~self.backward).tolist():
             texts = [g.trace.texts[int(g.operators["arguments"][n])] for g, n in zip(
                 (self.first, self.second), self.pairs[pair].tolist())]  # fmt: skip
-            reason[pair] = f"called with other arguments: {_shortened(texts[0])} in A, {_shortened(texts[1])} in B"
+            reason[pair] = "called with other arguments: {} in A, {} in B".format(*shortened(texts[0], texts[1]))
         origins = Origins(self.alignment, self.one, self.two, self.ins, self.outs)
         return Numbers(compared, sure, self.measured, relative, allowed, found, reason, origins)
 
@@ -455,16 +465,6 @@ def _in_tf32(graph: Graph) -> Any:
 
 def _kind(name: str) -> str:
     return short_name(name) if behaviour(name).steep else family(name)
-
-
-def _strange(row: Any) -> str:
-    words = [f"{int(row[k])} {name}" for k, name in ((NAN, "NaN"), (INF, "Inf")) if row[k]]
-    return " and ".join(words) or "all finite"
-
-
-def _shortened(arguments: str, most: int = 60) -> str:
-    words = arguments or "none"
-    return f"({words})" if len(words) <= most else f"({words[:most]} …)"
 
 
 def first_divergence(alignment: Alignment, numbers: Numbers) -> Divergence | None:

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from ..call.functions import SUM
 from . import format as columns
 from .align import Alignment
 from .behaviour import behaviour, draws
@@ -43,17 +44,19 @@ class Origins:
         """Distances from the counterparts; what only one run made is as far off as what it was made of."""
         graph, place = self._graphs[side], self._place[side]
         producer, texts = graph.tensors["producer"], graph.trace.texts
-        found = np.where(place[producer] >= 0, np.inf, 0.0)  # until an output is found to be comparable
-        shares = _shares(outs)
+        shares, furthest = _shares(outs), np.full(len(self._alignment.pairs) + 1, -np.inf)
+        np.maximum.at(furthest, outs.owner, shares)
+        furthest = np.where(furthest < 0, np.inf, furthest)  # none of its outputs is comparable
+        found = np.where(place[producer] >= 0, furthest[np.maximum(place[producer], -1)], 0.0)
         found[outs.tensors[side]] = shares
         given = self._ins.tensors[side]
         alone = producer[given] < 0
         found[given[alone]] = _shares(self._ins)[alone]
-        backward = graph.operators["phase"] == columns.BACKWARD
+        backward, begins = graph.operators["phase"] == columns.BACKWARD, _begins(graph)
         for operator in np.flatnonzero(place[:-1] < 0).tolist():
             came, went = graph.inputs(operator), graph.outputs(operator)
             far = float(found[came].max()) if len(came) else 0.0
-            lost = backward[operator] and (not len(came) or bool((producer[came] < 0).any()))
+            lost = backward[operator] and not begins[operator] and (not len(came) or bool((producer[came] < 0).any()))
             name, said = graph.names[operator], texts[int(graph.operators["arguments"][operator])]
             if lost or behaviour(name).free or draws(name, said):
                 far = math.inf
@@ -68,11 +71,17 @@ class Origins:
         shares = _shares(ins)
         same = (at[0] == at[1]) & ((at[0] >= 0) | (at[0] == -1))
         explained = np.maximum(spread[0][ins.tensors[0]], spread[1][ins.tensors[1]])
-        backward = (self._graphs[0].operators["phase"] == columns.BACKWARD)[self._alignment.pairs[:, 0]][ins.owner]
-        lost = (at[0] == -1) ^ (at[1] == -1)  # one of them comes from nowhere
+        mine, theirs = (self._alignment.pairs[:, n][ins.owner] for n in (0, 1))
+        phases = self._graphs[0].operators["phase"][mine]
+        begins = np.where(at[0] == -1, _begins(self._graphs[0])[mine], _begins(self._graphs[1])[theirs])
+        lost = (
+            ((at[0] == -1) ^ (at[1] == -1)) & (phases == columns.BACKWARD) & ~begins
+        )  # nobody saw who made one of them
         unit = np.maximum(np.maximum(ins.first, ins.second), self._least_unit)
         allowed = _SEVERAL_TIMES * explained + _DIGITS * np.sqrt(unit)
-        odd = ~same & np.isfinite(explained) & ~(lost & backward) & (ins.owner <= before)
+        odd = ~same & np.isfinite(explained) & ~lost & (ins.owner <= before) & ~self._of_sums()[mine]
+        named = [g.tensors["name"][t] > 0 for g, t in zip(self._graphs, ins.tensors)]
+        odd &= (phases != columns.OPTIMIZER) | (named[0] & named[1])  # there are many ways to write an optimizer
         odd &= (shares > allowed) | (ins.strange & (explained < 1.0))
         for edge in np.flatnonzero(odd).tolist():
             if not self._scaled(edge):
@@ -80,6 +89,12 @@ class Origins:
                 share = float(shares[edge])
                 return pair, self._told(edge), share, share, float(allowed[edge]), True
         return None
+
+    def _of_sums(self) -> Any:
+        """Whether autograd adds up gradients: in which order is its own affair."""
+        graph = self._graphs[0]
+        sums = np.array([text.startswith(SUM) for text in graph.trace.texts], bool)
+        return sums[graph.operators["name"]]
 
     def _scaled(self, edge: int) -> bool:
         """Whether one run has multiplied by a large power of two, as scalers of gradients do."""
@@ -127,6 +142,12 @@ def _shares(edges: Edges) -> Any:
     with np.errstate(divide="ignore", invalid="ignore"):
         found = np.where(edges.size > 0, edges.apart / edges.size, 0.0)
     return np.where(np.isfinite(found) & ~edges.strange, found, np.inf)
+
+
+def _begins(graph: Graph) -> Any:
+    """Whether a backward pass begins with an operator; nobody in the trace makes the gradient that it gets."""
+    backward = graph.operators["phase"] == columns.BACKWARD
+    return backward & ~np.append(False, backward[:-1])
 
 
 def _places(graph: Graph, operators: Any) -> Any:
