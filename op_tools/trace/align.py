@@ -22,6 +22,7 @@ from . import format as columns
 from .families import MOVES, family
 from .format import INPUT, OUTPUT, PROJECTIONS
 from .graph import Graph
+from .settle import settled
 
 _MAX_CELLS: Final = 250_000  # of a table of dynamic programming
 _BAND: Final = 64  # around the diagonal, in longer ones
@@ -153,7 +154,7 @@ def align(first: Graph, second: Graph) -> Alignment:
     taken_one, taken_two = {a for a, _ in pairs}, {b for _, b in pairs}
     late_pairs = _by_forward(first, second, dict(pairs))  # of forwards that were matched last
     pairs += [(a, b) for a, b in late_pairs if a not in taken_one and b not in taken_two]
-    pairs.sort()
+    pairs = settled(first, second, sorted(pairs))
     taken_one, taken_two = {a for a, _ in pairs}, {b for _, b in pairs}
     kept = [
         ([a for a in left if a not in taken_one], [b for b in right if b not in taken_two]) for left, right in replaced

@@ -65,6 +65,8 @@ class Origins:
 
     def first(self, before: int) -> tuple[int, str, float, float, float, bool] | None:
         """The first pair, up to one, that gets other tensors: its number, why, and distances of inputs and outputs."""
+        if any(graph.trace.world > 1 for graph in self._graphs):  # what ranks send each other is in between
+            return None
         ins, place, spread = self._ins, self._place, self._spread
         made = [g.tensors["producer"][t] for g, t in zip(self._graphs, ins.tensors)]
         at = [p[m] for p, m in zip(place, made)]

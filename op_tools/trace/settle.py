@@ -1,0 +1,58 @@
+"""Pairs of operators whose inputs come from other pairs: where others of the same name fit better, these are taken.
+
+Sequences of casts, views and copies look alike; what they work on tells them apart.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from .families import family
+from .graph import Graph
+
+
+def settled(first: Graph, second: Graph, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The pairs, with others in place of those whose producers do not correspond (`settled(a, b, pairs)`)."""
+    there = dict(pairs)
+    producers = [_producers(graph) for graph in (first, second)]
+    doubtful = [(a, b) for a, b in pairs if _apart(producers[0][a], producers[1][b], there)]
+    if not doubtful:
+        return pairs
+    steps = [{step: n for n, step in enumerate(np.unique(g.operators["step"]).tolist())} for g in (first, second)]
+    taken = set(there.values()) - {b for _, b in doubtful}
+    waiting: dict[Any, list[int]] = defaultdict(list)
+    for b in range(second.count):
+        if b not in taken and producers[1][b]:
+            waiting[_key(second, b, producers[1][b], steps[1])].append(b)
+    used: set[int] = set()
+    for a, _ in doubtful:
+        made = [there.get(p, -1) for p in producers[0][a]]
+        found = [] if -1 in made else [n for n in waiting.get(_key(first, a, made, steps[0]), []) if n not in used]
+        if found:
+            there[a] = found[0]
+            used.add(found[0])
+    for a, b in doubtful:  # those for which nothing better was found keep theirs if nobody else has it
+        if there[a] == b and b in used:
+            del there[a]
+    return sorted(there.items())
+
+
+def _producers(graph: Graph) -> list[list[int]]:
+    """For each operator, the operators that made what goes in; nothing where the trace does not say of all."""
+    starts, tensors = graph.side(0)
+    made = graph.tensors["producer"][tensors].tolist() if len(tensors) else []
+    found = [made[a:b] for a, b in zip(starts[:-1].tolist(), starts[1:].tolist())]
+    return [[] if not own or min(own) < 0 else own for own in found]
+
+
+def _apart(mine: list[int], theirs: list[int], there: dict[int, int]) -> bool:
+    return bool(mine) and len(mine) == len(theirs) and all(there.get(p, -1) != q for p, q in zip(mine, theirs))
+
+
+def _key(graph: Graph, operator: int, made: list[int], steps: dict[int, int]) -> Any:
+    """What two operators have in common that correspond: step, phase, family, and who made what they get."""
+    step, phase = (int(graph.operators[column][operator]) for column in ("step", "phase"))
+    return steps[step], phase, family(graph.names[operator]), tuple(made)
