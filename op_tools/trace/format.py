@@ -119,10 +119,14 @@ class TraceWriter:
         }
         self.counts = dict.fromkeys(TABLES, 0)
         self.take: Callable[[str], tuple[int, bytes]] | None = None  # rows that wait elsewhere, in columns
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self.bring: Callable[[], None] | None = None  # adds rows that would wait for more of them, and never waits
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO | None = path.open("wb")
+        except OSError as error:
+            raise TraceError(f"{path}: cannot be written ({error.strerror or error}); give another place") from None
         self._packing = ThreadPoolExecutor(1, "op_tools-trace")  # zlib hands over the GIL: the run goes on
         self._packed: deque[tuple[dict[str, Any], Future[bytes]]] = deque()  # blocks that are not in the file yet
-        self._file: BinaryIO | None = path.open("wb")
         self._file.write(NAMED + f"{VERSION}\n".encode())
         self._block({"facts": facts}, b"")
         self._write_packed(0)
@@ -292,16 +296,24 @@ def files_of(run: Path) -> list[Path]:
         raise TraceError(f"{run}: no such file or folder")
     if run.is_file():
         return [run]
-    found = sorted(run.glob(f"*{SUFFIX}")) or sorted(run.glob(f"*/*{SUFFIX}"))
+    return sorted(runs_in(run)[-1].glob(f"*{SUFFIX}"), key=lambda file: (rank_of(file), file.name))
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The runs in a folder, the newest one last: itself, or those right below it (`runs_in(Path("results"))`)."""
+    found = sorted(folder.glob(f"*{SUFFIX}")) or sorted(folder.glob(f"*/*{SUFFIX}"))
     if not found:
-        raise TraceError(f"{run}: no trace (*{SUFFIX}) in it")
-    newest = max(found, key=lambda file: os.lstat(file).st_mtime).parent
-    return sorted(newest.glob(f"*{SUFFIX}"), key=_rank_of)
+        raise TraceError(f"{folder}: no trace (*{SUFFIX}) in it")
+    newest: dict[Path, float] = {}
+    for file in found:
+        newest[file.parent] = max(newest.get(file.parent, 0.0), os.lstat(file).st_mtime)
+    return sorted(newest, key=lambda run: newest[run])
 
 
-def _rank_of(file: Path) -> tuple[int, str]:
-    digits = "".join(c for c in file.stem if c.isdigit())
-    return (int(digits) if digits else 0, file.name)
+def rank_of(file: Path) -> int:
+    """The rank that wrote a file, by its name (`rank_of(Path("rank3.optrace")) == 3`)."""
+    digits = "".join(c for c in file.stem if c.isdecimal() and c.isascii())
+    return int(digits[:18]) if digits else 0
 
 
 def read(path: Path, tables: Iterable[str] | None = None, partial: bool = False) -> Trace:
