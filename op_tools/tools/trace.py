@@ -225,6 +225,8 @@ class OpTrace(Tool):
         if self._recorder is not None:
             writer = self._recorder.writer
             with self._recorder.lock:
+                if writer.bring is not None:
+                    writer.bring()
                 writer.flush()
             writer.settle()
 

@@ -94,6 +94,15 @@ _NUMPY: Final = {"text": "i4"}
 _LEVELS: Final = {"prints": 0}  # of zlib: their bits are as good as random, and to pack them takes longer than all else
 
 
+_POINTERS: Final = {  # columns that hold numbers of rows, in tables of which the later ones point to the earlier ones
+    "operators": {"forward": "operators"},
+    "tensors": {"look": "looks", "producer": "operators"},
+    "edges": {"operator": "operators", "tensor": "tensors"},
+    "prints": {"tensor": "tensors"},
+    "memory": {"operator": "operators"},
+}
+
+
 class TraceError(SettingsError):
     """A trace that cannot be read, told in one line."""
 
@@ -388,10 +397,28 @@ def read(path: Path, tables: Iterable[str] | None = None, partial: bool = False)
                 and not 0 <= columns[column].min() <= columns[column].max() < len(texts)
             ):
                 raise TraceError(f"{path}: damaged (a text that is not there)")
+    if not complete:
+        _drop_loose(found)
     for name, least in (("rank", 0), ("world", 1)):
         if type(facts.get(name, least)) is not int or not least <= facts.get(name, least) < _MAX_WORLD:
             raise TraceError(f"{path}: damaged ({name} {str(facts[name])[:40]!r} makes no sense)")
     return Trace(found, texts, facts, path)
+
+
+def _drop_loose(tables: dict[str, dict[str, Any]]) -> None:
+    """Leave out rows that point to rows which a run that was killed did not come to write."""
+    counts = {name: len(next(iter(columns.values()))) for name, columns in tables.items()}
+    for name, points in _POINTERS.items():
+        for column, target in points.items():
+            if name not in tables or target not in tables:
+                continue
+            whole = tables[name][column] < counts[target]
+            if whole.all():
+                continue
+            if name in ("tensors", "operators"):  # others point to them by their numbers: what follows is left out
+                whole[int(whole.argmin()) :] = False
+            tables[name] = {each: values[whole] for each, values in tables[name].items()}
+            counts[name] = int(whole.sum())
 
 
 def _check_head(path: Path, line: bytes) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,8 @@ import op_tools
 from op_tools.cli import main
 from op_tools.settings import SettingsError
 from op_tools.trace import format as columns
-from op_tools.trace.format import SUFFIX, TraceWriter, files_of
+from op_tools.trace.format import SUFFIX, TraceWriter, files_of, read
+from op_tools.trace.graph import Graph
 
 
 def _run(folder: Path, rank: int = 0, ops: tuple[str, ...] = ("torch.add", "torch.mul", "torch.gelu")) -> Path:
@@ -148,3 +151,71 @@ def test_of_several_runs_the_newest_is_named(tmp_path: Path, capsys: pytest.Capt
 def test_lists_of_a_diff_have_lines(lines: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(_run(tmp_path))
     assert "1 or more" in _refused(["diff", run, run, "--lines", lines], capsys)
+
+
+def test_rows_whose_others_were_not_written_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rows are flushed table by table while the run goes on: a kill may leave edges whose tensors are missing."""
+    for run in ("a", "b"):
+        writer = TraceWriter(tmp_path / run / f"rank0{SUFFIX}", {"rank": 0, "world": 1})
+        text = writer.text
+        look = writer.add("looks", (text("[4]"), text("float32"), text("[1]"), text("cpu"), 1, 0, 0, 16))
+        for number, name in enumerate(("torch.add", "torch.mul")):
+            writer.add("operators", (0, columns.FORWARD, text(name), -1, 0, 0, 0, 0, 0, 0, -1, 0.0, 0))
+            writer.add("tensors", (0, 0, look, number, 0, -1, -1))
+            writer.add("edges", (number, columns.OUTPUT, 0, number))
+        writer.add("tensors", (0, 0, look, 7, 0, -1, -1))  # of an operator that is not there
+        writer.add("tensors", (0, 0, look, 1, 0, -1, -1))
+        for number in range(6):
+            writer.add("edges", (number % 3, columns.INPUT, 0, number))
+            writer.add("prints", (number, *[float(number)] * 9, 3.0, -1.0, 1.0, 0, 0, 0))
+            writer.add("memory", (number, number, 16, 0, -1))
+        writer.flush()
+        writer.settle()
+    for form in (["-v", "3"], ["--json"], ["--perfetto"], ["--model-explorer"]):
+        assert main(["trace", "show", str(tmp_path / "a"), "--partial", *form]) == 0
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--partial"]) == 0
+    graph = Graph(read(files_of(tmp_path / "a")[0], partial=True))
+    assert [graph.trace.count(name) for name in ("operators", "tensors", "edges", "prints", "memory")] == [
+        2,
+        2,
+        4,
+        2,
+        2,
+    ]
+
+
+_TRAINS = """
+import sys, time
+import torch, ditorch, op_tools
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.Linear(32, 8)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+x = torch.randn(24, 16).cuda()
+with op_tools.OpTrace(to=sys.argv[1]):
+    for step in range(10_000):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(step, flush=True)
+        time.sleep(0.3)
+"""
+
+
+def test_a_run_that_is_killed_leaves_its_fingerprints(tmp_path: Path) -> None:
+    """Few tensors a step: so few that no buffer is ever full."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OP_TOOLS_CONSOLE": "off"}
+    environment["OP_TOOLS_RESULTS_DIR"] = str(tmp_path / "results")
+    with subprocess.Popen(
+        [sys.executable, "-c", _TRAINS, str(tmp_path / "run")], env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        steps = [int(process.stdout.readline()) for _ in range(9)]
+        time.sleep(0.1)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    graph = Graph(read(files_of(tmp_path / "run")[0], partial=True))
+    first = [n for n, step in enumerate(graph.operators["step"].tolist()) if step <= steps[-1] // 2]
+    _, where = graph.prints()
+    tensors = [t for n in first for t in (*graph.inputs(n).tolist(), *graph.outputs(n).tolist())]
+    assert len(tensors) > 50
+    printed = sum(where[t] >= 0 for t in tensors)
+    assert printed > 0.9 * len(tensors), f"{printed} of {len(tensors)}"
