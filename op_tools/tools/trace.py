@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -17,6 +18,7 @@ from ..call.functions import SUM
 from ..call.parameters import updated
 from ..call.traits import OpTraits
 from ..compat import running_pass
+from ..settings import SettingsError
 from ..trace import format as columns
 from ..trace.compiled import COMPILED
 from ..trace.compiled_runs import CompiledRuns
@@ -64,6 +66,10 @@ class OpTrace(Tool):
     ) -> None:
         """`what` and `more` choose calls, as for every tool: `ops`, `disable`, `steps`, `ranks`, `max_calls`."""
         super().__init__(*what, **more)
+        if not isinstance(stacks, int) or stacks < 1:
+            raise SettingsError(
+                f"{self.name}(stacks={stacks!r}): lines of the stack to keep (--stacks N) are 1 or more"
+            )
         self._to = None if to is None else Path(to)
         self._stacks, self._prints, self._frames = stacks, prints in (True, "on"), frames
         self.path: Path | None = None
@@ -74,9 +80,9 @@ class OpTrace(Tool):
     def prepare(self) -> None:
         self._recorder, self._book = None, None
         self.path = None
-        COMPILED.listen(self._recording)
         if self._to is not None:
-            self._to.mkdir(parents=True, exist_ok=True)
+            _make_folder(self._to)
+        COMPILED.listen(self._recording)
 
     def _started(self) -> Recorder:
         """The recorder; the file is opened at the first call, when the rank is known."""
@@ -221,6 +227,8 @@ class OpTrace(Tool):
         if self._recorder is not None:
             writer = self._recorder.writer
             with self._recorder.lock:
+                if writer.bring is not None:
+                    writer.bring()
                 writer.flush()
             writer.settle()
 
@@ -250,6 +258,19 @@ class _Made(NamedTuple):
     op: str
     location: str
     inside: None = None
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return
+    except (OSError, RecursionError, ValueError) as error:  # too many folders; a character that no name may have
+        reason = "it is a file" if os.path.isfile(folder) else getattr(error, "strerror", None) or error
+    raise SettingsError(
+        f"the folder of the trace, {str(folder)[-200:]!r}, cannot be written ({reason}); "
+        "give a folder you may write to (--to DIR, OpTrace(to=...))"
+    )
 
 
 def _in_place(name: str) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..settings import SettingsError
-from .format import SUFFIX, files_of, read
+from .format import SUFFIX, files_of, rank_of, read, runs_in
 
 _DESCRIPTION: Final = """\
 Record the graph of a run, show it, read it from a log, put ranks together.
@@ -81,32 +81,51 @@ def _show(given: list[str]) -> int:
     from . import show
     from .graph import Graph
 
-    for file in _chosen(files_of(options.run), options.ranks):
+    _tell_newest(options.run)
+    files = _chosen(options.run, options.ranks)
+    nothing: list[str] = []
+    for file in files:
         graph = Graph(read(file, partial=options.partial))
+        level = None if options.json or options.perfetto or options.model_explorer else options.level
+        if missing := show.missing(graph, level, options.only, options.step):
+            nothing.append(f"{file}: {missing}")
+            continue
         lines: Iterator[str]
         if options.json:
-            lines = show.as_json(graph)
+            lines = show.as_json(graph, options.only, options.step)
         elif options.perfetto:
-            lines = show.as_perfetto(graph)
+            lines = show.as_perfetto(graph, options.only, options.step)
         elif options.model_explorer:
-            lines = show.as_model_explorer(graph)
+            lines = show.as_model_explorer(graph, options.only, options.step)
         else:
             lines = show.lines(graph, options.level, options.only, options.step)
         for line in lines:
             print(line)
+    if len(nothing) == len(files):  # another rank may have other modules
+        raise SettingsError(nothing[0])
     return 0
 
 
-def _chosen(files: list[Path], ranks: str | None) -> list[Path]:
+def _tell_newest(run: Path) -> None:
+    """Say which run is taken of a folder that has several (`_tell_newest(Path("op_trace_results"))`)."""
+    if run.is_dir() and len(runs := runs_in(run)) > 1:
+        print(f"{run} has {len(runs)} runs; this is the newest, {runs[-1].name}", file=sys.stderr)
+
+
+def _chosen(run: Path, ranks: str | None) -> list[Path]:
+    files = files_of(run)
     if ranks is None:
         return files[:1]
     if ranks == "all":
         return files
-    wanted = {int(word) for word in ranks.split(",")}
-    found = [file for file in files if int("".join(c for c in file.stem if c.isdigit()) or 0) in wanted]
-    if not found:
-        raise SettingsError(f"--ranks {ranks}: no such rank; there are {len(files)} traces")
-    return found
+    words = [word.strip() for word in ranks.split(",")]
+    if not all(re.fullmatch("[0-9]{1,9}", word) for word in words):
+        raise SettingsError(f"--ranks {ranks}: give numbers of ranks with commas, such as 0,2, or all")
+    wanted, there = {int(word) for word in words}, {rank_of(file) for file in files}
+    if not wanted <= there:
+        lacking, known = (", ".join(str(rank) for rank in sorted(some)) for some in (wanted - there, there))
+        raise SettingsError(f"--ranks {ranks}: {run} has no rank {lacking}; it has {known}")
+    return [file for file in files if rank_of(file) in wanted]
 
 
 def _import(given: list[str]) -> int:
@@ -129,6 +148,7 @@ def _merge(given: list[str]) -> int:
     options = parser.parse_args(given)
     from .merge import merged, write_merged
 
+    _tell_newest(options.run)
     files = files_of(options.run)
     path = write_merged(merged([read(file) for file in files]), options.to)
     print(f"{path}: {len(files)} ranks")
@@ -146,6 +166,10 @@ def _diff(given: list[str], page: Callable[[Any, Path, bool], Path] | None) -> i
     parser.add_argument("--partial", action="store_true", help="also of runs that were stopped")
     parser.epilog = "exit code: 0 no divergence, 1 the runs part, 2 a mistake in the command or in a file"
     options = parser.parse_args(given)
+    if options.lines < 1:
+        raise SettingsError(f"--lines {options.lines}: give how many lines of each list are shown, 1 or more")
+    for run in dict.fromkeys((options.first, options.second)):
+        _tell_newest(run)
     from .diff import compare
 
     found = compare(options.first, options.second, options.partial)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..call.description import Tensor
-from ..call.devices import quiet
+from ..call.devices import quiet, stream_captures
 from ..compat import cuda_stream, in_fake_mode, in_func_transform
 from ..native import book as native
 from ..native.kernels import Kernels, launch_in_cuda, launcher
@@ -49,8 +49,31 @@ class BookPrints:
         self._device = torch.device("cuda", kernel.kernels.index)
         self._rows = torch.empty((_ROWS, _ROW_BYTES // 8), dtype=torch.float64, device=self._device)
         self._landing: deque[tuple[list[int], Tensor, Any]] = deque()
+        self._streams: set[int] = set()  # all that were ever used
+        self._sent: Any = None  # the event of the last copy: from there on, the buffer may be written to again
+        self._captures = stream_captures("cuda") or (lambda: False)
         where = (str(self._device), self._rows.data_ptr(), _ROWS)
-        book.print_on(kernel.launcher, kernel.chunks, *where, self._send, cuda_stream)
+        book.print_on(kernel.launcher, kernel.chunks, *where, self._send, self._new_stream)
+
+    def _new_stream(self, index: int) -> int:
+        """The current stream, which prints for the first time: not before what was sent last has been read."""
+        stream = cuda_stream(index)
+        self._streams.add(stream)
+        if self._sent is not None and not self._captures():
+            torch.cuda.current_stream(index).wait_event(self._sent)
+        return stream
+
+    def send_early(self) -> None:
+        """Write what has arrived and start the next copy, so that a run that is killed leaves them; nobody waits.
+
+        Where several streams print, whoever sends has to wait for the others: that is left to a full buffer.
+        """
+        with quiet(), torch.cuda.device(self._device):
+            if self._streams != {self._kernels.stream()} or self._captures():
+                return
+            self._write_landed(wait=False)
+            if not self._landing:
+                self._send()
 
     def _send(self) -> None:
         """Put the rows of each tensor together, and start their copy: the buffer is full, or the trace ends."""
@@ -75,6 +98,7 @@ class BookPrints:
             host.copy_(found, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
+            self._sent = event
         self._landing.append((numbers, host, event))
 
     def _write_landed(self, wait: bool) -> None:

@@ -94,6 +94,15 @@ _NUMPY: Final = {"text": "i4"}
 _LEVELS: Final = {"prints": 0}  # of zlib: their bits are as good as random, and to pack them takes longer than all else
 
 
+_POINTERS: Final = {  # columns that hold numbers of rows, in tables of which the later ones point to the earlier ones
+    "operators": {"forward": "operators"},
+    "tensors": {"look": "looks", "producer": "operators"},
+    "edges": {"operator": "operators", "tensor": "tensors"},
+    "prints": {"tensor": "tensors"},
+    "memory": {"operator": "operators"},
+}
+
+
 class TraceError(SettingsError):
     """A trace that cannot be read, told in one line."""
 
@@ -119,10 +128,14 @@ class TraceWriter:
         }
         self.counts = dict.fromkeys(TABLES, 0)
         self.take: Callable[[str], tuple[int, bytes]] | None = None  # rows that wait elsewhere, in columns
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self.bring: Callable[[], None] | None = None  # adds rows that would wait for more of them, and never waits
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO | None = path.open("wb")
+        except OSError as error:
+            raise TraceError(f"{path}: cannot be written ({error.strerror or error}); give another place") from None
         self._packing = ThreadPoolExecutor(1, "op_tools-trace")  # zlib hands over the GIL: the run goes on
         self._packed: deque[tuple[dict[str, Any], Future[bytes]]] = deque()  # blocks that are not in the file yet
-        self._file: BinaryIO | None = path.open("wb")
         self._file.write(NAMED + f"{VERSION}\n".encode())
         self._block({"facts": facts}, b"")
         self._write_packed(0)
@@ -292,16 +305,24 @@ def files_of(run: Path) -> list[Path]:
         raise TraceError(f"{run}: no such file or folder")
     if run.is_file():
         return [run]
-    found = sorted(run.glob(f"*{SUFFIX}")) or sorted(run.glob(f"*/*{SUFFIX}"))
+    return sorted(runs_in(run)[-1].glob(f"*{SUFFIX}"), key=lambda file: (rank_of(file), file.name))
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The runs in a folder, the newest one last: itself, or those right below it (`runs_in(Path("results"))`)."""
+    found = sorted(folder.glob(f"*{SUFFIX}")) or sorted(folder.glob(f"*/*{SUFFIX}"))
     if not found:
-        raise TraceError(f"{run}: no trace (*{SUFFIX}) in it")
-    newest = max(found, key=lambda file: os.lstat(file).st_mtime).parent
-    return sorted(newest.glob(f"*{SUFFIX}"), key=_rank_of)
+        raise TraceError(f"{folder}: no trace (*{SUFFIX}) in it")
+    newest: dict[Path, float] = {}
+    for file in found:
+        newest[file.parent] = max(newest.get(file.parent, 0.0), os.lstat(file).st_mtime)
+    return sorted(newest, key=lambda run: newest[run])
 
 
-def _rank_of(file: Path) -> tuple[int, str]:
-    digits = "".join(c for c in file.stem if c.isdigit())
-    return (int(digits) if digits else 0, file.name)
+def rank_of(file: Path) -> int:
+    """The rank that wrote a file, by its name (`rank_of(Path("rank3.optrace")) == 3`)."""
+    digits = "".join(c for c in file.stem if c.isdecimal() and c.isascii())
+    return int(digits[:18]) if digits else 0
 
 
 def read(path: Path, tables: Iterable[str] | None = None, partial: bool = False) -> Trace:
@@ -376,10 +397,28 @@ def read(path: Path, tables: Iterable[str] | None = None, partial: bool = False)
                 and not 0 <= columns[column].min() <= columns[column].max() < len(texts)
             ):
                 raise TraceError(f"{path}: damaged (a text that is not there)")
+    if not complete:
+        _drop_loose(found)
     for name, least in (("rank", 0), ("world", 1)):
         if type(facts.get(name, least)) is not int or not least <= facts.get(name, least) < _MAX_WORLD:
             raise TraceError(f"{path}: damaged ({name} {str(facts[name])[:40]!r} makes no sense)")
     return Trace(found, texts, facts, path)
+
+
+def _drop_loose(tables: dict[str, dict[str, Any]]) -> None:
+    """Leave out rows that point to rows which a run that was killed did not come to write."""
+    counts = {name: len(next(iter(columns.values()))) for name, columns in tables.items()}
+    for name, points in _POINTERS.items():
+        for column, target in points.items():
+            if name not in tables or target not in tables:
+                continue
+            whole = tables[name][column] < counts[target]
+            if whole.all():
+                continue
+            if name in ("tensors", "operators"):  # others point to them by their numbers: what follows is left out
+                whole[int(whole.argmin()) :] = False
+            tables[name] = {each: values[whole] for each, values in tables[name].items()}
+            counts[name] = int(whole.sum())
 
 
 def _check_head(path: Path, line: bytes) -> None:

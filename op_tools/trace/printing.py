@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, Final
 
 import torch
@@ -16,6 +17,7 @@ from .prints import Batch, fingerprint, first_place, stretch_print
 
 PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", Tensor)})
 """Types of tensors that wrap no others."""
+_EARLY_SECONDS: Final = 0.5  # after which prints are fetched that would wait for more of them
 
 
 class Printing:
@@ -28,6 +30,10 @@ class Printing:
         self._writer, self._world = writer, world
         self._on_cuda = accelerator_type() == "cuda"
         self._batch = Batch()
+        self._host = Batch()  # of prints that were computed in the memory of the host: nothing to wait for
+        self._fetched = time.monotonic()  # when prints were last fetched early
+        self._wanted = False  # whether the next launch is to start copies from GPUs
+        writer.bring = self.bring
         self.fresh: list[Wanted] = []  # on GPUs, of the present call, not printed yet
         self._on_gpus: dict[torch.device, DevicePrints | None] = {}
         self._book: Any = None  # in machine code: it prints what lies on one GPU, from the first call on if it can
@@ -64,8 +70,9 @@ class Printing:
         return [(0, 0), (1, rank * tensor.numel())] if world > 1 and tensor.dim() else [(0, 0)]
 
     def _add(self, number: int, part: int, found: Tensor) -> None:
-        if self._batch.add(number, part, found):
-            self.land()
+        batch = self._host if found.is_cpu else self._batch
+        if batch.add(number, part, found):
+            self._land(batch)
 
     def take_all(self, fresh: list[tuple[int, Tensor]]) -> None:
         """Print the new tensors of a call (`printing.take_all([(3, x)])`)."""
@@ -73,6 +80,27 @@ class Printing:
             self.take(number, tensor, None)
         if self.fresh:
             self.launch()
+        if self._wanted:
+            self._send_early()
+
+    def bring(self) -> None:
+        """Write prints of the last half second, so that a run that is killed leaves them; no device is waited for.
+
+        A thread of op_tools calls this, with the recorder's lock. Copies from GPUs are for the thread that launches.
+        """
+        now = time.monotonic()
+        if now - self._fetched >= _EARLY_SECONDS:
+            self._fetched = now
+            self._wanted = self._on_cuda
+            self._land(self._host)
+
+    def _send_early(self) -> None:
+        self._wanted = False
+        if self._of_book is not None:
+            self._of_book.send_early()
+        for prints in self._on_gpus.values():
+            if prints is not None:
+                prints.send_early()
 
     def _gpu(self, device: torch.device) -> DevicePrints | None:
         if device not in self._on_gpus:
@@ -97,15 +125,17 @@ class Printing:
                 self._add(number, part, stretch_print(tensor, first))
 
     def _write_numbered(self, numbers: list[int], rows: Any) -> None:
+        self._writer.flush()  # their tensors come first
         self._writer.add_columns("prints", [numbers, *rows.T, [0] * len(numbers)])
 
     def _write_prints(self, keys: list[tuple[int, int]], rows: Any) -> None:
         numbers, parts = zip(*keys)
+        self._writer.flush()
         self._writer.add_columns("prints", [numbers, *rows.T, parts])
 
-    def land(self) -> None:
-        """Fetch the prints that wait on devices."""
-        for row in self._batch.land():
+    def _land(self, batch: Batch) -> None:
+        """Fetch prints that wait on devices, or on the host."""
+        for row in batch.land():
             self._writer.add("prints", row)
 
     def land_all(self) -> None:
@@ -116,7 +146,8 @@ class Printing:
         for prints in self._on_gpus.values():
             if prints is not None:
                 prints.land()
-        self.land()
+        self._land(self._host)
+        self._land(self._batch)
 
 
 def _divided(fresh: list[Wanted], device: torch.device) -> tuple[list[Wanted], list[Wanted]]:

@@ -30,6 +30,32 @@ def lines(graph: Graph, level: int = TENSORS, only: str = "", step: int | None =
     yield from memory_lines(graph)
 
 
+def missing(graph: Graph, level: int | None, only: str = "", step: int | None = None) -> str:
+    """Why there is nothing to show, in one line; empty where there is (`missing(graph, 2, "gelu")`).
+
+    `level` is the one of the tree, None for forms that are lists of operators.
+    """
+    steps = graph.operators["step"]
+    if step is not None and not (steps == step).any():
+        there = f"steps {int(steps.min())} to {int(steps.max())}" if graph.count else "no operators"
+        return f"nothing in step {step}; the trace has {there}"
+    if not only or (level is not None and any(only in module["name"] for module in graph.modules.values())):
+        return ""
+    found = len(chosen(graph, only, step))
+    if not found:
+        return f"no module and no operator{'' if step is None else f' of step {step}'} has {only!r} in its name"
+    if level is None or level >= OPERATORS:
+        return ""
+    told = "an operator has: -v 2 shows it" if found == 1 else f"{found:,} operators have: -v 2 shows them"
+    return f"no module has {only!r} in its name; {told}"
+
+
+def chosen(graph: Graph, only: str = "", step: int | None = None) -> list[int]:
+    """The operators of a step with a text in their names (`chosen(graph, "gelu", 0)`)."""
+    found = range(graph.count) if step is None else (graph.operators["step"] == step).nonzero()[0].tolist()
+    return [operator for operator in found if only in graph.titles[operator]]
+
+
 def memory_lines(graph: Graph) -> Iterator[str]:
     """What memory the run needs, in the words of the log."""
     plan = graph.trace["plan"]
@@ -181,8 +207,11 @@ def _ports(graph: Graph, step: int | None) -> dict[int, tuple[list[int], list[in
     return {module: (list(taken), list(made)) for module, (taken, made) in found.items()}
 
 
-def as_json(graph: Graph) -> Iterator[str]:
-    """The trace as lines of JSON: facts, modules, operators with their tensors."""
+def as_json(graph: Graph, only: str = "", step: int | None = None) -> Iterator[str]:
+    """The trace as lines of JSON: facts, modules, operators with their tensors.
+
+    `only` and `step` choose operators, as in `chosen`; modules are named all.
+    """
     yield json.dumps({"facts": graph.trace.facts})
     for number, module in graph.modules.items():
         yield json.dumps({"module": number, **module})
@@ -194,7 +223,7 @@ def as_json(graph: Graph) -> Iterator[str]:
         printed = {} if row < 0 else {"print": [float(x) for x in rows[row]]}
         return {"tensor": number, "name": graph.tensor_title(number), **graph.look(number), **printed}
 
-    for operator in range(graph.count):
+    for operator in chosen(graph, only, step):
         words = {
             k: texts[int(found[k][operator])] for k in ("name", "location", "stack", "arguments", "region", "group")
         }
@@ -211,8 +240,9 @@ def as_json(graph: Graph) -> Iterator[str]:
         )
 
 
-def as_perfetto(graph: Graph) -> Iterator[str]:
-    """The trace for ui.perfetto.dev: operators by phase and time, and live bytes."""
+def as_perfetto(graph: Graph, only: str = "", step: int | None = None) -> Iterator[str]:
+    """The trace for ui.perfetto.dev: operators by phase and time, and live bytes; `only`, `step` as in `chosen`."""
+    shown = frozenset(chosen(graph, only, step))
     times = graph.operators["time"].tolist()
     phases = graph.operators["phase"].tolist()
     pid = graph.trace.rank
@@ -223,6 +253,11 @@ def as_perfetto(graph: Graph) -> Iterator[str]:
     previous, separator = 0.0, ""
     for operator, end in enumerate(times):
         micro = (end - previous) * 1e6
+        if operator not in shown:
+            previous = end
+            while event is not None and event[0] <= operator:
+                live, event = live + event[1], next(events, None)
+            continue
         yield separator + json.dumps(
             {
                 "name": graph.names[operator],
@@ -246,18 +281,20 @@ def as_perfetto(graph: Graph) -> Iterator[str]:
     yield "]}"
 
 
-def as_model_explorer(graph: Graph) -> Iterator[str]:
-    """The trace for model-explorer: nodes in namespaces, with the edges that come into them."""
+def as_model_explorer(graph: Graph, only: str = "", step: int | None = None) -> Iterator[str]:
+    """The trace for model-explorer: nodes in namespaces, and edges between them; `only`, `step` as in `chosen`."""
+    shown = dict.fromkeys(chosen(graph, only, step))
+    separator = ""
     modules = {n: m["name"].replace(".", "/") for n, m in graph.modules.items()}
     producers = graph.tensors["producer"].tolist()
     outputs = graph.tensors["output"].tolist()
     yield '{"graphs": [{"id": ' + json.dumps(str(graph.trace.facts.get("graph", "trace"))) + ', "nodes": ['
-    for operator in range(graph.count):
+    for operator in shown:
         taken = graph.inputs(operator).tolist()
         edges = [
             {"sourceNodeId": str(producers[t]), "sourceNodeOutputId": str(outputs[t]), "targetNodeInputId": str(i)}
             for i, t in enumerate(taken)
-            if producers[t] >= 0
+            if producers[t] in shown
         ]
         attrs = [
             {"key": "phase", "value": PHASES[int(graph.operators["phase"][operator])]},
@@ -269,7 +306,7 @@ def as_model_explorer(graph: Graph) -> Iterator[str]:
             for look in [graph.look(t)]
         ]
         module = modules.get(int(graph.operators["module"][operator]), "")
-        yield ("," if operator else "") + json.dumps(
+        yield separator + json.dumps(
             {
                 "id": str(operator),
                 "label": graph.names[operator].rpartition(".")[2],
@@ -279,4 +316,5 @@ def as_model_explorer(graph: Graph) -> Iterator[str]:
                 "outputsMetadata": made,
             }
         )
+        separator = ","
     yield "]}]}"

@@ -287,7 +287,7 @@ from op_tools.trace.format import TraceWriter
 trace = TraceWriter(Path({str(path)!r}), {{"rank": 0}})
 for block in range(20):
     for row in range(100):
-        trace.add("edges", (row, 0, 0, block))
+        trace.add("plan", (row, 0, block, 0))
     trace.flush()
 trace.settle()
 os._exit(9)
@@ -296,7 +296,7 @@ os._exit(9)
     with pytest.raises(TraceError, match="its end is missing"):
         read(path)
     found = read(path, partial=True)
-    assert found["edges"]["tensor"].tolist() == [block for block in range(20) for _ in range(100)]
+    assert found["plan"]["bytes"].tolist() == [block for block in range(20) for _ in range(100)]
 
 
 def test_a_trace_that_ends_with_the_interpreter_is_complete(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import subprocess
 import threading
 import time
+import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -319,3 +322,54 @@ def test_nobody_waits_for_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         ended.set()
     library.wait()
     compiling._libraries.remove(library)
+
+
+def test_prints_of_a_gpu_are_fetched_early_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, capturing, waited = [5], [False], []
+    monkeypatch.setattr(device_prints, "cuda_stream", lambda index: now[0])
+    monkeypatch.setattr(device_prints, "stream_captures", lambda kind: lambda: capturing[0])
+    monkeypatch.setattr(device_prints.torch.cuda, "device", lambda device: contextlib.nullcontext())
+    stream = types.SimpleNamespace(wait_event=lambda event: waited.append((now[0], event)))
+    monkeypatch.setattr(device_prints.torch.cuda, "current_stream", lambda index: stream)
+    monkeypatch.setattr(device_prints.torch.cuda, "synchronize", lambda index: pytest.fail("it waited"))
+    empty = torch.empty
+    monkeypatch.setattr(device_prints.torch, "empty", lambda *size, **more: empty(0))
+    book = types.SimpleNamespace(print_on=lambda *given: given[-2:], take_printed=lambda: taken)
+    book.print_on = lambda *given: setattr(book, "stream", given[-1])
+    kernels = types.SimpleNamespace(index=0, stream=lambda: now[0])
+    written: list[list[int]] = []
+    kernel = device_prints._Kernel(kernels, 0, 0, 0)  # type: ignore[arg-type]
+    prints = device_prints.BookPrints(kernel, book, lambda numbers, rows: written.append(numbers))
+
+    class Event:
+        arrived = False
+
+        def query(self) -> bool:
+            return self.arrived
+
+    def send(numbers: list[int], places: Any, streams: set[int]) -> None:
+        assert streams == {5}
+        prints._sent = Event()
+        prints._landing.append((numbers, torch.zeros(len(numbers), 14, dtype=torch.float64), prints._sent))
+
+    monkeypatch.setattr(prints, "_send_rows", send)
+    taken = [np.array(part, np.int64).tobytes() for part in ([3, 4], [0, 1, 2], [0, 0], [5])]
+    assert book.stream(0) == 5
+    capturing[0] = True
+    prints.send_early()
+    assert not prints._landing  # a graph of calls is being captured
+    capturing[0] = False
+    prints.send_early()
+    prints.send_early()
+    assert len(prints._landing) == 1  # the copy is under way
+    assert not written
+    prints._sent.arrived = True
+    prints.send_early()
+    assert written == [[3, 4]]
+    assert len(prints._landing) == 1
+    now[0] = 6
+    assert book.stream(0) == 6
+    assert waited == [(6, prints._sent)]  # on the device, until the rows have been read
+    prints._sent.arrived = True
+    prints.send_early()
+    assert len(written) == 1  # with several streams, a full buffer sends
