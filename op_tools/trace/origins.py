@@ -33,7 +33,7 @@ class Origins:
     """For each tensor of either run how far it is from its counterpart, as far as corresponding operators say."""
 
     def __init__(self, alignment: Alignment, one: Side, two: Side, ins: Edges, outs: Edges) -> None:
-        self._alignment, self._one, self._two, self._ins = alignment, one, two, ins
+        self._alignment, self._one, self._two, self._ins, self._outs = alignment, one, two, ins, outs
         self._graphs = (alignment.first, alignment.second)
         self._place = [_places(graph, alignment.pairs[:, n]) for n, graph in enumerate(self._graphs)]
         self._spread = [self._spread_of(side, outs) for side in (0, 1)]
@@ -49,9 +49,9 @@ class Origins:
         furthest = np.where(furthest < 0, np.inf, furthest)  # none of its outputs is comparable
         found = np.where(place[producer] >= 0, furthest[np.maximum(place[producer], -1)], 0.0)
         found[outs.tensors[side]] = shares
-        given = self._ins.tensors[side]
-        alone = producer[given] < 0
-        found[given[alone]] = _shares(self._ins)[alone]
+        made = [g.tensors["producer"][t] for g, t in zip(self._graphs, self._ins.tensors)]
+        alone = (made[0] < 0) & (made[1] < 0)
+        found[self._ins.tensors[side][alone]] = _shares(self._ins)[alone]
         backward, begins = graph.operators["phase"] == columns.BACKWARD, _begins(graph)
         for operator in np.flatnonzero(place[:-1] < 0).tolist():
             came, went = graph.inputs(operator), graph.outputs(operator)
@@ -85,12 +85,43 @@ class Origins:
         named = [g.tensors["name"][t] > 0 for g, t in zip(self._graphs, ins.tensors)]
         odd &= (phases != columns.OPTIMIZER) | (named[0] & named[1])  # there are many ways to write an optimizer
         odd &= (shares > allowed) | (ins.strange & (explained < 1.0))
+        found = None
         for edge in np.flatnonzero(odd).tolist():
             if not self._scaled(edge):
-                pair = int(ins.owner[edge])
+                pair, share = int(ins.owner[edge]), float(shares[edge])
+                found = pair, self._told(edge), share, share, float(allowed[edge]), True
+                break
+        return self._of_other_shapes(before if found is None else found[0] - 1) or found
+
+    def _of_other_shapes(self, before: int) -> tuple[int, str, float, float, float, bool] | None:
+        """The first pair, up to one, whose inputs are others already by their shapes, and whose results differ."""
+        outs, shares = self._outs, _shares(self._outs)
+        unit = np.maximum(np.maximum(outs.first, outs.second), self._least_unit)
+        chosen = self._ins.others[outs.owner] & (outs.owner <= before) & (shares > _DIGITS * np.sqrt(unit))
+        for edge in np.flatnonzero(chosen).tolist():
+            pair = int(outs.owner[edge])
+            mine = self._alignment.pairs[pair].tolist()
+            inputs = [g.inputs(n) for g, n in zip(self._graphs, mine)]
+            shapes = [[side.shape_of(t) for t in given] for side, given in zip((self._one, self._two), inputs)]
+            backward = int(self._graphs[0].operators["phase"][mine[0]]) != columns.FORWARD
+            if backward or len(inputs[0]) != len(inputs[1]) or shapes[0] == shapes[1] or self._is_random(mine[0]):
+                continue
+            explained = max((float(spread[t].max()) for spread, t in zip(self._spread, inputs) if len(t)), default=0.0)
+            allowed = _SEVERAL_TIMES * explained + _DIGITS * math.sqrt(float(unit[edge]))
+            if float(shares[edge]) > allowed:
+                place = next(n for n, (x, y) in enumerate(zip(*shapes)) if x != y)
+                titles = [g.tensor_title(int(t[place])) for g, t in zip(self._graphs, inputs)]
+                told = (
+                    f"they get other tensors: {titles[0]} {shapes[0][place]} in A, {titles[1]} {shapes[1][place]} in B"
+                )
                 share = float(shares[edge])
-                return pair, self._told(edge), share, share, float(allowed[edge]), True
+                return pair, f"{told}; what they make of them differs", share, share, allowed, True
         return None
+
+    def _is_random(self, operator: int) -> bool:
+        graph = self._graphs[0]
+        said = graph.trace.texts[int(graph.operators["arguments"][operator])]
+        return behaviour(graph.names[operator]).free or draws(graph.names[operator], said)
 
     def _of_sums(self) -> Any:
         """Whether autograd adds up gradients: in which order is its own affair."""
