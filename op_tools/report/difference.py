@@ -59,10 +59,11 @@ def _banner(found: Diff) -> Block:
         return blocks.banner("unknown", headline, sides)
     parted = found.divergence
     if parted is None:
-        compared = int(found.numbers.compared.sum())
-        headline = both(f"No divergence: rounding explains every difference of {compared:,} operators",
-                        f"没有分歧：{compared:,} 个算子的差异均可由舍入解释")  # fmt: skip
-        return blocks.banner("right", headline, sides)
+        judged = int(found.numbers.judged.sum())
+        rest = int(found.numbers.compared.sum()) - judged
+        more = f"；另有 {rest:,} 个无法判断" if rest else ""
+        headline = both(found.nothing_found(), f"没有分歧：{judged:,} 个算子的差异均可由舍入解释{more}")
+        return blocks.banner("unknown" if given else "right", headline, sides)
     a = int(found.alignment.pairs[parted.pair][0])
     module = one.modules.get(int(one.operators["module"][a]))
     inside = module["name"] if module else "(outside modules)"
@@ -86,6 +87,12 @@ def _first(found: Diff) -> list[Block]:
     ):
         rows.append((word, f"{graph.titles[int(operator)]}   {_location(graph, int(operator))}"))
     times = times_bound(parted.outputs / parted.allowed) if parted.allowed else "∞"
+    if parted.of_inputs:
+        rows += [
+            (both("inputs apart", "输入相差"), f"{parted.inputs:.2g} of their norm"),
+            (both("what they are made of explains", "其来源可解释"), f"{parted.allowed:.2g}"),
+        ]
+        return [blocks.facts(rows, both("First divergence", "首个分歧"))]
     rows += [
         (both("inputs apart", "输入相差"), f"{parted.inputs:.2g} of their norm"),
         (both("rounding may make", "舍入最多造成"), f"{parted.allowed:.2g}"),

@@ -164,7 +164,7 @@ def _diff(given: list[str], page: Callable[[Any, Path, bool], Path] | None) -> i
     parser.add_argument("--open", action="store_true", help="open that page in the browser")
     parser.add_argument("--lines", type=int, default=12, metavar="N", help="lines of each list (12)")
     parser.add_argument("--partial", action="store_true", help="also of runs that were stopped")
-    parser.epilog = "exit code: 0 no divergence, 1 the runs part, 2 a mistake in the command or in a file"
+    parser.epilog = "exit code: 0 no divergence, 1 the runs part or start from other values, 2 a mistake"
     options = parser.parse_args(given)
     if options.lines < 1:
         raise SettingsError(f"--lines {options.lines}: give how many lines of each list are shown, 1 or more")
@@ -180,4 +180,4 @@ def _diff(given: list[str], page: Callable[[Any, Path, bool], Path] | None) -> i
     else:
         for line in found.lines(options.lines):
             print(line)
-    return 0 if found.divergence is None else 1
+    return 1 if found.divergence is not None or found.given() else 0

@@ -69,10 +69,7 @@ class Diff:
             return
         found = self.divergence
         if found is None:
-            judged, compared = int(self.numbers.judged.sum()), int(self.numbers.compared.sum())
-            but = f"; {compared - judged:,} more could not be judged" if compared > judged else ""
-            beyond = " beyond that" if given else ""
-            yield f"No divergence{beyond}: rounding explains every difference of {judged:,} operators{but}"
+            yield self.nothing_found()
             return
         one, two = self.alignment.first, self.alignment.second
         a, b = (int(x) for x in self.alignment.pairs[found.pair])
@@ -96,8 +93,15 @@ class Diff:
             f"the outputs are {found.outputs:.2g} apart{times}"
         )
 
+    def nothing_found(self) -> str:
+        """What is said where no operator parts, and how much of the runs that is about."""
+        judged, compared = int(self.numbers.judged.sum()), int(self.numbers.compared.sum())
+        but = f"; {compared - judged:,} more could not be judged" if compared > judged else ""
+        beyond = " beyond that" if self.given() else ""
+        return f"No divergence{beyond}: rounding explains every difference of {judged:,} operators{but}"
+
     def given(self) -> list[str]:
-        """Names of parameters and inputs that differ from the beginning."""
+        """Names of parameters, buffers and inputs that differ from the beginning."""
         return self.numbers.origins.given()
 
     def _growth(self, most: int) -> Iterator[str]:
@@ -179,10 +183,13 @@ def compare(first: Path, second: Path, partial: bool = False) -> Diff:
     one, two = found.alignment.first, found.alignment.second
     least = min(one.count, two.count)
     inside = one.operators["module"][found.alignment.pairs[:, 0]] >= 0
-    if len(found.alignment.pairs) < _MIN_COMMON * least or (one.modules and two.modules and not inside.any()):
-        raise TraceError(
-            f"{first} and {second} have nothing in common: {len(found.alignment.pairs)} of {least:,} operators"
-        )
+    pairs = len(found.alignment.pairs)
+    apart = bool(one.modules and two.modules and not inside.any())
+    lopsided = bool(one.modules) != bool(two.modules) and pairs < _MIN_COMMON * max(one.count, two.count)
+    if pairs < _MIN_COMMON * least or apart or lopsided:
+        counts = f"{pairs:,} of {one.count:,} and {two.count:,} operators"
+        why = "; operators of the CPU are recorded with OP_TOOLS_INCLUDE_CPU=1" if lopsided else ""
+        raise TraceError(f"{first} and {second} have nothing in common: {counts}{why}")
     return found
 
 

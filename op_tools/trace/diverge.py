@@ -486,7 +486,7 @@ def growth(alignment: Alignment, numbers: Numbers) -> list[tuple[str, str, float
     graph = alignment.first
     found: dict[tuple[str, str], list[float]] = {}
     for n, a in enumerate(alignment.pairs[:, 0].tolist()):
-        if numbers.compared[n]:
+        if numbers.compared[n] and not behaviour(graph.names[a]).free:  # such as what empty memory holds
             phase = columns.PHASES[int(graph.operators["phase"][a])]
             entry = found.setdefault((graph.paths.get(int(graph.operators["module"][a]), ""), phase), [0.0, 0.0])
             entry[0] = max(entry[0], float(numbers.inputs[n]))

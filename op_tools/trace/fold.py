@@ -229,7 +229,7 @@ def folded(graph: Graph, groups: list[list[int]], owners: list[int]) -> Graph:
     within, original = dict[int, list[int]](), graph
     if isinstance(graph, Folded):
         numbers, within, original = graph.numbers, graph.inside, graph.whole
-    same = _converted(graph)
+    same = converted(graph)
     backwards = [_backward_of(graph, group, same) for group in groups]
     owners = owners + [owner for owner, backward in zip(owners, backwards) if backward]
     groups = groups + [backward for backward in backwards if backward]
@@ -245,18 +245,27 @@ def folded(graph: Graph, groups: list[list[int]], owners: list[int]) -> Graph:
     return Folded(trace, original, inside, [numbers[n] for n in kept.tolist()])
 
 
-def _converted(graph: Graph) -> dict[int, int]:
-    """Gradients that autograd converted between two operators, and what they were: by shapes and fingerprints."""
+def converted(graph: Graph) -> dict[int, int]:
+    """Gradients that nobody in the trace returned, and what they were: by shapes and fingerprints.
+
+    Autograd converts some between two operators, and hands those of parameters on as tensors of their own.
+    """
     rows, where = graph.prints()
+    edges = graph.trace["edges"]
     shapes = graph.looks["shape"][graph.tensors["look"]] if len(graph.tensors["look"]) else where
-    producer, named = graph.tensors["producer"], graph.tensors["name"] > 0
+    returned = np.zeros(len(where), bool)
+    returned[edges["tensor"][edges["side"] == OUTPUT]] = True
+    producer = graph.tensors["producer"]
+    lost = (producer < 0) & (graph.tensors["name"] == 0) | (graph.tensors["kind"] == columns.GRADIENT)
+    lost &= ~returned & (where >= 0)
+    shapes = np.where(np.isin(shapes, shapes[lost]), shapes, -1)
     backward = np.append(graph.operators["phase"] == columns.BACKWARD, False)
     made: dict[tuple[int, bytes], int] = {}
     found = {}
-    for tensor in np.flatnonzero((where >= 0) & ~named & (backward[producer] | (producer < 0))).tolist():
+    for tensor in np.flatnonzero((where >= 0) & (shapes >= 0) & (lost | (returned & backward[producer]))).tolist():
         row = rows[where[tensor]]
         key = (int(shapes[tensor]), row.tobytes())
-        if producer[tensor] >= 0:
+        if not lost[tensor]:
             made[key] = tensor
         elif key in made and row[_NORM] > 0:
             found[tensor] = made[key]

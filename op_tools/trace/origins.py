@@ -18,8 +18,8 @@ from . import format as columns
 from .align import Alignment
 from .behaviour import behaviour, draws
 from .edges import NORM, Edges, Side
-from .fold import member_name
-from .format import PROJECTIONS
+from .fold import converted, member_name
+from .format import OUTPUT, PROJECTIONS
 from .graph import Graph
 
 _SEVERAL_TIMES: Final = 16.0  # what a part of a run makes of a difference
@@ -36,6 +36,11 @@ class Origins:
         self._alignment, self._one, self._two, self._ins, self._outs = alignment, one, two, ins, outs
         self._graphs = (alignment.first, alignment.second)
         self._place = [_places(graph, alignment.pairs[:, n]) for n, graph in enumerate(self._graphs)]
+        self._same = [converted(graph) for graph in self._graphs]
+        self._returned = [_returned(graph) for graph in self._graphs]
+        self._producers = [graph.tensors["producer"].copy() for graph in self._graphs]
+        for producer, same in zip(self._producers, self._same):
+            producer[list(same)] = producer[list(same.values())]
         self._spread = [self._spread_of(side, outs) for side in (0, 1)]
         in_tf32 = any(graph.trace.facts.get("tf32") for graph in self._graphs)
         self._least_unit = _TF32 if in_tf32 else 0.0
@@ -43,15 +48,20 @@ class Origins:
     def _spread_of(self, side: int, outs: Edges) -> Any:
         """Distances from the counterparts; what only one run made is as far off as what it was made of."""
         graph, place = self._graphs[side], self._place[side]
-        producer, texts = graph.tensors["producer"], graph.trace.texts
+        producer, texts = self._producers[side], graph.trace.texts
         shares, furthest = _shares(outs), np.full(len(self._alignment.pairs) + 1, -np.inf)
         np.maximum.at(furthest, outs.owner, shares)
         furthest = np.where(furthest < 0, np.inf, furthest)  # none of its outputs is comparable
         found = np.where(place[producer] >= 0, furthest[np.maximum(place[producer], -1)], 0.0)
         found[outs.tensors[side]] = shares
-        made = [g.tensors["producer"][t] for g, t in zip(self._graphs, self._ins.tensors)]
+        made = [producer[t] for producer, t in zip(self._producers, self._ins.tensors)]
         alone = (made[0] < 0) & (made[1] < 0)
         found[self._ins.tensors[side][alone]] = _shares(self._ins)[alone]
+        found[(graph.tensors["kind"] == columns.GRADIENT) & ~self._returned[side]] = np.inf  # whose, nobody saw
+        copies: dict[int, list[int]] = {}
+        for copy, tensor in self._same[side].items():
+            copies.setdefault(tensor, []).append(copy)
+            found[copy] = found[tensor]
         backward, begins = graph.operators["phase"] == columns.BACKWARD, _begins(graph)
         for operator in np.flatnonzero(place[:-1] < 0).tolist():
             came, went = graph.inputs(operator), graph.outputs(operator)
@@ -61,6 +71,9 @@ class Origins:
             if lost or behaviour(name).free or draws(name, said):
                 far = math.inf
             found[went] = np.where(producer[went] == operator, far, np.maximum(found[went], far))
+            for tensor in went.tolist():
+                for other in copies.get(tensor, ()):
+                    found[other] = found[tensor]
         return found
 
     def first(self, before: int) -> tuple[int, str, float, float, float, bool] | None:
@@ -68,7 +81,7 @@ class Origins:
         if any(graph.trace.world > 1 for graph in self._graphs):  # what ranks send each other is in between
             return None
         ins, place, spread = self._ins, self._place, self._spread
-        made = [g.tensors["producer"][t] for g, t in zip(self._graphs, ins.tensors)]
+        made = [producer[t] for producer, t in zip(self._producers, ins.tensors)]
         at = [p[m] for p, m in zip(place, made)]
         shares = _shares(ins)
         same = (at[0] == at[1]) & ((at[0] >= 0) | (at[0] == -1))
@@ -152,7 +165,8 @@ class Origins:
         ins, graph = self._ins, self._graphs[0]
         shares, producers = _shares(ins), [g.tensors["producer"] for g in self._graphs]
         kinds = graph.tensors["kind"]
-        forward = (graph.operators["phase"] == columns.FORWARD)[self._alignment.pairs[:, 0]]
+        phases = graph.operators["phase"]
+        forward = (phases == columns.FORWARD)[self._alignment.pairs[:, 0]]
         seen: set[int] = set()
         for edge in np.flatnonzero(forward[ins.owner]).tolist():
             mine, theirs = int(ins.tensors[0][edge]), int(ins.tensors[1][edge])
@@ -160,6 +174,8 @@ class Origins:
                 continue
             seen.add(mine)
             name = member_name(graph, mine) if kinds[mine] in (columns.PARAMETER, columns.BUFFER) else ""
+            if name and producers[0][mine] >= 0 and phases[producers[0][mine]] != columns.FORWARD:
+                continue  # an optimizer, say, has written to it
             if not name:
                 if producers[0][mine] >= 0 or producers[1][theirs] >= 0 or graph.tensors["base"][mine] >= 0:
                     continue
@@ -175,6 +191,14 @@ def _shares(edges: Edges) -> Any:
     with np.errstate(divide="ignore", invalid="ignore"):
         found = np.where(edges.size > 0, edges.apart / edges.size, 0.0)
     return np.where(np.isfinite(found) & ~edges.strange, found, np.inf)
+
+
+def _returned(graph: Graph) -> Any:
+    """For each tensor whether an operator returned it, or wrote to it."""
+    found = np.zeros(graph.trace.count("tensors"), bool)
+    edges = graph.trace["edges"]
+    found[edges["tensor"][edges["side"] == OUTPUT]] = True
+    return found
 
 
 def _begins(graph: Graph) -> Any:

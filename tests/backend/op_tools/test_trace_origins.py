@@ -1,0 +1,153 @@
+"""Two runs of which one has another program: where they part is named, though no operator computes wrongly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import op_tools
+from op_tools.cli import main
+from op_tools.trace.diff import Diff, load
+from op_tools.trace.graph import Graph
+
+
+class Net(nn.Module):
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.scale: torch.Tensor
+        self.register_buffer("scale", torch.full((16,), 2.0 if change == "buffer" else 1.0))
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k = self.a(x), self.b(x)
+        if self.change == "swapped":
+            q, k = k, q
+        y = q * torch.sigmoid(k) * self.scale
+        if self.change == "inserted":
+            y = y * 1.5
+        if self.change == "nan":
+            y = y / (y > 9)
+        if self.change == "nothing":
+            y = y * 1
+        y = y.view(-1, 2, 8)
+        if self.change != "transposed":
+            y = y.transpose(1, 2)
+        y = y.reshape(-1, 16)
+        return F.relu(y) if self.change == "replaced" else F.gelu(y)
+
+
+def _run(folder: Path, device: str, change: str = "", low: bool = False) -> Graph:
+    torch.manual_seed(0)
+    net = Net(change).to(device)
+    if change == "weight":
+        with torch.no_grad():
+            net.a.weight[:, 0] += 0.01
+    rate = 1e-2 if change == "rate" else 1e-3
+    optimizer = torch.optim.AdamW(net.parameters(), rate, foreach=True, weight_decay=0.1 if change == "decay" else 0.01)
+    torch.manual_seed(2 if change == "data" else 1)
+    x = torch.randn(32, 16).to(device)
+    with op_tools.OpTrace(to=folder) as tool:
+        for _ in range(2):
+            with torch.autocast(device, torch.bfloat16, enabled=low):
+                loss = net(x).float().square().mean()
+            (loss * 2 if change == "loss" else loss).backward()
+            if change == "gradient":
+                net.a.weight.grad.mul_(2)  # type: ignore[union-attr]
+            optimizer.step()
+            if change != "kept":
+                optimizer.zero_grad()
+    assert not tool.findings()
+    return Graph(load(folder))
+
+
+def _named(diff: Diff) -> str:
+    assert diff.divergence is not None, list(diff.lines())
+    return diff.alignment.first.names[int(diff.alignment.pairs[diff.divergence.pair][0])].rpartition(".")[2]
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize(
+    ("change", "operator", "said"),
+    [
+        ("swapped", "sigmoid", "they get other tensors: model.b-linear"),
+        ("inserted", "view", "they get other tensors: model-mul"),
+        ("nan", "view", "they get other tensors: model-mul"),
+        ("transposed", "reshape", "what they make of them differs"),
+        ("replaced", "float", "they get other tensors: model-gelu"),
+        ("loss", "mean", "they get other tensors"),
+        ("gradient", "_foreach_lerp_", "model.a.weight.grad"),
+        ("kept", "_foreach_lerp_", ".grad/out in A"),
+        ("rate", "_foreach_mul_", "called with other arguments"),
+        ("decay", "_foreach_mul_", "0.99999) in A"),
+    ],
+)
+def test_where_the_programs_differ_is_named(
+    change: str, operator: str, said: str, low: bool, tmp_path: Path, device: str
+) -> None:
+    if not low and change == "replaced":
+        operator = "float"
+    diff = Diff(_run(tmp_path / "a", device, low=low), _run(tmp_path / "b", device, change, low))
+    assert _named(diff) == operator
+    assert said in diff.divergence.reason  # type: ignore[union-attr]
+    assert any(said in line for line in diff.lines())
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [("buffer", ["model.scale"]), ("weight", ["model.a.weight"]), ("data", ["input 0 of model.a-linear-0"])],
+)
+def test_other_values_from_the_start_are_named(change: str, names: list[str], tmp_path: Path, device: str) -> None:
+    diff = Diff(_run(tmp_path / "a", device), _run(tmp_path / "b", device, change))
+    assert diff.given() == names
+    assert diff.divergence is None
+    assert "No divergence beyond that" in "\n".join(diff.lines())
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+
+
+def test_what_changes_no_value_is_no_divergence(tmp_path: Path, device: str, capsys: Any) -> None:
+    diff = Diff(_run(tmp_path / "a", device), _run(tmp_path / "b", device, "nothing"))
+    assert diff.divergence is None
+    assert not diff.given()
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert "Only in B: 4 operators" in capsys.readouterr().out
+
+
+def test_a_model_that_is_made_inside_of_the_trace_starts_from_its_first_values(tmp_path: Path, device: str) -> None:
+    graphs = []
+    for rate in (0.1, 0.2):
+        with op_tools.OpTrace(to=tmp_path / str(rate)):
+            torch.manual_seed(0)
+            model = nn.Linear(8, 8, device=device)
+            nn.init.zeros_(model.bias)
+            optimizer = torch.optim.SGD(model.parameters(), rate)
+            for _ in range(2):
+                model(torch.ones(3, 8, device=device)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        graphs.append(Graph(load(tmp_path / str(rate))))
+    diff = Diff(graphs[0], graphs[1])
+    assert not diff.given()
+    assert _named(diff) == "_foreach_add_" if device != "cpu" else diff.divergence is not None
+
+
+def test_gradients_that_a_scaler_multiplies_are_no_divergence(tmp_path: Path, device: str) -> None:
+    graphs = []
+    for scaled in (False, True):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(device), torch.randn(5, 8).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=True)
+        scaler = torch.amp.GradScaler(device, enabled=scaled)  # type: ignore[attr-defined]
+        with op_tools.OpTrace(to=tmp_path / str(scaled)):
+            with torch.autocast(device, torch.float16, enabled=scaled):
+                loss = model(x).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        graphs.append(Graph(load(tmp_path / str(scaled))))
+    assert Diff(graphs[0], graphs[1]).divergence is None
