@@ -80,8 +80,10 @@ def _tensors(codes: Array, names: list[str]) -> tuple[Array, list[str]]:
 
 
 def times(run: Run, places: Places) -> Table:
-    """One row per measured phase of a call."""
+    """One row per measured phase of a call, in the order in which they began."""
     rows = run.joined("op_time_measure", "call_id", "site", "phase", "elapsed_ms", "start_us", "thread", "step")
+    order = np.lexsort((rows["start_us"], rows["rank"]))  # they are written when their times are known
+    rows = {name: column[order] for name, column in rows.items()}
     words = run.words
     modules = places.of(rows["rank"], rows["call_id"], rows["step"], rows["op"], rows["location"])
     return Table(

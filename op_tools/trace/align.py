@@ -154,7 +154,7 @@ def align(first: Graph, second: Graph) -> Alignment:
     taken_one, taken_two = {a for a, _ in pairs}, {b for _, b in pairs}
     late_pairs = _by_forward(first, second, dict(pairs))  # of forwards that were matched last
     pairs += [(a, b) for a, b in late_pairs if a not in taken_one and b not in taken_two]
-    pairs = settled(first, second, sorted(pairs))
+    pairs = settled(first, second, sorted(pairs), modules)
     taken_one, taken_two = {a for a, _ in pairs}, {b for _, b in pairs}
     kept = [
         ([a for a in left if a not in taken_one], [b for b in right if b not in taken_two]) for left, right in replaced

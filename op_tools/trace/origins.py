@@ -96,7 +96,8 @@ class Origins:
         allowed = _SEVERAL_TIMES * explained + _DIGITS * np.sqrt(unit)
         odd = ~same & np.isfinite(explained) & ~lost & (ins.owner <= before) & ~self._of_sums()[mine]
         named = [g.tensors["name"][t] > 0 for g, t in zip(self._graphs, ins.tensors)]
-        odd &= (phases != columns.OPTIMIZER) | (named[0] & named[1])  # there are many ways to write an optimizer
+        named = named[0] & named[1] & ~ins.others[ins.owner]
+        odd &= (phases != columns.OPTIMIZER) | named  # there are many ways to write an optimizer
         odd &= (shares > allowed) | (ins.strange & (explained < 1.0))
         found = None
         for edge in np.flatnonzero(odd).tolist():

@@ -14,8 +14,13 @@ from .families import family
 from .graph import Graph
 
 
-def settled(first: Graph, second: Graph, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The pairs, with others in place of those whose producers do not correspond (`settled(a, b, pairs)`)."""
+def settled(
+    first: Graph, second: Graph, pairs: list[tuple[int, int]], modules: dict[int, int]
+) -> list[tuple[int, int]]:
+    """The pairs, with others in place of those whose producers do not correspond, in the same module.
+
+    >>> settled(first, second, [(0, 0), (1, 2)], {-1: -1})             # doctest: +SKIP
+    """
     there = dict(pairs)
     producers = [_producers(graph) for graph in (first, second)]
     doubtful = [(a, b) for a, b in pairs if _apart(producers[0][a], producers[1][b], there)]
@@ -26,11 +31,13 @@ def settled(first: Graph, second: Graph, pairs: list[tuple[int, int]]) -> list[t
     waiting: dict[Any, list[int]] = defaultdict(list)
     for b in range(second.count):
         if b not in taken and producers[1][b]:
-            waiting[_key(second, b, producers[1][b], steps[1])].append(b)
+            waiting[_key(second, b, producers[1][b], steps[1], None)].append(b)
     used: set[int] = set()
     for a, _ in doubtful:
         made = [there.get(p, -1) for p in producers[0][a]]
-        found = [] if -1 in made else [n for n in waiting.get(_key(first, a, made, steps[0]), []) if n not in used]
+        found = (
+            [] if -1 in made else [n for n in waiting.get(_key(first, a, made, steps[0], modules), []) if n not in used]
+        )
         if found:
             there[a] = found[0]
             used.add(found[0])
@@ -52,7 +59,8 @@ def _apart(mine: list[int], theirs: list[int], there: dict[int, int]) -> bool:
     return bool(mine) and len(mine) == len(theirs) and all(there.get(p, -1) != q for p, q in zip(mine, theirs))
 
 
-def _key(graph: Graph, operator: int, made: list[int], steps: dict[int, int]) -> Any:
-    """What two operators have in common that correspond: step, phase, family, and who made what they get."""
-    step, phase = (int(graph.operators[column][operator]) for column in ("step", "phase"))
-    return steps[step], phase, family(graph.names[operator]), tuple(made)
+def _key(graph: Graph, operator: int, made: list[int], steps: dict[int, int], modules: dict[int, int] | None) -> Any:
+    """What two operators have in common that correspond: step, phase, module, family, and who made what they get."""
+    step, phase, module = (int(graph.operators[column][operator]) for column in ("step", "phase", "module"))
+    there = module if modules is None else modules.get(module, -2)
+    return steps[step], phase, there, family(graph.names[operator]), tuple(made)
