@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -79,7 +80,7 @@ class OpTrace(Tool):
 
     def prepare(self) -> None:
         self._recorder, self._book = None, None
-        self.path = None
+        self.path, self.hears_roots = None, False
         if self._to is not None:
             _make_folder(self._to)
         COMPILED.listen(self._recording)
@@ -199,13 +200,19 @@ class OpTrace(Tool):
                 self._recorder.after_backward()
                 self._recorder.launch()
 
+    def before_backward_pass(self, roots: Sequence[Tensor]) -> None:
+        if self._recorder is not None:
+            with self._recorder.lock:  # a loss that compiled code returned may not have been used before
+                self._recorder.inputs(roots)
+        self.hears_roots = False
+
     def before_compiled_code(self, run: CompiledRun) -> None:
         if self._in_steps() and self.only is None:
             self._compiled.begin(run)
 
     def after_compiled_code(self, run: CompiledRun | None) -> None:
         if run is not None:
-            self._compiled.end(run)
+            self.hears_roots = self._compiled.end(run)
         elif self._recorder is not None:
             self._compiled.backward_ran()
 

@@ -67,15 +67,15 @@ class CompiledRuns:
         since = (sequence_number or (lambda: 0))()
         run.notes[self] = _Begun(call, place, inputs, versions, edges, since, _random_states(call.device))
 
-    def end(self, run: CompiledRun) -> None:
-        """Add the operator, and listen for its backward."""
+    def end(self, run: CompiledRun) -> bool:
+        """Add the operator, and listen for its backward; whether its results are still to be found."""
         begun: _Begun | None = run.notes.pop(self, None)
         if begun is None:
-            return
+            return False
         call, recorder = begun.call, self._recorder()
         with recorder.lock:
             if recorder.graphs_ran(columns.FORWARD):  # its operators are there
-                return
+                return False
             recorder.book.forget()
             module = recorder.module_of(begun.place)
             number = recorder.operator(
@@ -88,13 +88,14 @@ class CompiledRuns:
             if run.result is UNKNOWN:
                 call.args, call.kwargs = (), {}
                 recorder.await_results(number, module, lambda result: self._listen(begun, number, [result]))
-                return
+                return True
             results = list(tensors_in(run.result))
             recorder.outputs(
                 number, module, results, _written(run, begun, recorder.versions(call.tensors)), _phase(run)
             )
             recorder.launch()
             self._listen(begun, number, results)
+        return False
 
     def _listen(self, begun: _Begun, number: int, results: list[Tensor]) -> bool:
         """Hear of the backward of a run whose results are known; whether there is one."""

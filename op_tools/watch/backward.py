@@ -479,6 +479,8 @@ class WatchedEngine:
         if THREAD.region is not None:
             return self._engine.run_backward(*args, **kwargs)
         interceptor = self._interceptor
+        if args and any(tool.hears_roots for tool in interceptor.tools):
+            interceptor.pass_begins(args[0])
         if COMPILED_AUTOGRAD in sys.modules and compiles_backward() and interceptor._patches is not None:
             return interceptor._patches.code.run(_inside_backward(), self._engine.run_backward, *args, **kwargs)
         must_put_on = _inside_backward() and not interceptor.is_on()

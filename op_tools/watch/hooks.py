@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..call.description import Tensor
@@ -27,6 +27,7 @@ class Hooks:
     wants_sums: bool = False  # also gets the additions that autograd makes itself, as calls
     wants_classes: ClassVar[bool] = False  # hears of every `torch.autograd.Function` whose kernel no operator shows
     wants_pointers: ClassVar[bool] = True  # looks at the addresses of tensors; with a full console all do
+    hears_roots: bool = False  # gets `before_backward_pass`; a tool may change its mind while it runs
     hears_passes: bool = False  # gets `after_backward_passes`; a tool may change its mind while it runs
     looks_inside: ClassVar[bool] = False  # of a call on wrapper tensors, sees the calls on plain tensors inside it
     compares_compiled: ClassVar[bool] = False  # compiled code is compared as a whole, or it says by itself what is not
@@ -105,6 +106,9 @@ class Hooks:
 
     def doubts_gradients(self, call: Call, reason: str) -> None:
         """The backward of a call may work with other tensors than the call had."""
+
+    def before_backward_pass(self, roots: Sequence[Tensor]) -> None:
+        """A backward pass is about to begin at these tensors; for tools that set `hears_roots`."""
 
     def after_backward_passes(self, graph_is_kept: bool) -> None:
         """Backward passes have ended and none is under way, whichever calls they were of."""

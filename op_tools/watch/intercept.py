@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -417,6 +417,11 @@ class Interceptor(TorchFunctionMode):
             if self._front is None and self._plans is not None:
                 self._start_plans({})
             front.use_reader()  # where it was compiled meanwhile
+
+    def pass_begins(self, roots: Sequence[Any]) -> None:
+        """A backward pass is about to begin (`INTERCEPTOR.pass_begins([loss])`)."""
+        found = [root for root in roots if isinstance(root, Tensor)]
+        self._tell("before_backward_pass", torch.autograd.backward, found)
 
     def passes_ended(self, graph_is_kept: bool) -> None:
         """Backward passes have ended, and none is under way (`INTERCEPTOR.passes_ended(False)`)."""

@@ -124,14 +124,15 @@ def test_compiled_modules_are_folded_into_a_larger_one(tmp_path: Path, device: s
     assert len(_runs(diff)) == 4
 
 
+@pytest.mark.parametrize(("compiled", "runs"), [("blocks", 12), ("function", 4)])
 def test_results_that_pytorch_keeps_to_itself_are_known_when_they_are_used(
-    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
+    compiled: str, runs: int, tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(CompiledRun, "end", lambda self, frame: None)  # as before PyTorch 2.12
-    eager, other = _trained(tmp_path / "a", device, ""), _trained(tmp_path / "b", device, "blocks")
+    eager, other = _trained(tmp_path / "a", device, ""), _trained(tmp_path / "b", device, compiled)
     diff = Diff(eager, other)
     assert diff.divergence is None
-    assert len(_runs(diff)) == 12
+    assert len(_runs(diff)) == runs
     assert diff.numbers.compared[_runs(diff)].all()
     assert len(diff.alignment.pairs) == other.count
 
