@@ -55,8 +55,12 @@ class Origins:
         found = np.where(place[producer] >= 0, furthest[np.maximum(place[producer], -1)], 0.0)
         found[outs.tensors[side]] = shares
         made = [producer[t] for producer, t in zip(self._producers, self._ins.tensors)]
-        alone = (made[0] < 0) & (made[1] < 0)
-        found[self._ins.tensors[side][alone]] = _shares(self._ins)[alone]
+        alone = (made[0] < 0) & (made[1] < 0) & ~self._ins.others[self._ins.owner]
+        least = np.full(len(found), np.inf)
+        np.minimum.at(least, self._ins.tensors[side][alone], _shares(self._ins)[alone])
+        given = np.zeros(len(found), bool)
+        given[self._ins.tensors[side][alone]] = True
+        found = np.where(given, least, found)
         found[(graph.tensors["kind"] == columns.GRADIENT) & ~self._returned[side]] = np.inf  # whose, nobody saw
         copies: dict[int, list[int]] = {}
         for copy, tensor in self._same[side].items():

@@ -151,3 +151,26 @@ def test_gradients_that_a_scaler_multiplies_are_no_divergence(tmp_path: Path, de
             scaler.update()
         graphs.append(Graph(load(tmp_path / str(scaled))))
     assert Diff(graphs[0], graphs[1]).divergence is None
+
+
+def test_a_layer_more_is_where_two_versions_of_a_model_part(tmp_path: Path, device: str) -> None:
+    def layers(count: int) -> list[nn.Module]:
+        torch.manual_seed(0)
+        return [nn.Linear(8, 8) for _ in range(count)]
+
+    graphs = []
+    for extra in (0, 1):
+        first, *rest = layers(3)
+        torch.manual_seed(5)
+        model = nn.Sequential(first, *[nn.Linear(8, 8) for _ in range(extra)], *rest).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3, foreach=True)
+        with op_tools.OpTrace(to=tmp_path / str(extra)):
+            model(torch.ones(3, 8, device=device)).square().mean().backward()
+            optimizer.step()
+        graphs.append(Graph(load(tmp_path / str(extra))))
+    diff = Diff(graphs[0], graphs[1])
+    assert diff.divergence is not None
+    pair = diff.alignment.pairs[diff.divergence.pair].tolist()
+    titles = [graph.titles[n] for graph, n in zip(graphs, pair)]
+    assert [title.rpartition("-")[0] for title in titles] == ["model.1-linear", "model.2-linear"]
+    assert "they get other tensors: model.0-linear" in diff.divergence.reason
