@@ -248,7 +248,8 @@ class OpTrace(Tool):
 
     def summary(self) -> list[str]:
         if self._recorder is None or self.path is None:
-            return ["nothing was recorded"]
+            counted = f"; steps count from the start of the process, which is at step {INTERCEPTOR.step}"
+            return ["nothing was recorded" + counted * (self._steps is not None)]
         counts = self._recorder.writer.counts
         if not self.path.exists():
             return [f"the trace {self.path} was removed during the run"]

@@ -151,10 +151,11 @@ def align(first: Graph, second: Graph) -> Alignment:
         if left and right and len(left) * len(right) <= 40 * _MAX_CELLS:
             found, _ = matcher.sequences(sorted(left), sorted(right), strict=True)
             pairs += found
-    taken_one, taken_two = {a for a, _ in pairs}, {b for _, b in pairs}
-    late_pairs = _by_forward(first, second, dict(pairs))  # of forwards that were matched last
-    pairs += [(a, b) for a, b in late_pairs if a not in taken_one and b not in taken_two]
-    pairs = settled(first, second, sorted(pairs), modules)
+    for _ in range(2):  # backwards of forwards that were matched last
+        taken_one, taken_two = {a for a, _ in pairs}, {b for _, b in pairs}
+        more = _by_forward(first, second, dict(pairs))
+        pairs += [(a, b) for a, b in more if a not in taken_one and b not in taken_two]
+        pairs = settled(first, second, sorted(pairs), modules)
     taken_one, taken_two = {a for a, _ in pairs}, {b for _, b in pairs}
     kept = [
         ([a for a in left if a not in taken_one], [b for b in right if b not in taken_two]) for left, right in replaced

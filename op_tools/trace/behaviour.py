@@ -74,7 +74,7 @@ def behaviour(name: str) -> Behaviour:
     """What is known of an operator (`behaviour("torch.nn.functional.relu").jumps_backward`)."""
     last, kind = short_name(name), family(name)
     facts = function_facts(name)
-    words = {last, kind}
+    words = {last, kind, last.removeprefix("_foreach_")}
     kernel = KERNELS.by_name.get(last) or KERNELS.by_name.get(f"linalg_{last}")
     return Behaviour(
         several=bool(words & _SEVERAL) or facts.cudnn or (kernel is not None and kernel.hidden_steps),

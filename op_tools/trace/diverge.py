@@ -23,8 +23,8 @@ from ..call.graphs import OP as COMPILED
 from . import format as columns
 from .align import Alignment
 from .behaviour import apart_in_arguments, behaviour, draws
-from .edges import UNITS, Edges, Side, edges_of, terms
-from .families import family
+from .edges import UNITS, Edges, Side, edges_of, share, sizes_of, steepest_other, terms
+from .families import MOVES, family
 from .fold import Folded
 from .format import INPUT, OUTPUT
 from .graph import Graph, short_name
@@ -38,6 +38,7 @@ _TF32: Final = 2.0**-11
 _ESTIMATE: Final = 2.0  # by how much eight projections may misjudge a distance
 _ONCE: Final = 1.5  # units between two numbers that are rounded once, over the norm: 0.8 if both round as chance has it
 _COMPUTED: Final = 1024.0  # by how much a number may be further off than what goes in beside it
+_CLEARLY: Final = 0.25  # of the norm
 _SMALL: Final = 0.1  # relative differences up to here show a slope
 _UNBOUNDED: Final = 1e30
 _ONE_ELEMENT: Final = 1.25  # steps of the dtype between two right roundings of one number, and what float32 sums add
@@ -95,10 +96,11 @@ class _Measured:
         self.backward = phases == columns.BACKWARD if count else np.zeros(0, bool)
         self.compiled = np.array([name == COMPILED for name in self.names] or [False])[self.kind]
         self.source = self._sources()
-        self.drew = self._ask(draws)
+        drew = self._ask(draws)
+        self.drew, self.one_drew = drew[0] | drew[1], drew[0] != drew[1]
         self.arguments = self._arguments_apart()
         self.contracts = self.known("contracts") | self.backward
-        self.measured, self.total, self.product, self.least = _sizes(ins, self.outs, count)
+        self.measured, self.total, self.product, self.least = sizes_of(ins, self.outs, count)
         self._other_arguments(ins)
         self.hidden = np.zeros(count)
         np.add.at(self.hidden, ins.owner, ins.hidden)
@@ -120,15 +122,15 @@ class _Measured:
         place[self.pairs[:, 0]] = np.arange(self.count)
         return place[self.first.operators["forward"][self.pairs[:, 0]]]  # -1 leads to the last, which is -1
 
-    def _ask(self, question: Any) -> Any:
-        """A question about names and arguments, asked once for each."""
-        found = np.zeros(self.count, bool)
+    def _ask(self, question: Any) -> list[Any]:
+        """A question about names and arguments, asked once for each, of either side."""
+        found = []
         for graph, mine in ((self.first, self.pairs[:, 0]), (self.second, self.pairs[:, 1])):
             texts = graph.trace.texts
             asked = np.stack([graph.operators["name"][mine], graph.operators["arguments"][mine]], 1)
             which, back = np.unique(asked, axis=0, return_inverse=True)
             answers = np.array([question(texts[n], texts[a]) for n, a in which.tolist()] or [False])
-            found |= answers[back.reshape(-1)]
+            found.append(answers[back.reshape(-1)])
         return found
 
     def _arguments_apart(self) -> Any:
@@ -137,6 +139,10 @@ class _Measured:
         one, two = self.first.trace.texts, self.second.trace.texts
         found = np.array([apart_in_arguments(one[a], two[b]) for a, b in which.tolist()] or [0.0])[back.reshape(-1)]
         return np.where(self.compiled, 0.0, found)  # of compiled code they name the function
+
+    def _switched(self) -> Any:
+        """Calls that drew random numbers in one run alone, since they were told to: a dropout that is on."""
+        return self.one_drew & np.isinf(self.arguments) & ~self.compiled
 
     def _other_arguments(self, ins: Edges) -> None:
         """Numbers that are further apart than what the run computes them from are no results of it."""
@@ -150,7 +156,12 @@ class _Measured:
         starts = [g.side(INPUT)[0] for g in (self.first, self.second)]
         given = [(s[1:] > s[:-1])[self.pairs[:, n]] for n, s in enumerate(starts)]
         found = self.backward & ~(given[0] & given[1])  # nobody saw the gradient that came
-        found |= ins.others | self.known("free") | (self.drew & ~self.backward) | np.isnan(self.arguments)
+        found |= (
+            ins.others
+            | self.known("free")
+            | (self.drew & ~self.backward & ~self._switched())
+            | np.isnan(self.arguments)
+        )
         whole = (ins.first == 0) & (ins.second == 0) & (ins.apart > 0)
         np.logical_or.at(found, ins.owner, whole | ins.strange | ~np.isfinite(ins.apart))
         return found
@@ -176,7 +187,7 @@ class _Measured:
         has = np.flatnonzero(self.source >= 0)
         source = self.source[has]
         made = np.zeros(self.count)
-        np.maximum.at(made, self.outs.owner, _share(self.outs))
+        np.maximum.at(made, self.outs.owner, share(self.outs))
         here = np.maximum(self.measured[has], self.measured[source])
         there = np.maximum(self.product[has] * np.maximum(self.product[source], 1.0), self.product[has])
         self.measured[has] = np.maximum(here, made[source])
@@ -235,9 +246,9 @@ class _Measured:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             condition = np.where(np.isfinite(least), norms / least, 1.0)
             small = (self.relative[outs.owner] > 0) & (self.relative[outs.owner] < _SMALL) & (outs.size > 0)
-            np.maximum.at(slope, outs.owner[small], (_share(outs) / self.relative[outs.owner])[small])
+            np.maximum.at(slope, outs.owner[small], (share(outs) / self.relative[outs.owner])[small])
         families = np.array([hash(_kind(name)) for name in self.names] or [0])[self.kind]
-        others = _steepest_other(np.stack([families, self.backward.astype(np.int64)], 1), slope)
+        others = steepest_other(np.stack([families, self.backward.astype(np.int64)], 1), slope)
         return _ESTIMATE**2 * np.minimum(np.maximum(np.maximum(condition, others), 1.0) * wide, _UNBOUNDED)
 
     def _lists(self, ins: Edges) -> tuple[Any, Any, Any]:
@@ -258,7 +269,7 @@ class _Measured:
             starts = np.searchsorted(owner, np.arange(self.count))
             mine = np.flatnonzero(whole[ins.owner])
             at = starts[ins.owner[mine]] + ins.place[mine] % made[ins.owner[mine]]
-            np.maximum.at(relative, at, _share(ins)[mine])
+            np.maximum.at(relative, at, share(ins)[mine])
             np.add.at(total, at, ins.size[mine])
             with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
                 ranges = np.where(ins.low[mine] > 0, ins.high[mine] / ins.low[mine], _UNBOUNDED)
@@ -324,6 +335,13 @@ class _Measured:
             bound[edge] += _ESTIMATE * float(outs.hidden[edge])
         return bound
 
+    def _parted_by_arguments(self) -> Any:
+        """Calls that get the same and are told something else: a result that is clearly another one comes from that."""
+        near = self.measured <= np.maximum(_CLEARLY / 8, 16.0 * self.unit)
+        moves = np.array([family(name) in MOVES for name in self.names] or [False])[self.kind]
+        one_rank = max(self.first.trace.world, self.second.trace.world) == 1
+        return np.isinf(self.arguments) & ~self.unknown & ~self.backward & near & ~moves & one_rank
+
     def _judged(self) -> Any:
         """For each output, whether anything can be said of it."""
         outs, owner = self.outs, self.outs.owner
@@ -337,6 +355,7 @@ class _Measured:
         outs, owner, count = self.outs, self.outs.owner, self.count
         bound, judged = self._bounds(), self._judged()
         near = (self.gains * self.relative < 1.0)[owner]
+        parted_by_arguments = self._parted_by_arguments()
         telling = judged & ((bound < outs.size) | ((outs.size == 0) & near))
         parted = judged & (outs.apart > bound) | (telling & outs.strange)
         reason: dict[int, str] = {}
@@ -349,17 +368,18 @@ class _Measured:
             if told:
                 parted[edge] = True
                 reason[int(owner[edge])] = told
-        found = np.zeros(count, bool)
+        parted |= parted_by_arguments[owner] & (share(outs) > _CLEARLY)
+        found = parted_by_arguments & (np.bincount(owner, minlength=count) == 0)  # results of other shapes
         np.logical_or.at(found, owner, parted)
-        share = _share(outs)
-        order = np.lexsort((share, parted))  # of a pair, the last counts: one that parted, and the furthest of those
+        shares = share(outs)
+        order = np.lexsort((shares, parted))  # of a pair, the last counts: one that parted, and the furthest of those
         relative, allowed, compared, sure = (
             np.zeros(count),
             np.zeros(count),
             np.zeros(count, bool),
             np.zeros(count, bool),
         )
-        relative[owner[order]] = share[order]
+        relative[owner[order]] = shares[order]
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             allowed[owner[order]] = np.where(outs.size > 0, bound / outs.size, 0.0)[order]
         compared[owner] = True
@@ -406,46 +426,6 @@ def largest_with(step: float, digits: int) -> float:
     bits = round(math.ldexp(mantissa, _SURE_BITS))
     last = exponent - _SURE_BITS + (bits & -bits).bit_length() - 1
     return math.ldexp(1.0, last + digits) + step
-
-
-def _sizes(ins: Edges, outs: Edges, count: int) -> tuple[Any, Any, Any, Any]:
-    """Of each pair: the largest relative distance of an input; of the norms of inputs the sum, product and least.
-
-    In the sum an input counts that is broadcast as often as its elements are used.
-    """
-    relative, total, product, least = np.zeros(count), np.zeros(count), np.ones(count), np.full(count, np.inf)
-    np.maximum.at(relative, ins.owner, _share(ins))
-    made = np.zeros(count)
-    np.maximum.at(made, outs.owner, outs.elements)
-    repeated = np.maximum(made[ins.owner] / np.maximum(ins.elements, 1.0), 1.0)
-    np.add.at(total, ins.owner, ins.size * np.sqrt(repeated))
-    some = ins.size > 0
-    np.multiply.at(product, ins.owner, np.where(some, np.minimum(ins.size, 1e60), 1.0))
-    np.minimum.at(least, ins.owner[some], ins.size[some])
-    product[~np.isin(np.arange(count), ins.owner)] = 0.0
-    return relative, total, np.minimum(product, 1e120), np.where(np.isfinite(least), least, 0.0)
-
-
-def _share(edges: Edges) -> Any:
-    """Distances relative to the norm."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(edges.size > 0, edges.apart / edges.size, 0.0)
-
-
-def _steepest_other(kinds: Any, slopes: Any) -> Any:
-    """For each pair, the largest slope among the others of its kind."""
-    if not len(slopes):
-        return slopes
-    which, back = np.unique(kinds, axis=0, return_inverse=True)
-    back = back.reshape(-1)
-    order = np.lexsort((slopes, back))
-    ends = np.searchsorted(back[order], np.arange(len(which)), side="right") - 1
-    last = order[ends]  # the steepest of each kind
-    starts = np.searchsorted(back[order], np.arange(len(which)))
-    second = np.where(ends > starts, slopes[order[np.maximum(ends - 1, 0)]], 0.0)
-    found = slopes[last][back]
-    found[last] = second
-    return found
 
 
 def _under_autocast(graph: Graph) -> Any:

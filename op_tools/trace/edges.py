@@ -240,3 +240,43 @@ def terms(graph: Graph, operators: Any) -> Any:
     forward = graph.operators["forward"]
     most = np.maximum(most, np.where(forward >= 0, most[forward], 1.0))
     return np.maximum(most / np.maximum(least, 1.0), 1.0)[operators]
+
+
+def sizes_of(ins: Edges, outs: Edges, count: int) -> tuple[Any, Any, Any, Any]:
+    """Of each pair: the largest relative distance of an input; of the norms of inputs the sum, product and least.
+
+    In the sum an input counts that is broadcast as often as its elements are used.
+    """
+    relative, total, product, least = np.zeros(count), np.zeros(count), np.ones(count), np.full(count, np.inf)
+    np.maximum.at(relative, ins.owner, share(ins))
+    made = np.zeros(count)
+    np.maximum.at(made, outs.owner, outs.elements)
+    repeated = np.maximum(made[ins.owner] / np.maximum(ins.elements, 1.0), 1.0)
+    np.add.at(total, ins.owner, ins.size * np.sqrt(repeated))
+    some = ins.size > 0
+    np.multiply.at(product, ins.owner, np.where(some, np.minimum(ins.size, 1e60), 1.0))
+    np.minimum.at(least, ins.owner[some], ins.size[some])
+    product[~np.isin(np.arange(count), ins.owner)] = 0.0
+    return relative, total, np.minimum(product, 1e120), np.where(np.isfinite(least), least, 0.0)
+
+
+def share(edges: Edges) -> Any:
+    """Distances relative to the norm."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(edges.size > 0, edges.apart / edges.size, 0.0)
+
+
+def steepest_other(kinds: Any, slopes: Any) -> Any:
+    """For each pair, the largest slope among the others of its kind."""
+    if not len(slopes):
+        return slopes
+    which, back = np.unique(kinds, axis=0, return_inverse=True)
+    back = back.reshape(-1)
+    order = np.lexsort((slopes, back))
+    ends = np.searchsorted(back[order], np.arange(len(which)), side="right") - 1
+    last = order[ends]  # the steepest of each kind
+    starts = np.searchsorted(back[order], np.arange(len(which)))
+    second = np.where(ends > starts, slopes[order[np.maximum(ends - 1, 0)]], 0.0)
+    found = slopes[last][back]
+    found[last] = second
+    return found

@@ -14,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 
 from ..call.functions import SUM
+from ..call.graphs import OP as COMPILED
 from . import format as columns
 from .align import Alignment
 from .behaviour import behaviour, draws
@@ -25,6 +26,7 @@ from .graph import Graph
 _SEVERAL_TIMES: Final = 16.0  # what a part of a run makes of a difference
 _DIGITS: Final = 2.0  # square roots of the unit between results of other operators
 _LOSS_SCALE: Final = 8.0  # binary digits; scalers of gradients begin with 16
+_DIFFERS: Final = "what they make of them differs"
 _TF32: Final = 2.0**-11
 _UNITS_GIVEN: Final = 4.0  # between values in two dtypes
 
@@ -88,8 +90,10 @@ class Origins:
         made = [producer[t] for producer, t in zip(self._producers, ins.tensors)]
         at = [p[m] for p, m in zip(place, made)]
         shares = _shares(ins)
-        same = (at[0] == at[1]) & ((at[0] >= 0) | (at[0] == -1))
-        explained = np.maximum(spread[0][ins.tensors[0]], spread[1][ins.tensors[1]])
+        output = [g.tensors["output"][t] for g, t in zip(self._graphs, ins.tensors)]
+        same = (at[0] == at[1]) & ((at[0] == -1) | ((at[0] >= 0) & (output[0] == output[1])))
+        far = [np.where(a >= ins.owner, 0.0, one[t]) for a, one, t in zip(at, spread, ins.tensors)]  # later: no reason
+        explained = np.maximum(*far)
         mine, theirs = (self._alignment.pairs[:, n][ins.owner] for n in (0, 1))
         phases = self._graphs[0].operators["phase"][mine]
         begins = np.where(at[0] == -1, _begins(self._graphs[0])[mine], _begins(self._graphs[1])[theirs])
@@ -98,7 +102,7 @@ class Origins:
         )  # nobody saw who made one of them
         unit = np.maximum(np.maximum(ins.first, ins.second), self._least_unit)
         allowed = _SEVERAL_TIMES * explained + _DIGITS * np.sqrt(unit)
-        odd = ~same & np.isfinite(explained) & ~lost & (ins.owner <= before) & ~self._of_sums()[mine]
+        odd = ~same & np.isfinite(explained) & ~lost & (ins.owner <= before) & ~self._without_order()[mine]
         named = [g.tensors["name"][t] > 0 for g, t in zip(self._graphs, ins.tensors)]
         named = named[0] & named[1] & ~ins.others[ins.owner]
         odd &= (phases != columns.OPTIMIZER) | named  # there are many ways to write an optimizer
@@ -122,18 +126,21 @@ class Origins:
             inputs = [g.inputs(n) for g, n in zip(self._graphs, mine)]
             shapes = [[side.shape_of(t) for t in given] for side, given in zip((self._one, self._two), inputs)]
             backward = int(self._graphs[0].operators["phase"][mine[0]]) != columns.FORWARD
-            if backward or len(inputs[0]) != len(inputs[1]) or shapes[0] == shapes[1] or self._is_random(mine[0]):
+            if backward or shapes[0] == shapes[1] or self._is_random(mine[0]):
                 continue
             explained = max((float(spread[t].max()) for spread, t in zip(self._spread, inputs) if len(t)), default=0.0)
             allowed = _SEVERAL_TIMES * explained + _DIGITS * math.sqrt(float(unit[edge]))
             if float(shares[edge]) > allowed:
+                if len(shapes[0]) != len(shapes[1]):
+                    told = f"they get other tensors: {len(shapes[0])} in A, {len(shapes[1])} in B"
+                    return pair, f"{told}; {_DIFFERS}", float(shares[edge]), float(shares[edge]), allowed, True
                 place = next(n for n, (x, y) in enumerate(zip(*shapes)) if x != y)
                 titles = [g.tensor_title(int(t[place])) for g, t in zip(self._graphs, inputs)]
                 told = (
                     f"they get other tensors: {titles[0]} {shapes[0][place]} in A, {titles[1]} {shapes[1][place]} in B"
                 )
                 share = float(shares[edge])
-                return pair, f"{told}; what they make of them differs", share, share, allowed, True
+                return pair, f"{told}; {_DIFFERS}", share, share, allowed, True
         return None
 
     def _is_random(self, operator: int) -> bool:
@@ -141,11 +148,14 @@ class Origins:
         said = graph.trace.texts[int(graph.operators["arguments"][operator])]
         return behaviour(graph.names[operator]).free or draws(graph.names[operator], said)
 
-    def _of_sums(self) -> Any:
-        """Whether autograd adds up gradients: in which order is its own affair."""
-        graph = self._graphs[0]
-        sums = np.array([text.startswith(SUM) for text in graph.trace.texts], bool)
-        return sums[graph.operators["name"]]
+    def _without_order(self) -> Any:
+        """Operators that order what they get themselves: sums of gradients, and calls that Dynamo has traced."""
+        graph, found = self._graphs[0], np.zeros(self._graphs[0].count, bool)
+        for side, one in enumerate(self._graphs):
+            chosen = np.array([text.startswith((SUM, f"{COMPILED}.")) for text in one.trace.texts], bool)
+            pairs = self._alignment.pairs
+            found[pairs[:, 0][chosen[one.operators["name"]][pairs[:, side]]]] = True
+        return found | np.array([text.startswith(SUM) for text in graph.trace.texts], bool)[graph.operators["name"]]
 
     def _scaled(self, edge: int) -> bool:
         """Whether one run has multiplied by a large power of two, as scalers of gradients do."""
@@ -169,7 +179,7 @@ class Origins:
         found: dict[str, bool] = {}
         ins, graph = self._ins, self._graphs[0]
         shares, producers = _shares(ins), [g.tensors["producer"] for g in self._graphs]
-        kinds = graph.tensors["kind"]
+        kinds, members = graph.tensors["kind"], (columns.PARAMETER, columns.BUFFER)
         phases = graph.operators["phase"]
         forward = (phases == columns.FORWARD)[self._alignment.pairs[:, 0]]
         seen: set[int] = set()
@@ -178,14 +188,19 @@ class Origins:
             if mine in seen:
                 continue
             seen.add(mine)
-            name = member_name(graph, mine) if kinds[mine] in (columns.PARAMETER, columns.BUFFER) else ""
+            name = member_name(graph, mine) if kinds[mine] in members else ""
+            if bool(name) != (self._graphs[1].tensors["kind"][theirs] in members) or kinds[mine] == columns.GRADIENT:
+                continue
             if name and producers[0][mine] >= 0 and phases[producers[0][mine]] != columns.FORWARD:
                 continue  # an optimizer, say, has written to it
             if not name:
                 if producers[0][mine] >= 0 or producers[1][theirs] >= 0 or graph.tensors["base"][mine] >= 0:
                     continue
                 pair = int(ins.owner[edge])
-                name = f"input {int(ins.place[edge])} of {graph.titles[int(self._alignment.pairs[pair, 0])]}"
+                operator = int(self._alignment.pairs[pair, 0])
+                name = f"input {int(ins.place[edge])} of {graph.titles[operator]}"
+                step = int(graph.operators["step"][operator] - graph.operators["step"].min())
+                name += f" in step {step}" if step else ""
             if name not in found:
                 limit = _UNITS_GIVEN * max(float(ins.first[edge]), float(ins.second[edge]))
                 found[name] = bool(shares[edge] > limit or ins.strange[edge])

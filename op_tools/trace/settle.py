@@ -6,12 +6,16 @@ Sequences of casts, views and copies look alike; what they work on tells them ap
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 import numpy as np
 
-from .families import family
+from .families import MOVES, family
+from .format import BACKWARD, PROJECTIONS
 from .graph import Graph
+
+_ALIKE: Final = 0.05  # of the size of two prints, if they are of the same tensor in two dtypes
 
 
 def settled(
@@ -23,7 +27,8 @@ def settled(
     """
     there = dict(pairs)
     producers = [_producers(graph) for graph in (first, second)]
-    doubtful = [(a, b) for a, b in pairs if _apart(producers[0][a], producers[1][b], there)]
+    led = first.operators["forward"].tolist()  # backwards go with their forwards
+    doubtful = [(a, b) for a, b in pairs if led[a] < 0 and _apart(producers[0][a], producers[1][b], there)]
     if not doubtful:
         return pairs
     steps = [{step: n for n, step in enumerate(np.unique(g.operators["step"]).tolist())} for g in (first, second)]
@@ -41,10 +46,41 @@ def settled(
         if found:
             there[a] = found[0]
             used.add(found[0])
+    values = [_values(graph) for graph in (first, second)]
     for a, b in doubtful:  # those for which nothing better was found keep theirs if nobody else has it
-        if there[a] == b and b in used:
+        other = _said(first, a) != _said(second, b)
+        moves = other and family(first.names[a]) in MOVES and not _alike(values[0](a), values[1](b))
+        if there[a] == b and (b in used or moves):
             del there[a]
-    return sorted(there.items())
+    links = [graph.operators["forward"].tolist() for graph in (first, second)]
+    phases = first.operators["phase"].tolist()
+    return sorted(
+        (a, b)
+        for a, b in there.items()
+        if phases[a] != BACKWARD or links[0][a] < 0 or there.get(links[0][a], -1) == links[1][b]
+    )
+
+
+def _said(graph: Graph, operator: int) -> tuple[str, str]:
+    return graph.names[operator], graph.trace.texts[int(graph.operators["arguments"][operator])]
+
+
+def _values(graph: Graph) -> Callable[[int], Any]:
+    """What gives the fingerprint of an operator's first result, or nothing."""
+    rows, where = graph.prints()
+
+    def found(operator: int) -> Any:
+        made = graph.outputs(operator)
+        return rows[where[made[0]]] if len(made) and where[made[0]] >= 0 else None
+
+    return found
+
+
+def _alike(one: Any, two: Any) -> bool:
+    if one is None or two is None:
+        return True
+    apart, size = np.abs(one[:PROJECTIONS] - two[:PROJECTIONS]).max(), np.abs(one[:PROJECTIONS]).max()
+    return bool(apart <= _ALIKE * (size + np.abs(two[:PROJECTIONS]).max()))
 
 
 def _producers(graph: Graph) -> list[list[int]]:
