@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from .families import MOVES, family
-from .format import BACKWARD, PROJECTIONS
+from .format import BACKWARD, INPUT, PROJECTIONS
 from .graph import Graph
 
 _ALIKE: Final = 0.05  # of the size of two prints, if they are of the same tensor in two dtypes
@@ -25,24 +25,21 @@ def settled(
 
     >>> settled(first, second, [(0, 0), (1, 2)], {-1: -1})             # doctest: +SKIP
     """
-    there = dict(pairs)
-    producers = [_producers(graph) for graph in (first, second)]
-    led = first.operators["forward"].tolist()  # backwards go with their forwards
-    doubtful = [(a, b) for a, b in pairs if led[a] < 0 and _apart(producers[0][a], producers[1][b], there)]
+    doubtful = _doubtful(first, second, pairs)
     if not doubtful:
         return pairs
+    there = dict(pairs)
     steps = [{step: n for n, step in enumerate(np.unique(g.operators["step"]).tolist())} for g in (first, second)]
     taken = set(there.values()) - {b for _, b in doubtful}
     waiting: dict[Any, list[int]] = defaultdict(list)
     for b in range(second.count):
-        if b not in taken and producers[1][b]:
-            waiting[_key(second, b, producers[1][b], steps[1], None)].append(b)
+        if b not in taken and (made := _producers(second, b)):
+            waiting[_key(second, b, made, steps[1], None)].append(b)
     used: set[int] = set()
     for a, _ in doubtful:
-        made = [there.get(p, -1) for p in producers[0][a]]
-        found = (
-            [] if -1 in made else [n for n in waiting.get(_key(first, a, made, steps[0], modules), []) if n not in used]
-        )
+        made = [there.get(p, -1) for p in _producers(first, a)]
+        others = [] if -1 in made else waiting.get(_key(first, a, made, steps[0], modules), [])
+        found = [n for n in others if n not in used]
         if found:
             there[a] = found[0]
             used.add(found[0])
@@ -66,12 +63,16 @@ def _said(graph: Graph, operator: int) -> tuple[str, str]:
 
 
 def _values(graph: Graph) -> Callable[[int], Any]:
-    """What gives the fingerprint of an operator's first result, or nothing."""
-    rows, where = graph.prints()
+    """What gives the projections of an operator's first result, or nothing."""
+    table = graph.trace["prints"]
+    own = np.flatnonzero(table["part"] == 0)
+    where = np.full(graph.trace.count("tensors"), -1, np.int32)
+    where[table["tensor"][own]] = own
 
     def found(operator: int) -> Any:
         made = graph.outputs(operator)
-        return rows[where[made[0]]] if len(made) and where[made[0]] >= 0 else None
+        row = int(where[made[0]]) if len(made) else -1
+        return None if row < 0 else np.array([table[f"p{k}"][row] for k in range(PROJECTIONS)])
 
     return found
 
@@ -79,20 +80,37 @@ def _values(graph: Graph) -> Callable[[int], Any]:
 def _alike(one: Any, two: Any) -> bool:
     if one is None or two is None:
         return True
-    apart, size = np.abs(one[:PROJECTIONS] - two[:PROJECTIONS]).max(), np.abs(one[:PROJECTIONS]).max()
-    return bool(apart <= _ALIKE * (size + np.abs(two[:PROJECTIONS]).max()))
+    apart, size = np.abs(one - two).max(), np.abs(one).max()
+    return bool(apart <= _ALIKE * (size + np.abs(two).max()))
 
 
-def _producers(graph: Graph) -> list[list[int]]:
-    """For each operator, the operators that made what goes in; nothing where the trace does not say of all."""
-    starts, tensors = graph.side(0)
-    made = graph.tensors["producer"][tensors].tolist() if len(tensors) else []
-    found = [made[a:b] for a, b in zip(starts[:-1].tolist(), starts[1:].tolist())]
-    return [[] if not own or min(own) < 0 else own for own in found]
+def _producers(graph: Graph, operator: int) -> list[int]:
+    """The operators that made what goes in; nothing where the trace does not say of all."""
+    made: list[int] = graph.tensors["producer"][graph.inputs(operator)].tolist()
+    return [] if not made or min(made) < 0 else made
 
 
-def _apart(mine: list[int], theirs: list[int], there: dict[int, int]) -> bool:
-    return bool(mine) and len(mine) == len(theirs) and all(there.get(p, -1) != q for p, q in zip(mine, theirs))
+def _doubtful(first: Graph, second: Graph, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Pairs of which no input is made by operators that are a pair; backwards go with their forwards."""
+    both = np.array(pairs, np.int32).reshape(-1, 2)
+    there = np.full(first.count + 1, -1, np.int32)
+    there[both[:, 0]] = both[:, 1]
+    starts = [graph.side(INPUT)[0] for graph in (first, second)]
+    counts = [(s[1:] - s[:-1])[both[:, n]] for n, s in enumerate(starts)]
+    asked = both[(counts[0] == counts[1]) & (counts[0] > 0) & (first.operators["forward"][both[:, 0]] < 0)]
+    if not len(asked):
+        return []
+    lengths = (starts[0][1:] - starts[0][:-1])[asked[:, 0]]
+    begins = np.cumsum(lengths) - lengths
+    at = np.arange(int(lengths.sum())) - np.repeat(begins, lengths)
+    made = []
+    for graph, side in ((first, 0), (second, 1)):
+        tensors = graph.side(INPUT)[1][np.repeat(starts[side][asked[:, side]], lengths) + at]
+        made.append(graph.tensors["producer"][tensors])
+    known = np.minimum.reduceat(np.minimum(*made), begins) >= 0
+    apart = np.logical_and.reduceat(there[made[0]] != made[1], begins)
+    chosen: list[tuple[int, int]] = [(a, b) for a, b in asked[known & apart].tolist()]
+    return chosen
 
 
 def _key(graph: Graph, operator: int, made: list[int], steps: dict[int, int], modules: dict[int, int] | None) -> Any:
