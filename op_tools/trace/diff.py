@@ -157,7 +157,10 @@ class Diff:
                 word: {"operator": g.numbers[n], "title": g.titles[n], "name": g.names[n], "location": _location(g, n)}
                 for word, g, n in (("A", one, a), ("B", two, b))
             }
-            numbers = {k: getattr(self.divergence, k) for k in ("inputs", "outputs", "allowed", "reason")}
+            numbers: dict[str, Any] = {"reason": self.divergence.reason}
+            for name in ("inputs", "outputs", "allowed"):
+                value = getattr(self.divergence, name)
+                numbers[name] = value if math.isfinite(value) else None  # JSON has no infinity
             found = {**sides, **numbers, "phase": columns.PHASES[int(one.operators["phase"][a])]}
         return {
             "operators": [whole_of(one).count, whole_of(two).count],
