@@ -109,9 +109,7 @@ def align(first: Graph, second: Graph) -> Alignment:
     one, two = Features(first), Features(second)
     modules = match_modules(first, second)
     groups_one, groups_two = _groups(first), _groups(second)
-    steps_one, steps_two = (
-        {step: i for i, step in enumerate(sorted({k[0] for k in g}))} for g in (groups_one, groups_two)
-    )
+    steps_one, steps_two = first.step_order, second.step_order
     there = {(steps_two[step], phase, module): members for (step, phase, module), members in groups_two.items()}
     pairs: list[tuple[int, int]] = []
     replaced: list[tuple[list[int], list[int]]] = []

@@ -84,7 +84,7 @@ def is_whole_module(graph: Graph, operator: int) -> bool:
 def fold_modules(graph: Graph, other: Graph, modules: dict[int, int]) -> Graph:
     """`graph` with each module as one operator that is compiled in `other`; `modules` leads from there to here."""
     runs: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-    steps = _steps(other)
+    steps = other.step_order
     for operator in compiled_runs(other):
         phase = int(other.operators["phase"][operator])
         module = -1
@@ -97,7 +97,7 @@ def fold_modules(graph: Graph, other: Graph, modules: dict[int, int]) -> Graph:
         return graph
     owner = _owners(graph, {module for _, phase, module in runs if phase != columns.OPTIMIZER})
     members: dict[tuple[int, int, int], list[int]] = defaultdict(list)
-    steps = _steps(graph)
+    steps = graph.step_order
     table = graph.operators
     for operator, (step, phase, module) in enumerate(zip(*(table[c].tolist() for c in ("step", "phase", "module")))):
         if phase in _PHASES:
@@ -122,7 +122,7 @@ def fold_gaps(graph: Graph, other: Graph, pairs: Iterable[tuple[int, int]], modu
     if not asked:
         return graph
     places = [b for b, _ in matched]
-    steps = _steps(graph), _steps(other)
+    steps = graph.step_order, other.step_order
     own = set(compiled_runs(graph))
     free: dict[tuple[int, int], list[int]] = defaultdict(list)
     for a, (step, phase) in enumerate(zip(graph.operators["step"].tolist(), graph.operators["phase"].tolist())):
@@ -153,10 +153,6 @@ def fold_gaps(graph: Graph, other: Graph, pairs: Iterable[tuple[int, int]], modu
 
 def _key(graph: Graph, steps: dict[int, int], operator: int) -> tuple[int, int]:
     return steps[int(graph.operators["step"][operator])], int(graph.operators["phase"][operator])
-
-
-def _steps(graph: Graph) -> dict[int, int]:
-    return {step: n for n, step in enumerate(np.unique(graph.operators["step"]).tolist())}
 
 
 def _same_members(graph: Graph, other: Graph, operator: int) -> bool:

@@ -91,6 +91,11 @@ class Graph:
             found[module].append(operator)
         return found
 
+    @functools.cached_property
+    def step_order(self) -> dict[int, int]:
+        """The steps by their order: they count from the start of a process, so those of two runs differ."""
+        return {step: n for n, step in enumerate(np.unique(self.operators["step"]).tolist())}
+
     # -- names ----------------------------------------------------------------------------------------
 
     @functools.cached_property

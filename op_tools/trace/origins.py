@@ -18,7 +18,7 @@ from ..call.graphs import OP as COMPILED
 from . import format as columns
 from .align import Alignment
 from .behaviour import behaviour, draws
-from .edges import NORM, Edges, Side
+from .edges import NORM, Edges, Side, share
 from .fold import converted, member_name
 from .format import OUTPUT, PROJECTIONS
 from .graph import Graph
@@ -110,8 +110,8 @@ class Origins:
         found = None
         for edge in np.flatnonzero(odd).tolist():
             if not self._scaled(edge):
-                pair, share = int(ins.owner[edge]), float(shares[edge])
-                found = pair, self._told(edge), share, share, float(allowed[edge]), True
+                pair, apart = int(ins.owner[edge]), float(shares[edge])
+                found = pair, self._told(edge), apart, apart, float(allowed[edge]), True
                 break
         return self._of_other_shapes(before if found is None else found[0] - 1) or found
 
@@ -139,8 +139,8 @@ class Origins:
                 told = (
                     f"they get other tensors: {titles[0]} {shapes[0][place]} in A, {titles[1]} {shapes[1][place]} in B"
                 )
-                share = float(shares[edge])
-                return pair, f"{told}; {_DIFFERS}", share, share, allowed, True
+                apart = float(shares[edge])
+                return pair, f"{told}; {_DIFFERS}", apart, apart, allowed, True
         return None
 
     def _is_random(self, operator: int) -> bool:
@@ -150,12 +150,12 @@ class Origins:
 
     def _without_order(self) -> Any:
         """Operators that order what they get themselves: sums of gradients, and calls that Dynamo has traced."""
-        graph, found = self._graphs[0], np.zeros(self._graphs[0].count, bool)
+        found = np.zeros(self._graphs[0].count, bool)
         for side, one in enumerate(self._graphs):
             chosen = np.array([text.startswith((SUM, f"{COMPILED}.")) for text in one.trace.texts], bool)
             pairs = self._alignment.pairs
             found[pairs[:, 0][chosen[one.operators["name"]][pairs[:, side]]]] = True
-        return found | np.array([text.startswith(SUM) for text in graph.trace.texts], bool)[graph.operators["name"]]
+        return found
 
     def _scaled(self, edge: int) -> bool:
         """Whether one run has multiplied by a large power of two, as scalers of gradients do."""
@@ -208,8 +208,8 @@ class Origins:
 
 
 def _shares(edges: Edges) -> Any:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        found = np.where(edges.size > 0, edges.apart / edges.size, 0.0)
+    """Distances relative to the norm; infinite where NaN or Inf differ."""
+    found = share(edges)
     return np.where(np.isfinite(found) & ~edges.strange, found, np.inf)
 
 

@@ -29,16 +29,15 @@ def settled(
     if not doubtful:
         return pairs
     there = dict(pairs)
-    steps = [{step: n for n, step in enumerate(np.unique(g.operators["step"]).tolist())} for g in (first, second)]
     taken = set(there.values()) - {b for _, b in doubtful}
     waiting: dict[Any, list[int]] = defaultdict(list)
     for b in range(second.count):
         if b not in taken and (made := _producers(second, b)):
-            waiting[_key(second, b, made, steps[1], None)].append(b)
+            waiting[_key(second, b, made, None)].append(b)
     used: set[int] = set()
     for a, _ in doubtful:
         made = [there.get(p, -1) for p in _producers(first, a)]
-        others = [] if -1 in made else waiting.get(_key(first, a, made, steps[0], modules), [])
+        others = [] if -1 in made else waiting.get(_key(first, a, made, modules), [])
         found = [n for n in others if n not in used]
         if found:
             there[a] = found[0]
@@ -113,8 +112,8 @@ def _doubtful(first: Graph, second: Graph, pairs: list[tuple[int, int]]) -> list
     return chosen
 
 
-def _key(graph: Graph, operator: int, made: list[int], steps: dict[int, int], modules: dict[int, int] | None) -> Any:
+def _key(graph: Graph, operator: int, made: list[int], modules: dict[int, int] | None) -> Any:
     """What two operators have in common that correspond: step, phase, module, family, and who made what they get."""
     step, phase, module = (int(graph.operators[column][operator]) for column in ("step", "phase", "module"))
     there = module if modules is None else modules.get(module, -2)
-    return steps[step], phase, there, family(graph.names[operator]), tuple(made)
+    return graph.step_order[step], phase, there, family(graph.names[operator]), tuple(made)
