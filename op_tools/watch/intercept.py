@@ -30,7 +30,7 @@ from ..compat import (
 )
 from ..native import front
 from ..view.console import note
-from . import backward, engine, functions, inside, patches, room, sums
+from . import backward, functions, inside, patches, room, sums
 from .compiled import HIDDEN, CompiledRun, Regions
 from .hooks import Hooks
 from .interpreter import Interpreter
@@ -164,7 +164,7 @@ class Interceptor(TorchFunctionMode):
         """Run a call that some tool may want to see, by itself or as a part of one on wrapper tensors."""
         traits = plan.traits
         if traits.transparent:
-            with engine.around_backward():
+            with backward.around_backward():
                 return func(*args, **kwargs)
         first = args[0] if args else None
         obvious = isinstance(first, Tensor) and not first.is_cpu and not first.is_meta  # as for most calls
@@ -364,7 +364,7 @@ class Interceptor(TorchFunctionMode):
                 self.capturing = torch.cuda.is_current_stream_capturing if torch.cuda.is_available() else None
                 self._graph_noted = False
                 self.regions = Regions()
-                self._patches = patches.Installed(self, engine.WatchedEngine)
+                self._patches = patches.Installed(self, backward.WatchedEngine)
                 self._interpreter.ease()
             self.tools = sorted([*self.tools, tool], key=lambda t: t.order)
             self.descriptions.make_room()
