@@ -35,7 +35,9 @@ def start_log(rank: int, folder: Path) -> None:
 
 def say(text: str, end: str = "\n") -> None:
     """A line without time and name, as the training log has some; on every rank, and on rank 0 into ``log.txt`` too."""
-    print(text, end=end, flush=True)
+    # In one piece: ranks share a file, and `print` without a buffer writes the text and its end one after the other.
+    sys.stdout.write(text + end)
+    sys.stdout.flush()
     for handler in logging.getLogger(LOGGER).handlers:
         if isinstance(handler, logging.FileHandler) and handler.stream:
             handler.stream.write(text + end)

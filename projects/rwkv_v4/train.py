@@ -60,12 +60,12 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         # Before training began, or a second time. Other ranks may wait for this one in the middle of a message:
         # do not wait for them.
-        print("Interrupted", file=sys.stderr, flush=True)
+        sys.stderr.write("Interrupted\n")  # in one piece: the other ranks write there too
         if int(os.environ.get("WORLD_SIZE", 1)) > 1:
             os._exit(130)
         return 130
     except (ConfigError, CorpusError, CheckpointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        sys.stderr.write(f"error: {error}\n")
         return 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from projects.rwkv_v4 import checkpoint
-from projects.rwkv_v4.events import Event, Metrics, Window, plot_losses, read_metrics
+from projects.rwkv_v4.events import Event, Metrics, Window, plot_losses, read_metrics, say
 
 ROOT = Path(__file__).parents[3]
 
@@ -107,3 +108,21 @@ for i in range(1, 100000):
     left = {"iteration": 10**6, "x": torch.zeros(1)}
     checkpoint.save(tmp_path, left, keep=2)
     assert all(re.fullmatch(r"checkpoint_\d+\.pt", p.name) for p in tmp_path.iterdir()), "leftovers are cleaned up"
+
+
+def test_a_line_of_one_rank_reaches_a_shared_file_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = []
+
+    class Shared(io.RawIOBase):
+        def writable(self) -> bool:
+            return True
+
+        def write(self, data: object) -> int:
+            pieces.append(bytes(data))  # type: ignore[call-overload]
+            return len(pieces[-1])
+
+    # What a rank's standard output is: torchrun starts it with `python -u`.
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(Shared(), write_through=True))  # type: ignore[type-var]
+    say("building token list...", end=" ")
+    say("data has 5 tokens, 3 unique.")
+    assert pieces == [b"building token list... ", b"data has 5 tokens, 3 unique.\n"]
