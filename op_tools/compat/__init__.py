@@ -256,6 +256,12 @@ def c10d_classes() -> tuple[Any, Any] | None:
     return classes if all(hasattr(kind, "unbox") for kind in classes) else None
 
 
+def awaited(tensor: torch.Tensor) -> torch.Tensor:
+    """What a functional collective fills, behind the tensor that waits for it; other tensors are themselves."""
+    kind = type(tensor)
+    return tensor.elem if kind.__name__ == "AsyncCollectiveTensor" and hasattr(tensor, "elem") else tensor
+
+
 Future: Final = torch._C.Future  # what `Work.get_future` returns
 
 

@@ -21,6 +21,7 @@ from ..call.traits import OpTraits
 from ..compat import running_pass
 from ..settings import SettingsError
 from ..trace import format as columns
+from ..trace.collectives import EndsOfCollectives
 from ..trace.compiled import COMPILED
 from ..trace.compiled_runs import CompiledRuns
 from ..trace.format import SUFFIX, TraceWriter
@@ -28,6 +29,7 @@ from ..trace.places import Place, place_of_call
 from ..trace.record import Recorder, writer_world
 from ..watch.compiled import CompiledRun, Tally
 from ..watch.intercept import INTERCEPTOR, Call
+from ..watch.traffic import python_call
 from .base import Tool
 from .light import noted
 
@@ -77,6 +79,7 @@ class OpTrace(Tool):
         self._recorder: Recorder | None = None
         self._book: Any = None  # which records most calls by itself; False where there is none
         self._compiled = CompiledRuns(self, self._started)
+        self._collectives = EndsOfCollectives(self, self._started)
 
     def prepare(self) -> None:
         self._recorder, self._book = None, None
@@ -84,6 +87,8 @@ class OpTrace(Tool):
         if self._to is not None:
             _make_folder(self._to)
         COMPILED.listen(self._recording)
+        if writer_world()[1] > 1:
+            self._collectives.listen()
 
     def _started(self) -> Recorder:
         """The recorder; the file is opened at the first call, when the rank is known."""
@@ -97,6 +102,8 @@ class OpTrace(Tool):
             facts |= {"command": " ".join(sys.argv)[:500], "started": time.strftime("%Y-%m-%d %H:%M:%S")}
             self.path = folder / f"rank{rank}{SUFFIX}"
             self._recorder = Recorder(TraceWriter(self.path, facts), self._prints, self._stacks, self._frames == "user")
+            if world > 1:
+                self._collectives.listen()
         return self._recorder
 
     def light(self, traits: OpTraits) -> tuple[Any, ...] | None:
@@ -134,6 +141,8 @@ class OpTrace(Tool):
 
     def before(self, call: Call) -> None:
         traits = call.traits
+        if traits.collective:
+            self._collectives.entered(call)
         may_write = traits.may_write or traits.mutates or traits.facts.updates
         if may_write or "out" in call.kwargs or call.kwargs.get("inplace"):
             with (recorder := self._started()).lock:
@@ -173,10 +182,15 @@ class OpTrace(Tool):
                 *(call.op, phase, place, call.step, call.location),
                 module=module,
                 arguments=recorder.arguments(call.inputs),
-                group=_group(call) if traits.collective else "",
+                group=(self._collectives.group(call) or _group(call)) if traits.collective else "",
             )
             recorder.edges(number, columns.INPUT, inputs)
-            recorder.outputs(number, module, call.results, written, phase)
+            results = call.results
+            if traits.collective:
+                filled, awaited = self._collectives.left(call, number, module, phase)
+                written += [tensor for tensor in filled if not any(tensor is other for other in written)]
+                results = [tensor for tensor in results if not any(tensor is other for other in awaited)]
+            recorder.outputs(number, module, results, written, phase)
             recorder.launch()
             call.notes[self] = (number, module)
 
@@ -195,6 +209,7 @@ class OpTrace(Tool):
             recorder.launch()
 
     def after_backward_passes(self, graph_is_kept: bool) -> None:
+        self._collectives.backward_ended()
         if self._recorder is not None and self._in_steps():
             with self._recorder.lock:
                 self._recorder.after_backward()
@@ -241,6 +256,7 @@ class OpTrace(Tool):
 
     def finish(self) -> None:
         COMPILED.ignore()
+        self._collectives.stop()
         if self._book:
             INTERCEPTOR.sums.elsewhere = INTERCEPTOR.sums.direct = None
         if self._recorder is not None:
@@ -287,8 +303,9 @@ def _in_place(name: str) -> bool:
 
 
 def _group(call: Call) -> str:
-    group = call.kwargs.get("group")
     try:
+        found = python_call(call.op.rpartition(".")[2], call.args, call.kwargs)
+        group = call.kwargs.get("group") if found is None else found.group
         return f"ranks={torch.distributed.get_process_group_ranks(group or torch.distributed.group.WORLD)}"
     except Exception:
         return ""

@@ -187,11 +187,12 @@ def _backwards(graph: Graph) -> list[tuple[int, int]]:
 
 
 def _groups(graph: Graph) -> dict[tuple[int, int, int], list[int]]:
-    """Operators by step, phase and module, in order."""
+    """Operators by step, phase and module, in order; those of a wrapper stand with those of what it wraps."""
     found: dict[tuple[int, int, int], list[int]] = {}
-    table = graph.operators
+    table, inner = graph.operators, _inner(graph)[0]
     keys = zip(table["step"].tolist(), table["phase"].tolist(), table["module"].tolist())
-    for operator, key in enumerate(keys):
+    for operator, (step, phase, module) in enumerate(keys):
+        key = (step, phase, inner.get(module, module))
         members = found.get(key)
         if members is None:
             found[key] = [operator]
@@ -210,6 +211,19 @@ def match_modules(first: Graph, second: Graph) -> dict[int, int]:
     return found
 
 
+def _inner(graph: Graph) -> tuple[dict[int, int], dict[str, int]]:
+    """Of each module the innermost one of the same path, which is not a wrapper, and these by path."""
+    by_path: dict[str, int] = {}
+    own: dict[int, str] = {}
+    times: Counter[str] = Counter()
+    for number, module in graph.modules.items():
+        times[module["name"]] += 1
+        again = times[module["name"]] - 1  # several that are made on the fly have one name
+        own[number] = graph.paths[number] + (f"#{again}" if again else "")
+        by_path[own[number]] = number
+    return {number: by_path[own[number]] for number in graph.modules}, by_path
+
+
 class _Tree:
     """The modules of a trace without wrappers, and the fingerprints of their parameters."""
 
@@ -218,15 +232,7 @@ class _Tree:
         self.children: dict[int, list[int]] = defaultdict(list)
         self.class_of = {n: m["class"] for n, m in graph.modules.items()}
         self.settings = {n: m["settings"] for n, m in graph.modules.items()}
-        by_path: dict[str, int] = {}
-        own: dict[int, str] = {}
-        times: Counter[str] = Counter()
-        for number, module in graph.modules.items():  # of a wrapper and what it wraps, the inner one stays
-            times[module["name"]] += 1
-            again = times[module["name"]] - 1  # several that are made on the fly have one name
-            own[number] = graph.paths[number] + (f"#{again}" if again else "")
-            by_path[own[number]] = number
-        self.same = {number: by_path[own[number]] for number in graph.modules}
+        self.same, by_path = _inner(graph)
         for path, number in by_path.items():
             parent = path.rpartition(".")[0]
             self.children[by_path.get(parent, -1) if parent else -1].append(number)

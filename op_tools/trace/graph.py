@@ -108,13 +108,14 @@ class Graph:
         """What the log calls operators: module, kind and number (`model.blocks.0.att.key-linear-20`)."""
         known = self.trace.texts
         modules = {n: m["name"] for n, m in self.modules.items()}
-        phases, own = self.operators["phase"].tolist(), self.operators["title"].tolist()
+        of_backward = (self.operators["phase"] == columns.BACKWARD) & (self.operators["group"] == 0)  # no collectives
+        own = self.operators["title"].tolist()
         found, numbers = [], self.numbers
         for i, (name, module) in enumerate(zip(self.operators["name"].tolist(), self.operators["module"].tolist())):
             if own[i]:
                 found.append(known[own[i]])
                 continue
-            last = known[name].rpartition(".")[2] + ("_grad" if phases[i] == columns.BACKWARD else "")
+            last = known[name].rpartition(".")[2] + ("_grad" if of_backward[i] else "")
             prefix = modules.get(module, "")
             found.append(f"{prefix}-{last}-{numbers[i]}" if prefix else f"{last}-{numbers[i]}")
         return found

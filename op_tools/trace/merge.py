@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from .align import align
 from .format import PRINT_COLUMNS, TABLES, Trace, TraceError, TraceWriter
+from .graph import Graph
 
 
 def merged(traces: Sequence[Trace]) -> Trace:
@@ -84,7 +86,6 @@ def _tensors(first: Trace, other: Trace) -> Any:
     """For each tensor of the first rank its number on another one, -1 where it has none: the same place of an edge."""
     if first is other:
         return np.arange(first.count("tensors"))
-    names = [trace.words("operators", "name") for trace in (first, other)]
     found = np.full(first.count("tensors"), -1, np.int64)
     edges = []
     for trace in (first, other):
@@ -92,16 +93,25 @@ def _tensors(first: Trace, other: Trace) -> Any:
         edges.append(
             dict(zip(zip(*(table[c].tolist() for c in ("operator", "side", "place"))), table["tensor"].tolist()))
         )
-    same = min(len(names[0]), len(names[1]))
-    agree = next((i for i in range(same) if names[0][i] != names[1][i]), same)
+    there = _operators(first, other)
     for (operator, side, place), tensor in edges[0].items():
-        if operator < agree:
-            found[tensor] = edges[1].get((operator, side, place), -1)
+        theirs = edges[1].get((there.get(operator, -1), side, place), -1)
+        if theirs >= 0:
+            found[tensor] = theirs
     by_name = {n: t for t, n in reversed(list(enumerate(other.words("tensors", "name")))) if n}
     for tensor, name in reversed(list(enumerate(first.words("tensors", "name")))):
         if name and found[tensor] < 0:
             found[tensor] = by_name.get(name, -1)
     return found
+
+
+def _operators(first: Trace, other: Trace) -> dict[int, int]:
+    """For each operator of the first rank its number on another one; one of the two may log, say, or save."""
+    names = [trace.words("operators", "name") for trace in (first, other)]
+    if names[0] == names[1]:
+        return {operator: operator for operator in range(len(names[0]))}
+    mine, theirs = align(Graph(first), Graph(other)).pairs.T.tolist()
+    return dict(zip(mine, theirs))
 
 
 def _replication(trace: Trace) -> Any:

@@ -198,6 +198,8 @@ class Origins:
                     continue
                 pair = int(ins.owner[edge])
                 operator = int(self._alignment.pairs[pair, 0])
+                if graph.operators["group"][operator]:
+                    continue  # C++ code puts together what DDP sends
                 name = f"input {int(ins.place[edge])} of {graph.titles[operator]}"
                 step = int(graph.operators["step"][operator] - graph.operators["step"].min())
                 name += f" in step {step}" if step else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple
 
@@ -141,6 +141,13 @@ class ModuleNames:
         if known is None or known[0]() is not module:  # made on the fly
             return self._new(module, self._numbers[id(root)][1], f"({type(module).__name__})")
         return known[1]
+
+    def living(self) -> Iterator[tuple[torch.nn.Module, int]]:
+        """The modules that are still there, with their numbers."""
+        for reference, number in list(self._numbers.values()):
+            module = reference()
+            if module is not None:
+                yield module, number
 
     def _add_model(self, root: torch.nn.Module) -> None:
         has_parts = next(root.children(), None) is not None or next(root.parameters(), None) is not None

@@ -15,7 +15,7 @@ from ..call.description import Described, Tensor, short
 from ..call.devices import accelerator_type, module_of
 from ..call.graphs import OP as COMPILED_CODE
 from ..call.recent import Recent
-from ..compat import MODULE_CALL, cuda_device, cuda_stream
+from ..compat import MODULE_CALL, awaited, cuda_device, cuda_stream
 from ..native import book as native
 from ..native.ledger import PASSES_ON
 from ..watch.compiled import Tally
@@ -138,7 +138,7 @@ class Recorder:
         """The number of a tensor's present contents; `producer` made it, or wrote to it just now."""
         if self._in_function < 0 and type(tensor) in PLAIN:
             return self.book.number(tensor, tensor, -1, producer, output, module, wrote, True)
-        book = self.book
+        book, tensor = self.book, awaited(tensor)
         sharding = sharding_of(tensor) if type(tensor) not in PLAIN else None
         held = tensor if sharding is None else sharding.local
         of_function = producer < 0 and not wrote and self._in_function >= 0 and _is_compiled(tensor)

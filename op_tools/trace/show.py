@@ -148,7 +148,8 @@ class _View:
         region = self.texts[int(found["region"][operator])]
         stack = self.texts[int(found["stack"][operator])] or self.texts[int(found["location"][operator])]
         words = [f"phase={PHASES[int(found['phase'][operator])]}", f"step={int(found['step'][operator])}"]
-        words += [w for w in (arguments and f"arguments=({arguments})", region) if w]
+        group = self.texts[int(found["group"][operator])]
+        words += [w for w in (arguments and f"arguments=({arguments})", group, region) if w]
         yield f"{pad}    {', '.join(words)}"
         for i, line in enumerate(stack.splitlines()):
             yield f"{pad}    Python Stack[-{i + 1}]: {line}"

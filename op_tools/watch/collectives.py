@@ -1,6 +1,6 @@
 """Collectives as they begin and end, whoever calls them: user code, FSDP, compiled code, the Reducer of DDP in C++.
 
-All of them go through the operators of `c10d`. While a listener is there, these have a kernel at `BackendSelect`, a
+All of them go through the operators of `c10d`. While somebody listens, these have a kernel at `BackendSelect`, a
 dispatch key that every call passes below autograd and dispatch modes: it notes the call and passes it on unchanged.
 A collective has ended where its caller waits for it: in `Work.wait`, in a callback of its future, in `wait_tensor`, at
 the end of a C++ function that waits itself, and for the buckets of DDP at the end of the backward pass.
@@ -14,7 +14,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 
@@ -29,21 +29,24 @@ _OPERATORS: Final = "operators of c10d"
 _MAX_PENDING: Final = 4096  # works that nobody waits for must not pile up
 _DDP: Final = "torch/nn/parallel/distributed.py"
 _READING: Final = 5.0  # seconds: a callback of a collective that has ended needs no more than the GIL
+REDUCER: Final = "Reducer"  # of DDP, whose buckets and map of unused parameters go through it
+BROADCAST: Final = "_broadcast_coalesced"  # of DDP: parameters and buffers
 # functions of DDP in C++ that wait themselves
-_WAITING: Final = ("_broadcast_coalesced", "_verify_params_across_processes", "Reducer._rebuild_buckets")
+_WAITING: Final = (BROADCAST, "_verify_params_across_processes", "Reducer._rebuild_buckets")
 
 
 @dataclasses.dataclass(eq=False)
 class Launch:
-    """A collective that has begun."""
+    """A collective that has begun, for one listener."""
 
+    listener: Listener
     name: str  # of the operator of c10d
     group: Any
     rank: int  # in the group
     size: int
     traffic: Traffic
     reduction: int | None  # as c10d counts them; None where nothing is reduced
-    bucket: int | None  # of DDP, NO_BUCKET for its map of unused parameters; None where DDP does not call
+    bucket: int | None  # of DDP, NO_BUCKET for its map of unused parameters; None where its Reducer does not call
     work: Any = None
     notes: Any = None  # of the listener
 
@@ -51,8 +54,11 @@ class Launch:
 class Listener(Protocol):
     """Who is told of collectives; what it raises is told to `failed`, and the collective goes on."""
 
-    def wants(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether it wants to be told of a collective on these tensors."""
+    def wants(self, tensors: Sequence[Tensor], function: str) -> bool:
+        """Whether it wants to be told of a collective on these tensors.
+
+        `function` of PyTorch's C++ code calls it: `REDUCER`, `BROADCAST` and others; empty where Python does.
+        """
 
     def began(self, launch: Launch) -> None:
         """What is sent is still there; nothing has been received."""
@@ -67,27 +73,54 @@ class Listener(Protocol):
         """The tool itself failed."""
 
 
-class Collectives:
-    """Tells a listener of all collectives of this process, from `start` to `stop`."""
+class _Function(NamedTuple):
+    """A C++ function that is running, and what it has launched."""
 
-    def __init__(self, listener: Listener) -> None:
-        self._listener = listener
+    name: str
+    launches: list[Launch]
+
+
+class Collectives:
+    """Tells listeners of all collectives of this process, from the first `add` to the last `remove`."""
+
+    def __init__(self) -> None:
+        self.listeners: list[Listener] = []
         self._lock = threading.RLock()
         self._by_work: dict[Any, list[Launch]] = {}  # several that are coalesced have one
-        self._by_address: dict[int, Launch] = {}  # of results
+        self._by_address: dict[int, list[Launch]] = {}  # of results
         self._in_backward: list[Launch] = []
         self._reading: dict[Any, threading.Event] = {}  # futures whose results are about to be copied
         self._buckets = 0
-        self._thread = threading.local()  # `open`: launches of the C++ function that is running
+        self._thread = threading.local()  # `open`: C++ functions that are running
         self._names: list[str] = []
 
     # -- beginning and end ----------------------------------------------------------------------------
 
-    def start(self) -> bool:
-        """Register the kernels and patch what callers wait with, unless another one has; `stop` takes it back."""
+    def add(self, listener: Listener) -> bool:
+        """Tell a listener from now on; False where this PyTorch has no collectives."""
         classes = c10d_classes()
-        if classes is None or any(patch.what == _OPERATORS for patch in patches.listed()):
+        if classes is None:
             return False
+        if not self.listeners:
+            self._install(classes)
+        self.listeners = [*self.listeners, listener]
+        return True
+
+    def remove(self, listener: Listener) -> None:
+        """Tell it no more; collectives that nobody has waited for are lost to it."""
+        if listener not in self.listeners:
+            return
+        self.listeners = [other for other in self.listeners if other is not listener]
+        if not self.listeners:
+            while self._names:
+                patches.undo(self._names.pop())
+        with self._lock:
+            left = [launch for launches in self._by_work.values() for launch in launches if launch.listener is listener]
+        for launch in left:
+            self._drop(launch, "nobody waited for it while the tool was on")
+
+    def _install(self, classes: tuple[Any, Any]) -> None:
+        """Register the kernels, and patch what callers wait with."""
         self._group_class, self._work_class = classes
         work = self._work_class
         library, functional = (torch.library.Library(name, "IMPL") for name in ("c10d", "_c10d_functional"))
@@ -116,8 +149,7 @@ class Collectives:
             home, _, name = path.rpartition(".")
             owner = getattr(torch.distributed, home, None) if home else torch.distributed
             if hasattr(owner, name):
-                self._replace(owner, name, self._waits_inside(getattr(owner, name)))
-        return True
+                self._replace(owner, name, self._waits_inside(name, getattr(owner, name)))
 
     def _record(self, what: str, why: str, undo: Callable[[], None]) -> None:
         patches.record(what, why, undo, "registered")
@@ -133,54 +165,68 @@ class Collectives:
 
         self._record(f"{owner.__name__}.{name}", "collectives have ended where they are waited for", undo)
 
-    def stop(self) -> None:
-        """Take everything back; collectives that nobody has waited for are lost."""
-        while self._names:
-            patches.undo(self._names.pop())
-        with self._lock:
-            left = [launch for launches in self._by_work.values() for launch in launches]
-        for launch in left:
-            self._drop(launch, "nobody waited for it while the tool was on")
-
     # -- where a collective begins --------------------------------------------------------------------
 
     def _kernel(self, name: str, overload: Any) -> Callable[..., Any]:
         names = [argument.name for argument in overload._schema.arguments]
 
         def kernel(keys: Any, *args: Any) -> Any:
-            launch = None
+            launches: list[Launch] = []
             try:
-                launch = self._begin(name, dict(zip(names, args)), _caller())
+                launches = self._begin(name, dict(zip(names, args)), _caller())
             except Exception as error:
-                self._listener.failed(name, error)
+                self._failed(name, error)
             result = overload.redispatch(keys & AFTER_BACKEND_SELECT, *args)
-            if launch is not None:
-                try:
-                    work = result[-1] if isinstance(result, tuple) else result
+            try:
+                work = result[-1] if isinstance(result, tuple) else result
+                for launch in launches:
                     if launch.traffic.results:
                         self._pend(launch, work)
-                except Exception as error:
-                    self._listener.failed(name, error)
+            except Exception as error:
+                self._failed(name, error)
             return result
 
         return kernel
 
-    def _begin(self, name: str, given: Mapping[str, Any], caller: Any) -> Launch | None:
+    def _begin(self, name: str, given: Mapping[str, Any], caller: Any) -> list[Launch]:
         group = self._group_class.unbox(given["process_group"])
         rank, size = group.rank(), group.size()
+        launches: list[Launch] = []
         with quiet():
             traffic = traffic_of(name, given, rank, size)
-            if traffic is None or not self._listener.wants([*traffic.sent, *[r.tensor for r in traffic.results]]):
-                return None
+            if traffic is None:
+                return []
+            opened: list[_Function] = getattr(self._thread, "open", [])
+            by_reducer = name == "allreduce_" and not opened and _is_ddp(caller)
+            function = REDUCER if by_reducer else opened[-1].name if opened else ""
+            tensors = [*traffic.sent, *[r.tensor for r in traffic.results]]
+            listeners = [one for one in self.listeners if self._wants(one, name, tensors, function)]
             bucket = None
-            if name == "allreduce_" and not getattr(self._thread, "open", None) and _is_ddp(caller):
+            if by_reducer and listeners:
                 bucket = NO_BUCKET
                 if given["tensors"][0].is_floating_point():
                     bucket, self._buckets = self._buckets, self._buckets + 1
             reduction = _reduction(given["reduce_op"]) if "reduce_op" in given else None
-            launch = Launch(name, group, rank, size, traffic, reduction, bucket)
-            self._listener.began(launch)
-        return launch
+            for listener in listeners:
+                launch = Launch(listener, name, group, rank, size, traffic, reduction, bucket)
+                try:
+                    listener.began(launch)
+                except Exception as error:
+                    listener.failed(name, error)
+                else:
+                    launches.append(launch)
+        return launches
+
+    def _wants(self, listener: Listener, name: str, tensors: Sequence[Tensor], function: str) -> bool:
+        try:
+            return listener.wants(tensors, function)
+        except Exception as error:
+            listener.failed(name, error)
+            return False
+
+    def _failed(self, name: str, error: Exception) -> None:
+        for listener in self.listeners:
+            listener.failed(name, error)
 
     def _pend(self, launch: Launch, work: Any) -> None:
         launch.work = self._work_class.unbox(work)
@@ -190,13 +236,13 @@ class Collectives:
                     self._drop(oldest, "nobody waited for it for a long time")
             self._by_work.setdefault(launch.work, []).append(launch)
             for result in launch.traffic.results:
-                self._by_address[result.tensor.data_ptr()] = launch
+                at = self._by_address.setdefault(result.tensor.data_ptr(), [])
+                at[:] = [other for other in at if other.listener is not launch.listener] + [launch]
             self._by_address.pop(0, None)  # of empty ones
             if launch.bucket is not None:
                 self._in_backward.append(launch)
-        for opened in (getattr(self._thread, "open", None) or [None])[-1:]:
-            if opened is not None:
-                opened.append(launch)
+        for function in getattr(self._thread, "open", [])[-1:]:
+            function.launches.append(launch)
         coalesced = getattr(self._thread, "coalesced", None)
         if coalesced is not None:
             coalesced.append(launch)
@@ -239,18 +285,21 @@ class Collectives:
                 together.remove(launch)  # type: ignore[union-attr]
             for result in launch.traffic.results:
                 address = result.tensor.data_ptr()
-                if self._by_address.get(address) is launch:
-                    del self._by_address[address]
+                at = self._by_address.get(address, [])
+                if launch in at:
+                    at.remove(launch)
+                    if not at:
+                        del self._by_address[address]
         return True
 
-    def _end(self, launch: Launch | None, is_intact: Callable[[], bool] = lambda: True) -> None:
-        if launch is None or not self._forget(launch):
+    def _end(self, launch: Launch, is_intact: Callable[[], bool] = lambda: True) -> None:
+        if not self._forget(launch):
             return
         try:
             with quiet():
-                self._listener.ended(launch, is_intact)
+                launch.listener.ended(launch, is_intact)
         except Exception as error:
-            self._listener.failed(launch.name, error)
+            launch.listener.failed(launch.name, error)
 
     def _wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -276,7 +325,7 @@ class Collectives:
                 try:
                     self._read_first(future, launches)
                 except Exception as error:
-                    self._listener.failed(launches[0].name, error)
+                    self._failed(launches[0].name, error)
             return future
 
         return get_future
@@ -329,33 +378,34 @@ class Collectives:
 
     def _drop(self, launch: Launch, reason: str) -> None:
         if self._forget(launch):
-            self._listener.lost(launch, reason)
+            launch.listener.lost(launch, reason)
 
     def _wait_tensor(self, keys: Any, tensor: Tensor) -> Any:
         result = torch.ops._c10d_functional.wait_tensor.default.redispatch(keys & AFTER_BACKEND_SELECT, tensor)
         if self._by_address:
-            self._end(self._by_address.get(tensor.data_ptr()))
+            for launch in list(self._by_address.get(tensor.data_ptr(), ())):
+                self._end(launch)
         return result
 
-    def _waits_inside(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _waits_inside(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def waiting(*args: Any, **kwargs: Any) -> Any:
-            with self._opened():
+            with self._opened(name):
                 return original(*args, **kwargs)
 
         return waiting
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[None]:
-        opened: list[list[Launch]] = self._thread.__dict__.setdefault("open", [])
-        opened.append([])
+    def _opened(self, name: str) -> Iterator[None]:
+        opened: list[_Function] = self._thread.__dict__.setdefault("open", [])
+        opened.append(_Function(name, []))
         try:
             yield
         except BaseException:
-            for launch in opened.pop():
+            for launch in opened.pop().launches:
                 self._drop(launch, "it failed")
             raise
-        for launch in opened.pop():
+        for launch in opened.pop().launches:
             self._end(launch)
 
     def backward_ended(self) -> None:
@@ -397,3 +447,6 @@ def _versions(launch: Launch) -> list[int]:
 
 def _is_still(launch: Launch, versions: list[int]) -> bool:
     return _versions(launch) == versions
+
+
+COLLECTIVES: Final = Collectives()

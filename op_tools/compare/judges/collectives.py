@@ -129,8 +129,9 @@ class Collectives(Judge):
         self._thread = threading.local()  # `call`: of torch.distributed, that this thread is in
         self._groups: dict[int, _Group] = {}
         self._exchanges: dict[int, tuple[Any, Exchange]] = {}
-        self._watch = watch.Collectives(self)
-        self.watches = any(tool.wants(_traits(name)) for name in OPERATORS.values()) and self._watch.start()
+        others = [one for one in watch.COLLECTIVES.listeners if isinstance(one, Collectives)]
+        wanted = not others and any(tool.wants(_traits(name)) for name in OPERATORS.values())
+        self.watches = wanted and watch.COLLECTIVES.add(self)
 
     def entered(self, call: Call) -> None:
         """A function of torch.distributed is called; what it launches belongs to this call."""
@@ -139,7 +140,7 @@ class Collectives(Judge):
             call.notes[self] = True
             return
         self._thread.call = call
-        launch = _as_launch(call)
+        launch = _as_launch(self, call)
         if launch is not None:
             self.began(launch)
             self._thread.whole = launch
@@ -158,21 +159,21 @@ class Collectives(Judge):
 
     def backward_ended(self) -> None:
         """No backward pass is under way."""
-        self._watch.backward_ended()
+        watch.COLLECTIVES.backward_ended()
 
     def drain(self) -> bool:
         drained = [exchange.drain() for _, exchange in list(self._exchanges.values())]
         return any(drained)
 
     def close(self) -> None:
-        self._watch.stop()
+        watch.COLLECTIVES.remove(self)
         for _, exchange in self._exchanges.values():
             exchange.close()
         self._groups, self._exchanges = {}, {}  # which hold process groups
 
     # -- what the watch tells, on the threads of the run ----------------------------------------------
 
-    def wants(self, tensors: Sequence[Tensor]) -> bool:
+    def wants(self, tensors: Sequence[Tensor], function: str) -> bool:
         """Whether a collective on these tensors is to be seen."""
         if os.getpid() != self._pid or not tensors or not INTERCEPTOR.tools:
             return False
@@ -376,7 +377,7 @@ class Collectives(Judge):
         )
 
 
-def _as_launch(call: Call) -> watch.Launch | None:
+def _as_launch(judge: watch.Listener, call: Call) -> watch.Launch | None:
     """A call of a function that somebody put in place of PyTorch's, or of a group that is written in Python.
 
     What it does to its arguments is judged. PyTorch's own functions are judged by what they send.
@@ -393,7 +394,7 @@ def _as_launch(call: Call) -> watch.Launch | None:
     if traffic is None:
         return None
     reduction = -1 if "reduce" in found.operator else None
-    return watch.Launch(found.operator, found.group, rank, size, traffic, reduction, None)
+    return watch.Launch(judge, found.operator, found.group, rank, size, traffic, reduction, None)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.device.soft import compared_collectives
+from tests.device.soft import compared_collectives, traced_collectives
 
 CHECKS: dict[str, Callable[[int, torch.device], None]] = {}
 
@@ -420,8 +420,8 @@ def fsdp2_mixed_precision_and_state(rank, device):
             equal(full[name], value)
 
 
-for comparison in compared_collectives.CHECKS:
-    check(comparison)
+for watched in (*compared_collectives.CHECKS, *traced_collectives.CHECKS):
+    check(watched)
 
 
 def main() -> None:
