@@ -23,7 +23,7 @@ import contextlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
@@ -260,6 +260,31 @@ def awaited(tensor: torch.Tensor) -> torch.Tensor:
     """What a functional collective fills, behind the tensor that waits for it; other tensors are themselves."""
     kind = type(tensor)
     return tensor.elem if kind.__name__ == "AsyncCollectiveTensor" and hasattr(tensor, "elem") else tensor
+
+
+def devices_in_use() -> set[int]:
+    """The accelerator's devices of which memory is taken (`devices_in_use() == {0}`)."""
+    found = set[int]()
+    with contextlib.suppress(AttributeError, RuntimeError):
+        for index in range(torch.accelerator.device_count()):
+            level = allocator_level((index,))
+            if level is not None and level[0]:
+                found.add(index)
+    return found
+
+
+def allocator_level(devices: Collection[int]) -> tuple[int, int] | None:
+    """Bytes that the accelerator's allocator has handed out by now, and at most had, on these devices.
+
+    None where it keeps no books that PyTorch knows of, or has handed out nothing yet.
+    """
+    try:
+        if not torch._C._accelerator_isAllocatorInitialized():
+            return None
+        found = [torch._C._accelerator_getDeviceStats(i)["allocated_bytes"]["all"] for i in devices]
+    except (AttributeError, RuntimeError, KeyError):  # PyTorch before 2.9, or an allocator without them
+        return None
+    return sum(one["current"] for one in found), sum(one["peak"] for one in found)
 
 
 Future: Final = torch._C.Future  # what `Work.get_future` returns

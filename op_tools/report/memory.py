@@ -10,6 +10,7 @@ from ditorch_common.page import Block, View, blocks
 
 from ..trace import format as columns
 from ..trace.graph import Graph
+from ..trace.memory import live_bytes, memory_of
 from .empty import EMPTY
 from .run import Run
 from .words import both, size_of
@@ -29,14 +30,13 @@ def view(run: Run) -> View:
 
 
 def _of_rank(graph: Graph) -> list[Block]:
-    held = graph.memory()
-    peak = int(held["operator"])
-    at = graph.titles[peak] if 0 <= peak < graph.count else "-"
-    kinds = sorted(held["kinds"].items(), key=lambda item: -item[1])
-    facts = [(both("peak", "峰值"), size_of(held["peak"])), (both("at operator", "出现在算子"), at)]
+    needs = memory_of(graph)
+    at = graph.titles[needs.operator] if 0 <= needs.operator < graph.count else "-"
+    kinds = sorted(needs.kinds.items(), key=lambda item: -item[1])
+    facts = [(both("peak", "峰值"), size_of(needs.peak)), (both("at operator", "出现在算子"), at)]
     found = [blocks.facts([*facts, *[(kind, size_of(n)) for kind, n in kinds]], both("At the peak", "峰值时"))]
     found += _along(graph)
-    modules = sorted(held["modules"].items(), key=lambda item: -item[1])[:25]
+    modules = sorted(needs.modules.items(), key=lambda item: -item[1])[:25]
     if modules:
         labels = [graph.paths.get(number, "") or "(outside)" for number, _ in modules]
         sizes = [float(size) for _, size in modules]
@@ -61,8 +61,9 @@ def _along(graph: Graph) -> list[Block]:
         live = np.cumsum(np.bincount(operators[mine], table["bytes"][mine], graph.count))
         name = columns.KINDS[kind] if 0 <= kind < len(columns.KINDS) else "other"
         series.append({"name": name, "y": live[points].tolist()})
-    whole = np.cumsum(np.bincount(operators, table["bytes"], graph.count))
-    series.append({"name": "all", "y": whole[points].tolist()})
+    changes, whole = (np.array(column) for column in zip(*live_bytes(graph)))
+    at = np.searchsorted(changes, points, side="right") - 1
+    series.append({"name": "all", "y": np.where(at >= 0, whole[at], 0).tolist()})
     steps = graph.operators["step"]
     begins = np.flatnonzero(np.diff(steps)) + 1
     marks = [{"x": float(n), "text": f"step {int(steps[n])}"} for n in begins[:20].tolist()]

@@ -140,12 +140,12 @@ class OpTrace(Tool):
     # -- what happens around calls --------------------------------------------------------------------
 
     def before(self, call: Call) -> None:
-        traits = call.traits
+        traits, recorder = call.traits, self._started()
         if traits.collective:
             self._collectives.entered(call)
         may_write = traits.may_write or traits.mutates or traits.facts.updates
         if may_write or "out" in call.kwargs or call.kwargs.get("inplace"):
-            with (recorder := self._started()).lock:
+            with recorder.lock:
                 recorder.module_of(place_of_call(2, recorder.modules.parts))  # its parameters are known from here on
                 call.notes[self] = (recorder.inputs(call.tensors), recorder.versions(call.tensors))
                 recorder.launch()

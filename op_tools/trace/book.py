@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 import torch
 
 from ..call.description import Tensor
-from ..compat import storage_id
+from ..compat import allocator_level, devices_in_use, storage_id
 from . import format as columns
 from .format import TraceWriter
 
@@ -58,7 +58,7 @@ class Book(Protocol):
         """An operator wrote to a tensor's memory."""
 
     def allocated(self, operator: int, module: int, tensor: Tensor, kind: int, /) -> None:
-        """Memory that an operator returned; it is noted once, and again when it is freed."""
+        """Memory of the accelerator that an operator returned; it is noted once, and again when it is freed."""
 
     def name(self, tensor: Tensor, text: int, kind: int, module: int, /) -> None:
         """A tensor has a role in the model."""
@@ -103,7 +103,9 @@ class _Known(weakref.ref):  # type: ignore[type-arg]
 class PythonBook:
     """A book whose rows go to a writer."""
 
-    def __init__(self, writer: TraceWriter, find_look: Callable[[Tensor], int], prints: bool) -> None:
+    def __init__(
+        self, writer: TraceWriter, find_look: Callable[[Tensor], int], prints: bool, accelerator: str = "cpu"
+    ) -> None:
         self._writer, self._find_look, self._prints = writer, find_look, prints
         self._fresh: list[tuple[int, Tensor]] = []
         self._known: dict[int, _Known] = {}
@@ -123,6 +125,11 @@ class PythonBook:
         # tensors that ended. Python would run a function of ours whenever one does, inside of compiled code as well,
         # where Dynamo compiles it
         self._ended: deque[_Known] = deque()
+        self._accelerator = accelerator
+        # of the accelerator: on which tensors were seen, or memory was taken before
+        self._devices = set[int]() if accelerator == "cpu" else devices_in_use()
+        self._level: tuple[int, int] | None = None
+        self._note_level(-1)
 
     # -- tensors --------------------------------------------------------------------------------------
 
@@ -167,6 +174,8 @@ class PythonBook:
         if base < 0 and tensor._is_view() and tensor._base is not None:
             seen = self._known.get(id(tensor._base))
             base = seen.number if seen is not None and seen() is tensor._base else -1
+        if tensor.device.type == self._accelerator:
+            self._devices.add(tensor.device.index)
         if look < 0:
             look = self._find_look(tensor)
         name, kind, owner = self._role(tensor) or (0, columns.GIVEN if producer < 0 else columns.ACTIVATION, module)
@@ -229,7 +238,16 @@ class PythonBook:
         """See `Book`."""
         self.operators += 1
         self.write_frees()
-        return self._writer.add("operators", (*row, time.perf_counter() - self._began, 0))
+        number = self._writer.add("operators", (*row, time.perf_counter() - self._began, 0))
+        self._note_level(number)
+        return number
+
+    def _note_level(self, operator: int) -> None:
+        """What the device's allocator has handed out by now, and at most, where that has changed."""
+        level = None if self._accelerator == "cpu" else allocator_level(self._devices)
+        if level is not None and level != self._level:
+            self._level = level
+            self._writer.add("levels", (operator, *level))
 
     def edge(self, operator: int, side: int, place: int, tensor: int, /) -> None:
         """See `Book`."""
@@ -249,6 +267,8 @@ class PythonBook:
         """See `Book`."""
         storage = storage_of(tensor)
         if storage == _NO_STORAGE or storage in self._blocks or tensor.is_meta:
+            return
+        if self._accelerator not in ("cpu", tensor.device.type):
             return
         memory = tensor.untyped_storage()
         number, size = self._block_count, memory.nbytes()

@@ -127,7 +127,7 @@ class DevicePrints(BookPrints):
     """
 
     def __init__(self, kernel: _Kernel, write: Callable[[list[Any], Any], None]) -> None:
-        printer = native.LIBRARY.get().Book(lambda _: 0, lambda: None, lambda: None)
+        printer = native.LIBRARY.get().Book(lambda _: 0, lambda: None, lambda: None, "cpu")
         super().__init__(kernel, printer, lambda numbers, rows: write([self._keys.pop(one) for one in numbers], rows))
         self._keys: dict[int, Any] = {}  # by the numbers that they have in C++
         self._numbers = itertools.count()

@@ -326,12 +326,14 @@ def _trace(
     tensors = dict(trace["tensors"])
     producer = tensors["producer"]
     tensors["producer"] = np.where(producer >= 0, new[np.maximum(producer, 0)], producer).astype(producer.dtype)
-    memory = dict(trace["memory"])
-    if len(memory["operator"]):
-        at = np.clip(memory["operator"], 0, graph.count - 1)
-        memory["operator"] = np.where(memory["operator"] >= graph.count, len(kept), new[at]).astype(np.int32)
     tables = {name: trace[name] for name in columns.TABLES}
-    tables |= {"operators": operators, "tensors": tensors, "memory": memory}
+    tables |= {"operators": operators, "tensors": tensors}
+    for name in ("memory", "levels"):
+        tables[name] = dict(trace[name])
+        at = trace[name]["operator"]
+        if len(at):
+            there = np.where(at >= graph.count, len(kept), new[np.clip(at, 0, graph.count - 1)])
+            tables[name]["operator"] = np.where(at < 0, at, there).astype(np.int32)
     tables["edges"] = _edges(graph, groups, rows, new, same)
     return Trace(tables, texts, trace.facts, trace.path)
 

@@ -82,6 +82,7 @@ TABLES: Final[dict[str, dict[str, str]]] = {
         "part": "i2",  # 0: of the tensor itself; 1: of this rank's part of a tensor that all ranks hold
     },
     "memory": {"operator": "i4", "block": "i4", "bytes": "i8", "kind": "u1", "module": "i4"},
+    "levels": {"operator": "i4", "held": "i8", "top": "i8"},  # of the device's allocator, where they changed
     "plan": {"rank": "i4", "what": "text", "bytes": "i8", "blocks": "i4"},
 }
 FORWARD, BACKWARD, RECOMPUTED, OPTIMIZER = range(4)
@@ -100,6 +101,7 @@ _POINTERS: Final = {  # columns that hold numbers of rows, in tables of which th
     "edges": {"operator": "operators", "tensor": "tensors"},
     "prints": {"tensor": "tensors"},
     "memory": {"operator": "operators"},
+    "levels": {"operator": "operators"},
 }
 
 

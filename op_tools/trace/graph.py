@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -150,54 +150,6 @@ class Graph:
         where = np.full(self.trace.count("tensors"), -1, np.int64)
         where[table["tensor"][mine]] = np.arange(len(rows))
         return rows, where
-
-    # -- memory ---------------------------------------------------------------------------------------
-
-    def memory(self) -> dict[str, Any]:
-        """The peak of live bytes: where it is, and by kind and by module; freed before backward is temporary."""
-        table = self.trace["memory"]
-        moved = (table["bytes"] < 0) & np.isin(table["kind"], (columns.PARAMETER, columns.BUFFER))
-        if moved.any():  # what operators allocated has become parameters, which are counted by themselves
-            others = ~np.isin(table["block"], table["block"][moved])
-            table = {name: table[name][others] for name in ("operator", "block", "bytes", "kind", "module")}
-        held: Counter[str] = Counter()
-        tensors = self.tensors
-        first = np.unique(
-            tensors["name"][np.isin(tensors["kind"], (columns.PARAMETER, columns.BUFFER))], return_index=True
-        )[1]
-        named = np.flatnonzero(np.isin(tensors["kind"], (columns.PARAMETER, columns.BUFFER)))[first]
-        size = self.looks["bytes"][tensors["look"][named]]
-        for kind in (columns.PARAMETER, columns.BUFFER):
-            held[columns.KINDS[kind]] = int(size[tensors["kind"][named] == kind].sum())
-        by_module: Counter[int] = Counter()
-        for module, nbytes in zip(tensors["module"][named].tolist(), size.tolist()):
-            by_module[module] += nbytes
-        static, peak, at = sum(held.values()), 0, -1
-        if len(table["bytes"]):
-            live = np.cumsum(table["bytes"])
-            event = int(live.argmax())
-            peak, at = int(live[event]), int(table["operator"][event])
-            upto = slice(0, event + 1)
-            alive = Counter[int]()
-            for block, nbytes in zip(table["block"][upto].tolist(), table["bytes"][upto].tolist()):
-                alive[block] += nbytes
-            backward = self.operators["phase"] == columns.BACKWARD
-            begins = int(backward.argmax()) if backward.any() else self.count
-            freed = {b: o for b, n, o in zip(*(table[c].tolist() for c in ("block", "bytes", "operator"))) if n < 0}
-            for block, nbytes, kind, module in zip(
-                *(table[c][upto].tolist() for c in ("block", "bytes", "kind", "module"))
-            ):
-                if nbytes > 0 and alive[block] > 0:
-                    if kind == columns.ACTIVATION and freed.get(block, self.count) < begins:
-                        kind = columns.TEMPORARY
-                    held[columns.KINDS[kind]] += nbytes
-                    by_module[module] += nbytes
-        return {
-            "peak": static + peak,
-            "operator": at,
-            "kinds": {k: n for k, n in held.items() if n},
-            "modules": by_module,
-        }
 
 
 def short_name(name: str) -> str:

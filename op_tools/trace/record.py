@@ -68,12 +68,14 @@ class Recorder:
         library = native.LIBRARY.get()
         self.native: Any = None
         if library is not None:
-            self.native = library.Book(self._plain_look, self.launch if prints else None, writer.flush)
+            self.native = library.Book(
+                self._plain_look, self.launch if prints else None, writer.flush, self._accelerator
+            )
             writer.take = self.native.take
             if self._printing is not None:
                 self._printing.print_by(self.native)
         self._library = library
-        self.book: Book = self.native or PythonBook(writer, self._plain_look, prints)
+        self.book: Book = self.native or PythonBook(writer, self._plain_look, prints, self._accelerator)
 
     def watch_by_itself(self) -> Any:
         """The book in machine code, which records most calls and their backwards itself; None where there is none."""
@@ -290,6 +292,9 @@ class Recorder:
                 continue
             numbers.append(self.tensor(tensor, operator, place, module))
             self.book.sent(tensor, operator)
+            if self.native is not None and type(tensor) in PLAIN:
+                # The twin in Python would hold the memory to ask after it, and autograd could not add in place.
+                self.book.allocated(operator, module, tensor, columns.GRADIENT)
         self.edges(operator, OUTPUT, numbers)
 
     # -- compiled code ------------------------------------------------------------------------------------

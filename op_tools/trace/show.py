@@ -9,9 +9,11 @@ from typing import Any, Final
 from . import format as columns
 from .format import PHASES
 from .graph import Graph
+from .memory import live_bytes, memory_of
 
 MODULES, TENSORS, OPERATORS, STACKS = range(4)
 _MAX_PORTS: Final = 16
+_MAX_MODULES: Final = 5  # of those that need most memory
 
 
 def lines(graph: Graph, level: int = TENSORS, only: str = "", step: int | None = None) -> Iterator[str]:
@@ -64,10 +66,18 @@ def memory_lines(graph: Graph) -> Iterator[str]:
             counted = f" with mem_block_num = {blocks}" if blocks >= 0 else ""
             yield f" Rank: {rank}, {graph.trace.texts[what]} [ {size / 2**20:.2f} MiB ]{counted}"
         return
-    found = graph.memory()
-    yield f" Graph in Rank: {graph.trace.rank} needs [ {found['peak'] / 2**20:.2f} MiB ] device memory."
-    for kind, size in sorted(found["kinds"].items(), key=lambda item: -item[1]):
+    found = memory_of(graph)
+    at = f", most of it at {graph.titles[found.operator]}" if 0 <= found.operator < graph.count else ""
+    yield f" Graph in Rank: {graph.trace.rank} needs [ {found.peak / 2**20:.2f} MiB ] device memory{at}."
+    for kind, size in sorted(found.kinds.items(), key=lambda item: -item[1]):
         yield f"     {kind} is [ {size / 2**20:.2f} MiB ]"
+    largest = sorted(found.modules.items(), key=lambda item: -item[1])
+    for module, size in largest[:_MAX_MODULES]:
+        name = graph.modules[module]["name"] if module in graph.modules else "outside of modules"
+        yield f"     {name} has [ {size / 2**20:.2f} MiB ] of it"
+    if len(largest) > _MAX_MODULES:
+        left = sum(size for _, size in largest[_MAX_MODULES:])
+        yield f"     {len(largest) - _MAX_MODULES} more modules have [ {left / 2**20:.2f} MiB ]"
 
 
 class _View:
@@ -248,8 +258,7 @@ def as_perfetto(graph: Graph, only: str = "", step: int | None = None) -> Iterat
     phases = graph.operators["phase"].tolist()
     pid = graph.trace.rank
     yield '{"traceEvents": ['
-    live, memory = 0, graph.trace["memory"]
-    events = iter(zip(memory["operator"].tolist(), memory["bytes"].tolist()))
+    live, events = 0, iter(live_bytes(graph))
     event = next(events, None)
     previous, separator = 0.0, ""
     for operator, end in enumerate(times):
@@ -257,7 +266,7 @@ def as_perfetto(graph: Graph, only: str = "", step: int | None = None) -> Iterat
         if operator not in shown:
             previous = end
             while event is not None and event[0] <= operator:
-                live, event = live + event[1], next(events, None)
+                live, event = event[1], next(events, None)
             continue
         yield separator + json.dumps(
             {
@@ -274,7 +283,7 @@ def as_perfetto(graph: Graph, only: str = "", step: int | None = None) -> Iterat
         separator, previous = ",", end
         changed = False
         while event is not None and event[0] <= operator:
-            live, changed, event = live + event[1], True, next(events, None)
+            live, changed, event = event[1], True, next(events, None)
         if changed:
             yield "," + json.dumps(
                 {"name": "live bytes", "ph": "C", "pid": pid, "ts": end * 1e6, "args": {"bytes": live}}

@@ -12,6 +12,7 @@ from . import format as columns
 from .align import Alignment
 from .format import INPUT, OUTPUT
 from .graph import Graph
+from .memory import memory_of
 from .oneflow_log import eval_ranks
 
 
@@ -170,7 +171,7 @@ def _memory(one: Graph, two: Graph) -> Iterator[str]:
         plan = graph.trace["plan"]
         if len(plan["bytes"]):
             return float(plan["bytes"][0])
-        return float(graph.memory()["peak"])
+        return float(memory_of(graph).peak)
 
     mine, theirs = needs(one), needs(two)
     if max(mine, theirs) and abs(mine - theirs) > 0.01 * max(mine, theirs):

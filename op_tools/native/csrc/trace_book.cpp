@@ -11,6 +11,14 @@
 #include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/api/include/torch/version.h>
+
+#if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 9)
+#define BOOK_HAS_LEVELS 1
+#include <c10/core/CachingDeviceAllocator.h>
+#else
+#define BOOK_HAS_LEVELS 0
+#endif
 
 #include <chrono>
 #include <cstring>
@@ -23,7 +31,7 @@ namespace {
 enum Phase { kForward, kBackward, kRecomputed, kOptimizer };
 enum Kind { kActivation, kParameter, kBuffer, kGradient, kState, kGiven };
 enum Side { kInput, kOutput };
-enum TableNumber { kTensors, kOperators, kEdges, kMemory, kTables };
+enum TableNumber { kTensors, kOperators, kEdges, kMemory, kLevels, kTables };
 
 struct Table {
   std::vector<size_t> widths;  // of the columns, once there is a row
@@ -100,9 +108,15 @@ struct Made {  // a call, by the numbers of the nodes that it made
   PyObject *op, *location;
 };
 
+#include "trace_book_levels.h"
 #include "trace_book_prints.h"
 
 struct Book {
+  explicit Book(c10::DeviceType accelerator) : levels(accelerator) {
+    Level now;
+    if (levels.changed(now)) level_row(-1, now);
+  }
+
   // what Python gives: functions of the recorder
   PyObject *find_look, *launch, *flush;
   bool prints = false, closed = false;
@@ -112,6 +126,7 @@ struct Book {
   int last_module = -1;
   std::chrono::steady_clock::time_point began = std::chrono::steady_clock::now();
   Table tables[kTables];
+  Levels levels;
   Map<TensorImpl *, Seen> known;
   Map<Memory, TensorImpl *, HashOfMemory> by_memory;
   Map<StorageImpl *, int64_t> writers;  // the operator that wrote last
@@ -126,6 +141,7 @@ struct Book {
   Map<StorageImpl *, int64_t> present;  // storages that are blocks
   std::unordered_map<uint64_t, std::vector<Made>> calls;  // by thread: sums of gradients say whose they are
   int64_t block_count = 0;
+  int64_t shown = 0, hidden = 0;  // bytes of blocks that are there; of what else the allocator has handed out
   size_t clean_at = kDeadTensors, since_sweep = 0;
   int64_t forgotten = 0;  // tensors before this one may have been written to since
   int64_t remembered = 256;  // tensors after one that has ended, until nobody asks for what it held
@@ -159,6 +175,7 @@ struct Book {
 
   int look_of(const at::Tensor &tensor, PyObject *object, int layout, at::ScalarType dtype = at::ScalarType::Undefined) {
     const auto device = tensor.device();
+    levels.saw(device);
     const int64_t key = (int64_t(layout) << 24) | (int64_t(device.type()) << 16) | (int64_t(uint8_t(device.index())) << 8) |
                         int64_t(tensor.requires_grad());
     if (layout >= 0) {
@@ -303,21 +320,30 @@ struct Book {
                        int64_t stream, int group, int64_t forward) {
     write_frees();
     const std::chrono::duration<double> since = std::chrono::steady_clock::now() - began;
-    return tables[kOperators].add(int32_t(step), uint8_t(phase), int32_t(name), int32_t(module), int32_t(location),
+    Level level;
+    const bool changed = levels.changed(level);
+    if (changed) find_frees(level.held);
+    const int64_t op =
+        tables[kOperators].add(int32_t(step), uint8_t(phase), int32_t(name), int32_t(module), int32_t(location),
                                   int32_t(stack), int32_t(arguments), int32_t(region), int64_t(stream), int32_t(group),
                                   int32_t(forward), double(since.count()), int32_t(0));
+    if (changed) level_row(op, level);
+    return op;
   }
 
   void edge(int64_t op, int side, int64_t place, int64_t tensor) {
     tables[kEdges].add(int32_t(op), uint8_t(side), int16_t(std::min<int64_t>(place, 32767)), int32_t(tensor));
   }
 
+  void level_row(int64_t op, const Level &level) { tables[kLevels].add(int32_t(op), level.held, level.top); }
+
   void memory_row(int64_t op, int64_t block, int64_t bytes, int kind, int module) {
     tables[kMemory].add(int32_t(op), int32_t(block), bytes, uint8_t(kind), int32_t(module));
+    shown += bytes;
   }
 
   void allocated(int64_t op, int module, const at::Tensor &tensor, int kind) {
-    if (!tensor.has_storage() || tensor.is_meta()) return;
+    if (!tensor.has_storage() || tensor.is_meta() || !levels.counts(tensor.device())) return;
     const auto &storage = tensor.unsafeGetTensorImpl()->storage();
     StorageImpl *key = storage.unsafeGetStorageImpl();
     if (key == nullptr || !present.emplace(key, block_count).second) return;
@@ -353,6 +379,15 @@ struct Book {
       writers.erase(block.key);
     }
     blocks.erase(blocks.begin() + long(kept), blocks.end());
+  }
+
+  // The allocator has got back more than what is known to be gone: look for the rest, unless it is little.
+  void find_frees(int64_t held) {
+    if (held - shown < hidden - held / 32) {
+      write_frees(true);
+      hidden = held - shown;
+    }
+    hidden = std::max(hidden, held - shown);
   }
 
   void note_nodes(uint64_t since, uint64_t now, PyObject *op, PyObject *location) {

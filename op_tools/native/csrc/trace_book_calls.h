@@ -171,6 +171,7 @@ struct CallState : public AwaitedCall {
         book.edge(op, kInput, int64_t(i), book.number(outputs[i], outputs[i], nullptr, -1, -1, 0, -1, false, true));
     for (size_t i = 0; i < inputs.size(); ++i) {
       if (!inputs[i].defined()) continue;
+      book.allocated(op, module, inputs[i], kGradient);
       if (becomes[i].dtype != at::ScalarType::Undefined) {
         book.edge(op, kOutput, int64_t(i), book.converted(inputs[i], becomes[i].dtype, op, int64_t(i), module));
         if (becomes[i].leaf == nullptr) continue;

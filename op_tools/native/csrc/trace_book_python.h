@@ -221,7 +221,7 @@ PyObject *book_write_frees(PyObject *self, PyObject *) {
 
 // The rows of a table that wait: their number and their columns.
 PyObject *book_take(PyObject *self, PyObject *which) {
-  static const char *const names[] = {"tensors", "operators", "edges", "memory"};
+  static const char *const names[] = {"tensors", "operators", "edges", "memory", "levels"};
   for (int i = 0; i < kTables; ++i) {
     if (PyUnicode_CompareWithASCIIString(which, names[i]) != 0) continue;
     Table &table = book_of(self).tables[i];
@@ -361,17 +361,18 @@ PyObject *book_set_up(PyObject *, PyObject *args) {
   });
 }
 
-// (find_look, launch or None, flush)
+// (find_look, launch or None, flush, device type of the accelerator)
 PyObject *new_book(PyTypeObject *type, PyObject *args, PyObject *) {
   PyObject *find_look, *launch, *flush;
-  if (!PyArg_ParseTuple(args, "OOO", &find_look, &launch, &flush)) return nullptr;
+  const char *device;
+  if (!PyArg_ParseTuple(args, "OOOs", &find_look, &launch, &flush, &device)) return nullptr;
   PyObject *fresh = PyList_New(0);
   auto *made = fresh == nullptr ? nullptr : reinterpret_cast<BookObject *>(type->tp_alloc(type, 0));
   if (made == nullptr) {
     Py_XDECREF(fresh);
     return nullptr;
   }
-  made->book = new Book();
+  made->book = new Book(c10::Device(std::string(device)).type());
   made->book->find_look = Py_NewRef(find_look);
   made->book->launch = Py_NewRef(launch);
   made->book->flush = Py_NewRef(flush);

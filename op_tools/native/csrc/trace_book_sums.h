@@ -115,6 +115,7 @@ void end_sum(Book &book, int64_t number, const at::Tensor *result) {
   const at::Tensor same = result->tensor_data();
   if (open.in_place && same.has_storage()) book.writers[same.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl()] = op;
   book.edge(op, kOutput, 0, book.number(same, same, nullptr, -1, op, 0, module, open.in_place, true));
+  book.allocated(op, module, same, kGradient);
   book.print_fresh();
   book.flush_when_due();
 }

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ditorch
+from op_tools.native import book
 from op_tools.watch.intercept import INTERCEPTOR
 
 DEVICE = "cuda"
@@ -51,3 +52,13 @@ def faults() -> Iterator[Any]:
 
     yield module
     module.clear()
+
+
+@pytest.fixture(params=["python", "native"])
+def keeps_book(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What keeps the book of a trace: Python, or machine code."""
+    if book.LIBRARY.wait() is None and request.param == "native":
+        pytest.skip(f"no compiler here, or it failed: {book.LIBRARY.failure}")
+    if request.param == "python":
+        monkeypatch.setattr(book.LIBRARY, "loaded", None)
+    return str(request.param)

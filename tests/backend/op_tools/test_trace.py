@@ -15,6 +15,7 @@ from op_tools.cli import main
 from op_tools.trace import format as columns
 from op_tools.trace.diff import Diff, load
 from op_tools.trace.graph import Graph
+from op_tools.trace.memory import BEFORE, memory_of
 
 
 def _model(seed: int = 0) -> nn.Module:
@@ -66,11 +67,7 @@ def test_edges_go_through_views_and_writes(tmp_path: Path, device: str) -> None:
     assert graph.names[producer].endswith("mul_")
 
 
-@pytest.mark.parametrize("native", ["0", "1"])
-def test_a_parameter_that_moves_is_another_tensor(
-    tmp_path: Path, device: str, native: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OP_TOOLS_NATIVE", native)
+def test_a_parameter_that_moves_is_another_tensor(tmp_path: Path, device: str, keeps_book: str) -> None:
     x = torch.randn(3, 16).to(device)
     with op_tools.OpTrace(to=tmp_path):
         model = _model()
@@ -84,16 +81,12 @@ def test_a_parameter_that_moves_is_another_tensor(
         assert {graph.look(t)["device"] for t in weights} == {graph.look(int(graph.inputs(op)[0]))["device"]}
         assert all(graph.tensor_title(t).startswith("model.") for t in weights)
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
-    kinds = graph.memory()["kinds"]
+    kinds = memory_of(graph).kinds
     assert kinds["parameter"] == parameters
-    assert sum(size for kind, size in kinds.items() if kind != "parameter") < parameters  # counted once
+    assert sum(size for kind, size in kinds.items() if kind not in ("parameter", BEFORE)) < parameters  # once
 
 
-@pytest.mark.parametrize("native", ["0", "1"])
-def test_writes_that_no_version_counts_make_another_tensor(
-    tmp_path: Path, device: str, native: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OP_TOOLS_NATIVE", native)
+def test_writes_that_no_version_counts_make_another_tensor(tmp_path: Path, device: str, keeps_book: str) -> None:
     norm, layer = nn.BatchNorm1d(16).to(device), nn.Linear(16, 4).to(device)
     x = torch.randn(8, 16).to(device)
     with op_tools.OpTrace(to=tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import op_tools
 from op_tools.compat import running_pass
 from op_tools.native import book
-from op_tools.trace.format import BACKWARD, PHASES, TABLES, Trace, read
+from op_tools.trace.format import BACKWARD, GRADIENT, PHASES, TABLES, Trace, read
 from op_tools.trace.graph import Graph
+from op_tools.trace.memory import memory_of
 from op_tools.trace.record import Recorder
 from op_tools.watch import sums
 
@@ -80,6 +82,17 @@ def _rows(trace: Trace, table: str) -> list[tuple[Any, ...]]:
     return list(zip(*parts))
 
 
+def _blocks(trace: Trace) -> Counter[Any]:
+    """What was taken and freed, but for gradients: Python does not see those between layers."""
+    return Counter(
+        (operator, size, kind, module)
+        for operator, size, kind, module in zip(
+            *(trace["memory"][c].tolist() for c in ("operator", "bytes", "kind", "module"))
+        )
+        if kind != GRADIENT
+    )
+
+
 @pytest.mark.parametrize("make", [_in_place, _recomputed, _shared])
 def test_both_books_are_the_same(
     make: Callable[[str], Callable[[], None]], tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch
@@ -112,8 +125,9 @@ def test_both_books_are_the_same(
     assert len(apart) <= len(ours) // 50, apart
     look = list(TABLES["tensors"]).index("look")
     assert all(a[look] == b[look] for a, b in apart), apart
-    for table in ("prints", "memory"):  # in whichever order
-        assert sorted(_rows(native, table)) == sorted(_rows(python, table)), table
+    assert sorted(_rows(native, "prints")) == sorted(_rows(python, "prints")), "in whichever order"
+    assert memory_of(Graph(native)).peak == memory_of(Graph(python)).peak
+    assert _blocks(native) == _blocks(python)
 
 
 def test_the_backward_says_who_made_each_gradient(tmp_path: Path, device: str) -> None:

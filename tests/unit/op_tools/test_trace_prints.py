@@ -237,7 +237,7 @@ def test_the_book_prints_tensors_of_every_layout_by_itself(kernel: ctypes.CDLL) 
         assert streams.tolist() in ([77], [])
 
     launch = ctypes.cast(kernel.launch, ctypes.c_void_p).value
-    one = library.Book(lambda _: 0, lambda: None, lambda *_: None)
+    one = library.Book(lambda _: 0, lambda: None, lambda *_: None, "cpu")
     one.print_on(launch, 0, "cpu", rows.ctypes.data, capacity, send, lambda _: 77)
     draw = torch.Generator().manual_seed(2)
     x = torch.randn((2, 5, 6, 70), generator=draw)
@@ -290,7 +290,7 @@ def test_any_layout_and_part_has_the_print_of_the_cpu(kernel: ctypes.CDLL, tenso
     if library is None:
         pytest.skip(f"no compiler here, or it failed: {book.LIBRARY.failure}")
     rows, found = np.full((tensor.numel() // CHUNK + 2, 16), np.nan), np.full(14, np.nan)
-    one = library.Book(lambda _: 0, lambda: None, lambda: None)
+    one = library.Book(lambda _: 0, lambda: None, lambda: None, "cpu")
     launch = ctypes.cast(kernel.launch, ctypes.c_void_p).value
     one.print_on(launch, 0, "cpu", rows.ctypes.data, len(rows), lambda: None, lambda _: 77)
     assert one.print([tensor], [5], [first]) == [True]
