@@ -68,7 +68,7 @@ def measure_faults(only: str = "") -> None:
 def _blamed(diff: Diff, culprit: int) -> str:
     if diff.divergence is None:
         return "silent"
-    b = int(diff.alignment.pairs[diff.divergence.pair][1])
+    b = (diff.parted or (0, 0))[1]
     graph = diff.alignment.second
     if b == culprit:
         return "named"
@@ -89,7 +89,7 @@ def measure_healthy(pairs: int = 40) -> None:
             diff = Diff(one, two)
         if diff.divergence is not None:
             told += 1
-            a = int(diff.alignment.pairs[diff.divergence.pair][0])
+            a = (diff.parted or (0, 0))[0]
             print(
                 f"  {kind} {'layout' if n % 2 else 'device'} low={low}: {one.titles[a]} {diff.divergence}",
                 file=sys.stderr,

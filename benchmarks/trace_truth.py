@@ -262,7 +262,7 @@ def _row(name: str, kind: str, one: Graph, two: Graph, renamed: dict[str, str] |
         truth_one, truth_two = keys(one, renamed), keys(two)
     total, right, wrong = judged(truth_one, truth_two, alignment.pairs.tolist())
     _, plain, astray = judged(truth_one, truth_two, by_difflib(one, two))
-    first = "-" if diff.divergence is None else one.titles[int(alignment.pairs[diff.divergence.pair][0])]
+    first = "-" if diff.parted is None else one.titles[diff.parted[0]]
     share = [f"{100 * n / max(total, 1):.1f} %" for n in (right, wrong, plain, astray)]
     return f"| {name} | {kind} | {one.count}, {two.count} | {total} | {' | '.join(share)} | {debug} | {first} |"
 

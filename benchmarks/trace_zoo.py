@@ -81,7 +81,7 @@ def told(diff: Any) -> str:
     """One line about a divergence."""
     found = diff.divergence
     one = diff.alignment.first
-    a = int(diff.alignment.pairs[found.pair][0])
+    a = (diff.parted or (0, 0))[0]
     return f"{one.titles[a]}: {found.reason} ({found.inputs:.2g} -> {found.outputs:.2g}, allowed {found.allowed:.2g})"
 
 
@@ -239,7 +239,7 @@ def verdict(diff: Any, culprit: int, hits: int, share: float) -> tuple[str, str]
     if diff.divergence is None:
         differ = diff.numbers.outputs.any() or diff.numbers.inputs.any()
         return ("silent", at) if differ else ("without effect", at)
-    b = int(diff.alignment.pairs[diff.divergence.pair][1])
+    b = (diff.parted or (0, 0))[1]
     return (
         ("named", at)
         if b == culprit

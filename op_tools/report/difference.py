@@ -64,7 +64,7 @@ def _banner(found: Diff) -> Block:
         more = f"；另有 {rest:,} 个无法判断" if rest else ""
         headline = both(found.nothing_found(), f"没有分歧：{judged:,} 个算子的差异均可由舍入解释{more}")
         return blocks.banner("unknown" if given else "right", headline, sides)
-    a = int(found.alignment.pairs[parted.pair][0])
+    a = (found.parted or (0, 0))[0]
     module = one.modules.get(int(one.operators["module"][a]))
     inside = module["name"] if module else "(outside modules)"
     step, phase = int(one.operators["step"][a]), columns.PHASES[int(one.operators["phase"][a])]
@@ -78,14 +78,12 @@ def _location(graph: Graph, operator: int) -> str:
 
 
 def _first(found: Diff) -> list[Block]:
-    parted = found.divergence
-    if parted is None:
+    parted, operators = found.divergence, found.parted
+    if parted is None or operators is None:
         return []
     rows: list[tuple[Text, str]] = []
-    for word, graph, operator in zip(
-        "AB", (found.alignment.first, found.alignment.second), found.alignment.pairs[parted.pair]
-    ):
-        rows.append((word, f"{graph.titles[int(operator)]}   {_location(graph, int(operator))}"))
+    for word, graph, operator in zip("AB", (found.alignment.first, found.alignment.second), operators):
+        rows.append((word, f"{graph.titles[operator]}   {_location(graph, operator)}"))
     times = times_bound(parted.outputs / parted.allowed) if parted.allowed else "∞"
     if parted.of_inputs:
         rows += [

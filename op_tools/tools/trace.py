@@ -18,6 +18,7 @@ from ..call.devices import accelerator_type
 from ..call.functions import SUM
 from ..call.parameters import updated
 from ..call.traits import OpTraits
+from ..compat import awaited as pending
 from ..compat import running_pass
 from ..settings import SettingsError
 from ..trace import format as columns
@@ -29,6 +30,7 @@ from ..trace.places import Place, place_of_call
 from ..trace.record import Recorder, writer_world
 from ..watch.compiled import CompiledRun, Tally
 from ..watch.intercept import INTERCEPTOR, Call
+from ..watch.storages import STORAGES
 from ..watch.traffic import python_call
 from .base import Tool
 from .light import noted
@@ -87,6 +89,7 @@ class OpTrace(Tool):
         if self._to is not None:
             _make_folder(self._to)
         COMPILED.listen(self._recording)
+        STORAGES.add(self._resized)
         if writer_world()[1] > 1:
             self._collectives.listen()
 
@@ -109,7 +112,9 @@ class OpTrace(Tool):
     def light(self, traits: OpTraits) -> tuple[Any, ...] | None:
         may_write = traits.may_write and not traits.names_inplace  # `native.front` looks at what has that name
         writes = may_write or traits.mutates or traits.is_optimizer or traits.collective or traits.facts.updates
-        if type(self) is not OpTrace or self.gated or self.only is not None or self._stacks > 1 or writes:
+        if type(self) is not OpTrace or self.gated or self.only is not None or self._stacks > 1:
+            return None
+        if writes or _returns_empty(traits):
             return None
         recorder = self._started()
         if self._book is None:
@@ -129,6 +134,18 @@ class OpTrace(Tool):
         """The call that made a node of autograd, of those that were recorded without Python."""
         found = self._book.call_at(thread, number) if self._book else None
         return None if found is None else _Made(*found)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """A storage has other memory now."""
+        recorder = self._recorder
+        if recorder is None:
+            return
+        try:
+            with recorder.lock:
+                recorder.book.resized(storage)
+        except Exception as error:
+            resize = torch.UntypedStorage.resize_
+            self.failed(Call(OpTraits("torch.UntypedStorage.resize_", resize), resize, (), {}), error, "it is not seen")
 
     def _failed_in_backward(self, name: int, error: BaseException) -> None:
         """What went wrong while machine code recorded the backward of a call, or a sum of gradients."""
@@ -186,10 +203,15 @@ class OpTrace(Tool):
             )
             recorder.edges(number, columns.INPUT, inputs)
             results = call.results
+            if _returns_empty(traits):
+                for tensor in results:
+                    recorder.book.unwritten(tensor)
             if traits.collective:
                 filled, awaited = self._collectives.left(call, number, module, phase)
                 written += [tensor for tensor in filled if not any(tensor is other for other in written)]
                 results = [tensor for tensor in results if not any(tensor is other for other in awaited)]
+                for tensor in awaited:  # until somebody has waited, any part of it may have come
+                    recorder.book.unwritten(pending(tensor))
             recorder.outputs(number, module, results, written, phase)
             recorder.launch()
             call.notes[self] = (number, module)
@@ -256,6 +278,7 @@ class OpTrace(Tool):
 
     def finish(self) -> None:
         COMPILED.ignore()
+        STORAGES.remove(self._resized)
         self._collectives.stop()
         if self._book:
             INTERCEPTOR.sums.elsewhere = INTERCEPTOR.sums.direct = None
@@ -274,6 +297,11 @@ class OpTrace(Tool):
             f"{counts['operators']:,} operators, {counts['tensors']:,} tensors, {counts['prints']:,} fingerprints",
             f"trace in {shown} ({size:.1f} MiB); op_tools trace show {shown.parent}",
         ]
+
+
+def _returns_empty(traits: OpTraits) -> bool:
+    """Whether nobody has written yet to what a call returns."""
+    return traits.facts.uninitialised and traits.name.rpartition(".")[2].startswith(("empty", "new_empty"))
 
 
 class _Made(NamedTuple):

@@ -19,6 +19,7 @@ from . import format as columns
 from .format import TraceWriter
 
 _NO_STORAGE: Final = 0
+_UNWRITTEN: Final = -2  # from here down: no operator has written there since the memory was taken
 _MOST: Final = 32_767  # places and outputs are small numbers in a trace
 
 
@@ -56,6 +57,12 @@ class Book(Protocol):
 
     def written(self, tensor: Tensor, operator: int, /) -> None:
         """An operator wrote to a tensor's memory."""
+
+    def unwritten(self, tensor: Tensor, /) -> None:
+        """Nobody has written yet where a tensor lies."""
+
+    def resized(self, memory: Any, /) -> None:
+        """A storage has other memory now, to which nobody has written."""
 
     def allocated(self, operator: int, module: int, tensor: Tensor, kind: int, /) -> None:
         """Memory of the accelerator that an operator returned; it is noted once, and again when it is freed."""
@@ -114,6 +121,9 @@ class PythonBook:
         self._blocks: dict[int, tuple[int, int, int, int]] = {}  # storages: number, bytes, kind, module
         self._references: dict[int, Any] = {}
         self._block_count = 0
+        self._anew = 0  # how often memory was taken that nobody had written to
+        # of such storages the versions of tensors there, -1 before one is seen: if it counts up, somebody has
+        self._unwritten: dict[int, int] = {}
         self._frees: deque[tuple[int, ...]] = deque()
         self._roles: dict[int, tuple[Any, int, int, int]] = {}  # of tensors with a role: itself, name, kind, module
         self._gradients: dict[Any, int] = {}  # memory of gradients that operators sent in this pass: the operator
@@ -157,6 +167,14 @@ class PythonBook:
             known = None
         address, storage = _address(held), storage_of(held)
         writer = self._writers.get(storage, -1)
+        if writer <= _UNWRITTEN and not wrote:
+            before = self._unwritten[storage]
+            self._unwritten[storage] = before = version if before < 0 else before
+            if before == version:
+                printed = False  # what happens to lie there says nothing
+            else:
+                del self._writers[storage], self._unwritten[storage]
+                writer = -1
         if known is not None and known.version == version and not wrote:
             if known.address == address and known.writer == writer and known.number >= self._forgotten:
                 return known.number
@@ -169,7 +187,7 @@ class PythonBook:
             if same is not None and alive and same.version == version and same.writer == writer:
                 return same.number
         if producer < 0 and not wrote:
-            producer = writer
+            producer = max(writer, -1)
         base = known.number if known is not None else -1
         if base < 0 and tensor._is_view() and tensor._base is not None:
             seen = self._known.get(id(tensor._base))
@@ -263,35 +281,66 @@ class PythonBook:
         """See `Book`."""
         self._writers[storage_of(tensor)] = operator
 
+    def _takes_anew(self, storage: int, memory: Any, version: int) -> None:
+        self._anew += 1
+        self._writers[storage] = _UNWRITTEN - self._anew
+        self._unwritten[storage] = version
+        self._await_end(storage, memory)
+
+    def unwritten(self, tensor: Tensor, /) -> None:
+        """See `Book`."""
+        storage = storage_of(tensor)
+        if storage != _NO_STORAGE:
+            self._takes_anew(storage, tensor.untyped_storage(), version_of(tensor))
+
+    def resized(self, memory: Any, /) -> None:
+        """See `Book`."""
+        storage, size = memory._cdata, memory.nbytes()
+        self._takes_anew(storage, memory, -1)
+        number, before, kind, module = self._blocks.get(storage, (-1, 0, 0, 0))
+        if number < 0:
+            return
+        if before:
+            self._writer.add("memory", (self.operators, number, -before, kind, module))
+        number = self._block_count
+        self._block_count += 1
+        self._blocks[storage] = (number, size, kind, module)
+        if size:
+            self._writer.add("memory", (self.operators, number, size, kind, module))
+
     def allocated(self, operator: int, module: int, tensor: Tensor, kind: int, /) -> None:
         """See `Book`."""
         storage = storage_of(tensor)
         if storage == _NO_STORAGE or storage in self._blocks or tensor.is_meta:
             return
-        if self._accelerator not in ("cpu", tensor.device.type):
-            return
         memory = tensor.untyped_storage()
-        number, size = self._block_count, memory.nbytes()
+        counts = self._accelerator in ("cpu", tensor.device.type)
+        number, size = self._block_count, memory.nbytes() if counts else 0  # of others only the end is awaited
         self._block_count += 1
         self._blocks[storage] = (number, size, kind, module)
-        self._writer.add("memory", (operator, number, size, kind, module))
-        self._references[storage] = weakref.ref(memory, lambda _: self._freed(storage, number))
+        if size:
+            self._writer.add("memory", (operator, number, size, kind, module))
+        self._await_end(storage, memory)
+
+    def _await_end(self, storage: int, memory: Any) -> None:
+        if storage not in self._references:
+            self._references[storage] = weakref.ref(memory, lambda _: self._freed(storage))
 
     def _is_of_the_model(self, storage: int, kind: int) -> None:
         """Memory that an operator allocated has become a parameter: those are counted by themselves."""
         number, size, _, module = self._blocks.get(storage, (-1, 0, 0, 0))
-        if size:
-            self._writer.add("memory", (self.operators, number, -size, kind, module))
+        if number >= 0:
+            if size:
+                self._writer.add("memory", (self.operators, number, -size, kind, module))
             self._blocks[storage] = (-1, 0, kind, module)  # it is not noted again
 
-    def _freed(self, storage: int, number: int) -> None:
+    def _freed(self, storage: int) -> None:
         """Any thread may free memory, in the middle of anything: what is written, is written with the next operator."""
-        found = self._blocks.get(storage)
-        if found is not None and found[0] == number:
-            del self._blocks[storage]
-            self._references.pop(storage, None)
-            self._writers.pop(storage, None)
-            self._frees.append((self.operators, number, -found[1], found[2], found[3]))
+        number, size, kind, module = self._blocks.pop(storage, (-1, 0, 0, 0))
+        for known in (self._references, self._writers, self._unwritten):
+            known.pop(storage, None)
+        if number >= 0 and size:
+            self._frees.append((self.operators, number, -size, kind, module))
 
     def write_frees(self) -> None:
         """See `Book`."""

@@ -35,6 +35,14 @@ class Diff:
         self.divergence: Divergence | None = first_divergence(self.alignment, self.numbers)
 
     @property
+    def parted(self) -> tuple[int, int] | None:
+        """The operators of both runs where they part, or None."""
+        if self.divergence is None or self.divergence.operators is not None:
+            return None if self.divergence is None else self.divergence.operators
+        a, b = self.alignment.pairs[self.divergence.pair].tolist()
+        return a, b
+
+    @property
     def valued(self) -> bool:
         """Whether any fingerprints could be compared."""
         return bool(self.numbers.compared.any())
@@ -67,12 +75,12 @@ class Diff:
         if not self.valued:
             yield "No values to compare: one of the traces has no fingerprints"
             return
-        found = self.divergence
-        if found is None:
+        found, parted = self.divergence, self.parted
+        if found is None or parted is None:
             yield self.nothing_found()
             return
         one, two = self.alignment.first, self.alignment.second
-        a, b = (int(x) for x in self.alignment.pairs[found.pair])
+        a, b = parted
         phase = columns.PHASES[int(one.operators["phase"][a])]
         yield f"First divergence: step {int(one.operators['step'][a])}, {phase}: {one.names[a]}"
         for word, graph, operator in (("A", one, a), ("B", two, b)):
@@ -151,8 +159,8 @@ class Diff:
         """The same as data."""
         one, two = self.alignment.first, self.alignment.second
         found = None
-        if self.divergence is not None:
-            a, b = (int(x) for x in self.alignment.pairs[self.divergence.pair])
+        if self.divergence is not None and self.parted is not None:
+            a, b = self.parted
             sides = {
                 word: {"operator": g.numbers[n], "title": g.titles[n], "name": g.names[n], "location": _location(g, n)}
                 for word, g, n in (("A", one, a), ("B", two, b))

@@ -72,6 +72,7 @@ class Divergence:
     outputs: float
     allowed: float
     of_inputs: bool = False  # whether it is what goes in that is further apart than is allowed
+    operators: tuple[int, int] | None = None  # that part, where these are no pair
 
 
 def numbers_of(alignment: Alignment) -> Numbers:
@@ -339,8 +340,7 @@ class _Measured:
         """Calls that get the same and are told something else: a result that is clearly another one comes from that."""
         near = self.measured <= np.maximum(_CLEARLY / 8, 16.0 * self.unit)
         moves = np.array([family(name) in MOVES for name in self.names] or [False])[self.kind]
-        one_rank = max(self.first.trace.world, self.second.trace.world) == 1
-        return np.isinf(self.arguments) & ~self.unknown & ~self.backward & near & ~moves & one_rank
+        return np.isinf(self.arguments) & ~self.unknown & ~self.backward & near & ~moves
 
     def _judged(self) -> Any:
         """For each output, whether anything can be said of it."""

@@ -101,9 +101,11 @@ def edges_of(alignment: Alignment, one: Side, two: Side, side: int) -> Edges:
     p, q = one.where[left], two.where[right]
     good, sums = same & (p >= 0) & (q >= 0), {}
     if two.parts is not None:  # this rank has a part of the batch: the prints of all parts add up
-        part = ~same & (p >= 0) & (two.parts[1][right] >= 0)
+        part = ~same & (p >= 0) & (two.parts[1][right] >= 0) & _split(one, two, looks_one, looks_two)
         if part.any():
-            rows = _of_parts(one.rows[p[part]], two.parts[0][two.parts[1][right[part]]], two.graph.trace.world)
+            backward = one.graph.operators["phase"][pairs[owner[part], 0]] != columns.FORWARD
+            of_parts = two.parts[0][two.parts[1][right[part]]]
+            rows = _of_parts(one.rows[p[part]], of_parts, two.graph.trace.world, backward)
             good, q = good | part, np.where(part, 0, q)
             within = (np.cumsum(good) - 1)[part]
             sums = dict(zip(within.tolist(), rows))
@@ -127,11 +129,23 @@ def edges_of(alignment: Alignment, one: Side, two: Side, side: int) -> Edges:
     return Edges(owner, place, apart, size, *units, *ranges, strange, hidden, *dims, (p, q), tensors, sums, others)
 
 
-def _of_parts(wholes: Any, parts: Any, world: int) -> Any:
+def _split(one: Side, two: Side, looks_one: Any, looks_two: Any) -> Any:
+    """Whether tensors of the second run have the shape of a rank's part of a batch: less of the first dimension."""
+    world = two.graph.trace.world
+    which, back = np.unique(np.stack([looks_one, looks_two], 1), axis=0, return_inverse=True)
+    found = []
+    for mine, theirs in which.tolist():
+        whole, part = sizes(one.shape[mine]), sizes(two.shape[theirs])
+        others = len(whole) == len(part) > 0 and whole[1:] == part[1:]
+        found.append(others and whole[0] / world <= part[0] < whole[0])
+    return np.array(found or [False])[back.reshape(-1)]
+
+
+def _of_parts(wholes: Any, parts: Any, world: int, backward: Any) -> Any:
     """Prints of parts together; the gradient of a mean over a part is larger than that of a mean over the whole."""
     less = parts.copy()
     less[:, :NAN] /= world
-    nearer = distance(wholes, less) < distance(wholes, parts)
+    nearer = backward & (distance(wholes, less) < distance(wholes, parts))
     return np.where(nearer[:, None], less, parts)
 
 

@@ -96,7 +96,7 @@ def _tensors(first: Trace, other: Trace) -> Any:
     there = _operators(first, other)
     for (operator, side, place), tensor in edges[0].items():
         theirs = edges[1].get((there.get(operator, -1), side, place), -1)
-        if theirs >= 0:
+        if theirs >= 0 and found[tensor] < 0:  # later, other memory may have the same number on one rank alone
             found[tensor] = theirs
     by_name = {n: t for t, n in reversed(list(enumerate(other.words("tensors", "name")))) if n}
     for tensor, name in reversed(list(enumerate(first.words("tensors", "name")))):

@@ -20,8 +20,9 @@ from .align import Alignment
 from .behaviour import behaviour, draws
 from .edges import NORM, Edges, Side, share
 from .fold import converted, member_name
-from .format import OUTPUT, PROJECTIONS
+from .format import INPUT, OUTPUT, PROJECTIONS
 from .graph import Graph
+from .prints import distance
 
 _SEVERAL_TIMES: Final = 16.0  # what a part of a run makes of a difference
 _DIGITS: Final = 2.0  # square roots of the unit between results of other operators
@@ -31,21 +32,37 @@ _TF32: Final = 2.0**-11
 _UNITS_GIVEN: Final = 4.0  # between values in two dtypes
 
 
+# A pair, why, the distances of inputs and outputs, what is allowed, True, and the operators where these are no pair
+Found = tuple[int, str, float, float, float, bool, tuple[int, int] | None]
+
+
 class Origins:
     """For each tensor of either run how far it is from its counterpart, as far as corresponding operators say."""
 
     def __init__(self, alignment: Alignment, one: Side, two: Side, ins: Edges, outs: Edges) -> None:
         self._alignment, self._one, self._two, self._ins, self._outs = alignment, one, two, ins, outs
         self._graphs = (alignment.first, alignment.second)
-        self._place = [_places(graph, alignment.pairs[:, n]) for n, graph in enumerate(self._graphs)]
+        self._loose = self._written_otherwise()
+        self._place = [_places(graph, alignment.pairs[:, n], ~self._loose) for n, graph in enumerate(self._graphs)]
         self._same = [converted(graph) for graph in self._graphs]
-        self._returned = [_returned(graph) for graph in self._graphs]
+        self._unseen = [(g.tensors["kind"] == columns.GRADIENT) & ~_returned(g) for g in self._graphs]
         self._producers = [graph.tensors["producer"].copy() for graph in self._graphs]
         for producer, same in zip(self._producers, self._same):
             producer[list(same)] = producer[list(same.values())]
         self._spread = [self._spread_of(side, outs) for side in (0, 1)]
         in_tf32 = any(graph.trace.facts.get("tf32") for graph in self._graphs)
         self._least_unit = _TF32 if in_tf32 else 0.0
+
+    def _written_otherwise(self) -> Any:
+        """Pairs of operators of optimizers that are not the same function, or that get tensors of other parameters."""
+        graphs, pairs = self._graphs, self._alignment.pairs
+        texts = {text: n for n, text in enumerate(dict.fromkeys(t for g in graphs for t in g.trace.texts))}
+        names = [
+            np.array([texts[t] for t in g.trace.texts], np.int64)[g.operators["name"][pairs[:, n]]]
+            for n, g in enumerate(graphs)
+        ]
+        others = self._ins.others | self._outs.others
+        return (graphs[0].operators["phase"][pairs[:, 0]] == columns.OPTIMIZER) & ((names[0] != names[1]) | others)
 
     def _spread_of(self, side: int, outs: Edges) -> Any:
         """Distances from the counterparts; what only one run made is as far off as what it was made of."""
@@ -55,7 +72,8 @@ class Origins:
         np.maximum.at(furthest, outs.owner, shares)
         furthest = np.where(furthest < 0, np.inf, furthest)  # none of its outputs is comparable
         found = np.where(place[producer] >= 0, furthest[np.maximum(place[producer], -1)], 0.0)
-        found[outs.tensors[side]] = shares
+        alike = ~self._loose[outs.owner]
+        found[outs.tensors[side][alike]] = shares[alike]
         made = [producer[t] for producer, t in zip(self._producers, self._ins.tensors)]
         alone = (made[0] < 0) & (made[1] < 0) & ~self._ins.others[self._ins.owner]
         least = np.full(len(found), np.inf)
@@ -63,7 +81,7 @@ class Origins:
         given = np.zeros(len(found), bool)
         given[self._ins.tensors[side][alone]] = True
         found = np.where(given, least, found)
-        found[(graph.tensors["kind"] == columns.GRADIENT) & ~self._returned[side]] = np.inf  # whose, nobody saw
+        self._leave_gradients(side, outs, found)
         copies: dict[int, list[int]] = {}
         for copy, tensor in self._same[side].items():
             copies.setdefault(tensor, []).append(copy)
@@ -82,16 +100,40 @@ class Origins:
                     found[other] = found[tensor]
         return found
 
-    def first(self, before: int) -> tuple[int, str, float, float, float, bool] | None:
-        """The first pair, up to one, that gets other tensors: its number, why, and distances of inputs and outputs."""
-        if any(graph.trace.world > 1 for graph in self._graphs):  # what ranks send each other is in between
-            return None
+    def _leave_gradients(self, side: int, outs: Edges, found: Any) -> None:
+        """Distances of gradients of which nobody saw where they came from, as those that DDP reduces.
+
+        They are no further off than what backward passes have made up to then, of the same shape.
+        """
+        graph, place = self._graphs[side], self._alignment.pairs[:, side]
+        asked = np.flatnonzero(self._unseen[side])
+        if not len(asked):
+            return
+        edges = graph.trace["edges"]
+        first = np.full(len(found), graph.count, np.int64)
+        used = edges["side"] == INPUT
+        np.minimum.at(first, edges["tensor"][used], edges["operator"][used])
+        made = (graph.operators["phase"] == columns.BACKWARD)[place[outs.owner]]
+        operators, tensors, shares = place[outs.owner][made], outs.tensors[side][made], _shares(outs)[made]
+        order = np.argsort(operators, kind="stable")
+        shapes = graph.looks["shape"][graph.tensors["look"]]
+        found[asked] = np.inf
+        for shape in np.unique(shapes[asked]).tolist():
+            mine = order[shapes[tensors[order]] == shape]
+            furthest = np.maximum.accumulate(shares[mine])
+            wanted = asked[shapes[asked] == shape]
+            at = np.searchsorted(operators[mine], first[wanted]) - 1
+            found[wanted[at >= 0]] = furthest[at[at >= 0]]
+
+    def first(self, before: int) -> Found | None:
+        """The first pair, up to one, that gets other tensors."""
         ins, place, spread = self._ins, self._place, self._spread
         made = [producer[t] for producer, t in zip(self._producers, ins.tensors)]
         at = [p[m] for p, m in zip(place, made)]
         shares = _shares(ins)
         output = [g.tensors["output"][t] for g, t in zip(self._graphs, ins.tensors)]
         same = (at[0] == at[1]) & ((at[0] == -1) | ((at[0] >= 0) & (output[0] == output[1])))
+        same &= ~(self._unseen[0][ins.tensors[0]] & self._unseen[1][ins.tensors[1]])
         far = [np.where(a >= ins.owner, 0.0, one[t]) for a, one, t in zip(at, spread, ins.tensors)]  # later: no reason
         explained = np.maximum(*far)
         mine, theirs = (self._alignment.pairs[:, n][ins.owner] for n in (0, 1))
@@ -107,15 +149,43 @@ class Origins:
         named = named[0] & named[1] & ~ins.others[ins.owner]
         odd &= (phases != columns.OPTIMIZER) | named  # there are many ways to write an optimizer
         odd &= (shares > allowed) | (ins.strange & (explained < 1.0))
-        found = None
+        found: Found | None = None
         for edge in np.flatnonzero(odd).tolist():
-            if not self._scaled(edge):
+            if not scaled(*self._ins.of(self._one, self._two, edge)):
                 pair, apart = int(ins.owner[edge]), float(shares[edge])
-                found = pair, self._told(edge), apart, apart, float(allowed[edge]), True
+                found = pair, self._told(edge), apart, apart, float(allowed[edge]), True, None
                 break
-        return self._of_other_shapes(before if found is None else found[0] - 1) or found
+        found = self._of_other_shapes(before if found is None else found[0] - 1) or found
+        return self._of_other_gradients(before if found is None else found[0] - 1) or found
 
-    def _of_other_shapes(self, before: int) -> tuple[int, str, float, float, float, bool] | None:
+    def _of_other_gradients(self, before: int) -> Found | None:
+        """The first pair, up to one, where an optimizer gets gradients that are others, however it is written."""
+        given = [_gradients(graph) for graph in self._graphs]
+        sides, starts = (self._one, self._two), self._alignment.pairs[:, 0]
+        for key, (operator, mine) in given[0].items():
+            pair = max(0, int(np.searchsorted(starts, operator, side="right")) - 1)
+            if key not in given[1] or pair > before:
+                continue
+            other, theirs = given[1][key]
+            tensors = (mine, theirs)
+            rows = [int(side.where[t]) for side, t in zip(sides, tensors)]
+            if min(rows) < 0 or len({side.shape_of(t) for side, t in zip(sides, tensors)}) > 1:
+                continue
+            x, y = (side.rows[row] for side, row in zip(sides, rows))
+            size = max(float(x[NORM]), float(y[NORM]))
+            explained = max(float(spread[t]) for spread, t in zip(self._spread, tensors))
+            unit = max(float(s.unit[int(s.graph.tensors["look"][t])]) for s, t in zip(sides, tensors))
+            if not math.isfinite(explained) or not size or scaled(x, y):
+                continue
+            apart = float(distance(x[None], y[None])[0]) / size
+            allowed = _SEVERAL_TIMES * explained + _DIGITS * math.sqrt(max(unit, self._least_unit))
+            if apart > allowed:
+                titles = [g.tensor_title(t) for g, t in zip(self._graphs, tensors)]
+                told = f"the optimizer gets other gradients: {titles[0]} in A, {titles[1]} in B"
+                return pair, told, apart, apart, allowed, True, (operator, other)
+        return None
+
+    def _of_other_shapes(self, before: int) -> Found | None:
         """The first pair, up to one, whose inputs are others already by their shapes, and whose results differ."""
         outs, shares = self._outs, _shares(self._outs)
         unit = np.maximum(np.maximum(outs.first, outs.second), self._least_unit)
@@ -133,14 +203,14 @@ class Origins:
             if float(shares[edge]) > allowed:
                 if len(shapes[0]) != len(shapes[1]):
                     told = f"they get other tensors: {len(shapes[0])} in A, {len(shapes[1])} in B"
-                    return pair, f"{told}; {_DIFFERS}", float(shares[edge]), float(shares[edge]), allowed, True
+                    return pair, f"{told}; {_DIFFERS}", float(shares[edge]), float(shares[edge]), allowed, True, None
                 place = next(n for n, (x, y) in enumerate(zip(*shapes)) if x != y)
                 titles = [g.tensor_title(int(t[place])) for g, t in zip(self._graphs, inputs)]
                 told = (
                     f"they get other tensors: {titles[0]} {shapes[0][place]} in A, {titles[1]} {shapes[1][place]} in B"
                 )
                 apart = float(shares[edge])
-                return pair, f"{told}; {_DIFFERS}", apart, apart, allowed, True
+                return pair, f"{told}; {_DIFFERS}", apart, apart, allowed, True, None
         return None
 
     def _is_random(self, operator: int) -> bool:
@@ -156,19 +226,6 @@ class Origins:
             pairs = self._alignment.pairs
             found[pairs[:, 0][chosen[one.operators["name"]][pairs[:, side]]]] = True
         return found
-
-    def _scaled(self, edge: int) -> bool:
-        """Whether one run has multiplied by a large power of two, as scalers of gradients do."""
-        x, y = self._ins.of(self._one, self._two, edge)
-        size = float(np.dot(x[:PROJECTIONS], x[:PROJECTIONS]))
-        if not size or not np.isfinite(y[:NORM]).all() or not np.isfinite(size):
-            return False
-        factor = float(np.dot(x[:PROJECTIONS], y[:PROJECTIONS])) / size
-        rest = float(np.abs(y[:PROJECTIONS] - factor * x[:PROJECTIONS]).max())
-        if not factor or rest > 0.05 * float(np.abs(y[:PROJECTIONS]).max()):
-            return False
-        digits = math.log2(abs(factor))
-        return abs(digits) >= _LOSS_SCALE - 0.1 and abs(digits - round(digits)) < 0.1
 
     def _told(self, edge: int) -> str:
         titles = [g.tensor_title(int(t[edge])) for g, t in zip(self._graphs, self._ins.tensors)]
@@ -206,7 +263,57 @@ class Origins:
             if name not in found:
                 limit = _UNITS_GIVEN * max(float(ins.first[edge]), float(ins.second[edge]))
                 found[name] = bool(shares[edge] > limit or ins.strange[edge])
-        return [name for name, differs in found.items() if differs]
+        return [name for name, differs in (self._members_given(found) | found).items() if differs]
+
+    def _members_given(self, known: dict[str, bool]) -> dict[str, bool]:
+        """Whether members of the model differ that no corresponding operators get, as where FSDP gathers them."""
+        sides, found = (self._one, self._two), dict[str, bool]()
+        first = [_first_members(graph) for graph in self._graphs]
+        for name, mine in first[0].items():
+            tensors = (mine, first[1].get(name, -1))
+            rows = [int(side.where[t]) if t >= 0 else -1 for side, t in zip(sides, tensors)]
+            if name in known or min(rows) < 0 or len({side.shape_of(t) for side, t in zip(sides, tensors)}) > 1:
+                continue
+            x, y = (side.rows[row][None] for side, row in zip(sides, rows))
+            unit = max(float(s.unit[int(s.graph.tensors["look"][t])]) for s, t in zip(sides, tensors))
+            size = max(float(x[0, NORM]), float(y[0, NORM]))
+            found[name] = bool(float(distance(x, y)[0]) > _UNITS_GIVEN * unit * size)
+        return found
+
+
+def scaled(x: Any, y: Any) -> bool:
+    """Whether one of two prints is the other times a large power of two, as scalers of gradients multiply by."""
+    size = float(np.dot(x[:PROJECTIONS], x[:PROJECTIONS]))
+    if not size or not np.isfinite(y[:NORM]).all() or not np.isfinite(size):
+        return False
+    factor = float(np.dot(x[:PROJECTIONS], y[:PROJECTIONS])) / size
+    rest = float(np.abs(y[:PROJECTIONS] - factor * x[:PROJECTIONS]).max())
+    if not factor or rest > 0.05 * float(np.abs(y[:PROJECTIONS]).max()):
+        return False
+    digits = math.log2(abs(factor))
+    return abs(digits) >= _LOSS_SCALE - 0.1 and abs(digits - round(digits)) < 0.1
+
+
+def _gradients(graph: Graph) -> dict[tuple[int, str], tuple[int, int]]:
+    """The gradients that an optimizer gets, by step and name: the first operator that gets one, and the tensor."""
+    found: dict[tuple[int, str], tuple[int, int]] = {}
+    starts, tensors = graph.side(INPUT)
+    steps = graph.operators["step"]
+    owner = np.repeat(np.arange(graph.count), np.diff(starts))
+    gradients = graph.tensors["kind"][tensors] == columns.GRADIENT
+    chosen = (graph.operators["phase"][owner] == columns.OPTIMIZER) & gradients
+    for operator, tensor in zip(owner[chosen].tolist(), tensors[chosen].tolist()):
+        key = graph.step_order[int(steps[operator])], member_name(graph, tensor)
+        found.setdefault(key, (operator, tensor))
+    return found
+
+
+def _first_members(graph: Graph) -> dict[str, int]:
+    """The first tensor of each parameter and buffer, if no operator of the trace has made it."""
+    found: dict[str, int] = {}
+    for tensor in np.flatnonzero(np.isin(graph.tensors["kind"], (columns.PARAMETER, columns.BUFFER))).tolist():
+        found.setdefault(member_name(graph, tensor), tensor)
+    return {name: tensor for name, tensor in found.items() if graph.tensors["producer"][tensor] < 0}
 
 
 def _shares(edges: Edges) -> Any:
@@ -229,9 +336,9 @@ def _begins(graph: Graph) -> Any:
     return backward & ~np.append(False, backward[:-1])
 
 
-def _places(graph: Graph, operators: Any) -> Any:
-    """For each operator its pair, -2 where it has none; the last is for tensors that nobody made: -1."""
+def _places(graph: Graph, operators: Any, chosen: Any) -> Any:
+    """For each operator its pair if that is chosen, -2 else; the last is for tensors that nobody made: -1."""
     place = np.full(graph.count + 1, -2, np.int64)
-    place[operators] = np.arange(len(operators))
+    place[operators[chosen]] = np.flatnonzero(chosen)
     place[-1] = -1
     return place

@@ -85,6 +85,10 @@ struct Block {
   int kind, module;
 };
 constexpr size_t kRecent = 64, kSweepEvery = 32;  // blocks that every operator asks after; operators between looks at all
+struct Unwritten {  // memory that nobody has written to since it was taken
+  int64_t version;  // of tensors there, -1 before one is seen: if it counts up, somebody has
+  WeakStorage storage;
+};
 struct Memory {  // of strided tensors: where it begins, and how it lies there
   const void *address = nullptr;
   int layout = -1;
@@ -100,6 +104,8 @@ struct HashOfNumbers {
     return hash;
   }
 };
+
+constexpr int64_t kUnwritten = -2;
 
 constexpr size_t kDeadTensors = 256;  // that may be remembered: as long as they are, PyTorch cannot use their memory again
 
@@ -129,7 +135,8 @@ struct Book {
   Levels levels;
   Map<TensorImpl *, Seen> known;
   Map<Memory, TensorImpl *, HashOfMemory> by_memory;
-  Map<StorageImpl *, int64_t> writers;  // the operator that wrote last
+  Map<StorageImpl *, int64_t> writers;  // the operator that wrote last; from kUnwritten down: nobody has, since it was taken
+  Map<StorageImpl *, Unwritten> unwritten;
   std::unordered_map<std::vector<int64_t>, int, HashOfNumbers> layouts;
   Map<int64_t, int> looks;  // by layout, device and requires_grad
   Map<TensorImpl *, Role> roles;
@@ -140,7 +147,7 @@ struct Book {
   std::vector<Block> blocks;
   Map<StorageImpl *, int64_t> present;  // storages that are blocks
   std::unordered_map<uint64_t, std::vector<Made>> calls;  // by thread: sums of gradients say whose they are
-  int64_t block_count = 0;
+  int64_t block_count = 0, anew = 0;
   int64_t shown = 0, hidden = 0;  // bytes of blocks that are there; of what else the allocator has handed out
   size_t clean_at = kDeadTensors, since_sweep = 0;
   int64_t forgotten = 0;  // tensors before this one may have been written to since
@@ -212,7 +219,13 @@ struct Book {
     bool seen = at != known.end() && !at->second.tensor.expired();
     StorageImpl *storage = held.has_storage() ? held.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl() : nullptr;
     auto wrote_last = writers.find(storage);
-    const int64_t writer = wrote_last == writers.end() ? -1 : wrote_last->second;
+    int64_t writer = wrote_last == writers.end() ? -1 : wrote_last->second;
+    if (writer <= kUnwritten && !wrote) {
+      int64_t &before = unwritten.find(storage)->second.version;
+      if (before < 0) before = version;
+      if (before == version) print = false;  // what happens to lie there says nothing
+      else writers.erase(wrote_last), unwritten.erase(storage), writer = -1;
+    }
     if (seen && at->second.version == version && !wrote) {
       const bool same_place = at->second.address == address_of(held);
       if (same_place && at->second.writer == writer && at->second.number >= forgotten) return at->second.number;
@@ -227,7 +240,7 @@ struct Book {
           other->second.writer == writer && other->second.number >= forgotten)
         return other->second.number;
     }
-    if (producer < 0 && !wrote) producer = writer;
+    if (producer < 0 && !wrote) producer = std::max<int64_t>(writer, -1);
     int64_t base = seen ? at->second.number : -1;
     if (base < 0 && tensor.is_view()) {
       auto whole = known.find(tensor._base().unsafeGetTensorImpl());
@@ -237,12 +250,15 @@ struct Book {
     const Role *role = role_of(tensor);
     if (role != nullptr && (role->kind == kParameter || role->kind == kBuffer)) is_of_the_model(storage, role->kind);
     const int64_t made = tensor_row(role, look, producer, output, base, role != nullptr ? role->module : module);
-    const WeakStorage there(storage == nullptr ? c10::intrusive_ptr<StorageImpl>() : c10::intrusive_ptr<StorageImpl>::reclaim_copy(storage));
-    known.insert_or_assign(key, Seen{weak(tensor), version, made, address_of(held), writer, there});
+    known.insert_or_assign(key, Seen{weak(tensor), version, made, address_of(held), writer, weak_storage(storage)});
     if (memory.address != nullptr) by_memory[memory] = key;
     if (known.size() > clean_at) clean();
     if (print) take_print(tensor, made, object);
     return made;
+  }
+
+  static WeakStorage weak_storage(StorageImpl *storage) {
+    return WeakStorage(storage == nullptr ? c10::intrusive_ptr<StorageImpl>() : c10::intrusive_ptr<StorageImpl>::reclaim_copy(storage));
   }
 
   bool knows(const at::Tensor &tensor) const {
@@ -279,6 +295,11 @@ struct Book {
 
   void clean() {
     forget_if(known, [this](const auto &entry) { return !is_there(entry.second); });
+    forget_if(unwritten, [this](const auto &entry) {
+      if (!entry.second.storage.expired()) return false;
+      writers.erase(entry.first);
+      return true;
+    });
     forget_if(by_memory, [this](const auto &entry) { return known.find(entry.second) == known.end(); });
     clean_at = known.size() + known.size() / 4 + kDeadTensors;
   }
@@ -343,13 +364,14 @@ struct Book {
   }
 
   void allocated(int64_t op, int module, const at::Tensor &tensor, int kind) {
-    if (!tensor.has_storage() || tensor.is_meta() || !levels.counts(tensor.device())) return;
+    if (!tensor.has_storage() || tensor.is_meta()) return;
     const auto &storage = tensor.unsafeGetTensorImpl()->storage();
     StorageImpl *key = storage.unsafeGetStorageImpl();
     if (key == nullptr || !present.emplace(key, block_count).second) return;
-    const auto size = int64_t(storage.nbytes());
+    const auto size = levels.counts(tensor.device()) ? int64_t(storage.nbytes()) : 0;  // of others only the end is awaited
     blocks.push_back({storage.getWeakStorageImpl(), key, block_count, size, kind, module});
-    memory_row(op, block_count++, size, kind, module);
+    if (size != 0) memory_row(op, block_count, size, kind, module);
+    ++block_count;
   }
 
   // Memory that an operator allocated has become a parameter (`model.to(device)`): those are counted by themselves.
@@ -357,8 +379,25 @@ struct Book {
     if (present.find(storage) == present.end()) return;
     auto block = std::find_if(blocks.begin(), blocks.end(), [&](const Block &one) { return one.key == storage; });
     if (block == blocks.end()) return;
-    memory_row(tables[kOperators].all, block->number, -block->bytes, kind, block->module);
+    if (block->bytes != 0) memory_row(tables[kOperators].all, block->number, -block->bytes, kind, block->module);
     blocks.erase(block);
+  }
+
+  void takes_anew(StorageImpl *storage, int64_t version) {
+    writers[storage] = kUnwritten - ++anew;
+    unwritten.insert_or_assign(storage, Unwritten{version, weak_storage(storage)});
+  }
+
+  // A storage has another size now, and other memory: FSDP gives that of parameters back and takes it again.
+  void resized(StorageImpl *storage, int64_t bytes) {
+    takes_anew(storage, -1);
+    if (present.find(storage) == present.end()) return;
+    auto block = std::find_if(blocks.begin(), blocks.end(), [&](const Block &one) { return one.key == storage; });
+    if (block == blocks.end()) return;
+    if (block->bytes != 0) memory_row(tables[kOperators].all, block->number, -block->bytes, block->kind, block->module);
+    block->number = block_count++;
+    block->bytes = bytes;
+    if (bytes != 0) memory_row(tables[kOperators].all, block->number, bytes, block->kind, block->module);
   }
 
   // Memory that is gone. Most of it is what was taken last, by temporary tensors or, in a backward pass, by the last layers;
@@ -374,9 +413,10 @@ struct Book {
         ++kept;
         continue;
       }
-      memory_row(tables[kOperators].all, block.number, -block.bytes, block.kind, block.module);
+      if (block.bytes != 0) memory_row(tables[kOperators].all, block.number, -block.bytes, block.kind, block.module);
       present.erase(block.key);
       writers.erase(block.key);
+      unwritten.erase(block.key);
     }
     blocks.erase(blocks.begin() + long(kept), blocks.end());
   }

@@ -137,6 +137,26 @@ PyObject *book_written(PyObject *self, PyObject *args) {
   });
 }
 
+// A `torch.UntypedStorage` that has other memory now.
+PyObject *book_resized(PyObject *self, PyObject *memory) {
+  return safely([&]() -> PyObject * {
+    Owned address{checked(PyObject_GetAttrString(memory, "_cdata"))};
+    auto *storage = static_cast<StorageImpl *>(PyLong_AsVoidPtr(address.object));
+    if (storage == nullptr) throw PythonError{};
+    book_of(self).resized(storage, int64_t(storage->nbytes()));
+    Py_RETURN_NONE;
+  });
+}
+
+// Nobody has written yet where a tensor lies.
+PyObject *book_unwritten(PyObject *self, PyObject *tensor) {
+  return safely([&]() -> PyObject * {
+    const at::Tensor one = unwrapped(tensor);
+    if (one.has_storage()) book_of(self).takes_anew(one.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl(), version_of(one));
+    Py_RETURN_NONE;
+  });
+}
+
 // (operator, module, tensor, kind)
 PyObject *book_allocated(PyObject *self, PyObject *args) {
   PyObject *tensor;
@@ -414,7 +434,7 @@ int set_last_module(PyObject *self, PyObject *value, void *) {
 
 #define METHOD(name, flags) {#name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(book_##name)), flags, nullptr}
 PyMethodDef book_methods[] = {METHOD(number, METH_VARARGS),   METHOD(knows, METH_O),           METHOD(operator, METH_VARARGS),
-                              METHOD(edge, METH_VARARGS),     METHOD(written, METH_VARARGS),   METHOD(allocated, METH_VARARGS),
+                              METHOD(edge, METH_VARARGS),     METHOD(written, METH_VARARGS),   METHOD(allocated, METH_VARARGS), METHOD(resized, METH_O), METHOD(unwritten, METH_O),
                               METHOD(name, METH_VARARGS),     METHOD(parameter, METH_VARARGS), METHOD(after_backward, METH_O),
                               METHOD(sent, METH_VARARGS),     METHOD(sender, METH_O),          METHOD(forget, METH_NOARGS),
                               METHOD(take_fresh, METH_NOARGS), METHOD(print_on, METH_VARARGS), METHOD(print, METH_VARARGS),

@@ -204,3 +204,56 @@ def test_what_a_function_of_the_users_own_does_backward_is_backward(
     phases = {(graph.names[n].rpartition(".")[2], PHASES[p]) for n, p in enumerate(graph.operators["phase"].tolist())}
     assert {("square", "backward"), ("mul", "backward"), ("linear", "recomputed")} <= phases
     assert not {("square", "recomputed"), ("mul", "recomputed")} & phases
+
+
+def test_memory_that_nobody_has_written_to_has_no_fingerprint(tmp_path: Path, device: str, keeps_book: str) -> None:
+    ones, before = torch.ones(64).to(device), torch.UntypedStorage.resize_
+    with op_tools.OpTrace(to=tmp_path) as tool:
+        x = torch.empty(64, device=device)
+        x.view(8, 8)
+        x.copy_(ones)
+        x.view(4, 16)
+        memory = x.untyped_storage()
+        memory.resize_(0)
+        memory.resize_(256)
+        x.view(2, 32)
+        x.mul(2)
+        x.copy_(ones)
+        x.view(16, 4)
+    assert not tool.findings()
+    assert torch.UntypedStorage.resize_ is before
+    graph = Graph(read(tmp_path / "rank0.optrace"))
+    _, where = graph.prints()
+    said = {}
+    for operator, name in enumerate(graph.names):
+        for side, tensors in (("in", graph.inputs(operator)), ("out", graph.outputs(operator))):
+            for tensor in tensors.tolist()[:1]:
+                key = f"{name.rpartition('.')[2]} {graph.look(tensor)['shape']} {side}"
+                made = int(graph.tensors["producer"][tensor])
+                said.setdefault(key, (where[tensor] >= 0, graph.titles[made] if made >= 0 else ""))
+    assert {key: printed for key, (printed, _) in said.items()} == {
+        "empty [64] out": False,
+        "view [64] in": False,
+        "view [8, 8] out": False,
+        "copy_ [64] in": False,
+        "copy_ [64] out": True,
+        "view [4, 16] out": True,
+        "view [2, 32] out": False,
+        "mul [64] in": False,
+        "mul [64] out": True,
+        "view [16, 4] out": True,
+    }
+    assert said["mul [64] in"][1] == "", "no operator has made what lies there"
+
+
+def test_who_writes_where_nobody_saw_it_is_believed(tmp_path: Path, device: str, keeps_book: str) -> None:
+    with op_tools.OpTrace(to=tmp_path, disable="torch.Tensor.fill_"):
+        x = torch.empty(64, device=device)
+        x.fill_(3)  # not in this trace
+        x.view(8, 8)
+        x.add(1)
+    graph = Graph(read(tmp_path / "rank0.optrace"))
+    table, where = graph.prints()
+    (view,) = (n for n, name in enumerate(graph.names) if name.endswith("view"))
+    (tensor,) = graph.inputs(view).tolist()
+    assert table[where[tensor]][8] == 3 * 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +14,9 @@ from torch.nn import functional as F
 import op_tools
 from op_tools.cli import main
 from op_tools.trace.diff import Diff, load
+from op_tools.trace.format import OPTIMIZER
 from op_tools.trace.graph import Graph
-
-
-class Net(nn.Module):
-    def __init__(self, change: str) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
-        self.scale: torch.Tensor
-        self.register_buffer("scale", torch.full((16,), 2.0 if change == "buffer" else 1.0))
-        self.change = change
-        if change == "no bias":
-            self.a.bias = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.change == "other order":
-            q, k = self.a(self.b(x).relu()), self.b(x)
-        else:
-            q, k = self.a(x), self.b(x)
-        q = F.dropout(q, 0.2, self.change == "dropout")
-        q = q - q.mean(0 if self.change == "other dim" else 1, keepdim=True)
-        one, two = k.chunk(2, -1)
-        k = torch.cat([two * 2, one] if self.change == "exchanged" else [one * 2, two], -1)
-        if self.change == "swapped":
-            q, k = k, q
-        y = q * torch.sigmoid(k) * self.scale
-        if self.change == "inserted":
-            y = y * 1.5
-        if self.change == "nan":
-            y = y / (y > 9)
-        if self.change == "nothing":
-            y = y * 1
-        y = y.view(-1, 2, 8)
-        if self.change != "transposed":
-            y = y.transpose(1, 2)
-        y = y.reshape(-1, 16)
-        return F.relu(y) if self.change == "replaced" else F.gelu(y)
+from tests.backend.op_tools.trace_net import Net
 
 
 def _run(folder: Path, device: str, change: str = "", low: bool = False) -> Graph:
@@ -76,8 +44,8 @@ def _run(folder: Path, device: str, change: str = "", low: bool = False) -> Grap
 
 
 def _named(diff: Diff) -> str:
-    assert diff.divergence is not None, list(diff.lines())
-    return diff.alignment.first.names[int(diff.alignment.pairs[diff.divergence.pair][0])].rpartition(".")[2]
+    assert diff.parted is not None, list(diff.lines())
+    return diff.alignment.first.names[diff.parted[0]].rpartition(".")[2]
 
 
 @pytest.mark.parametrize("low", [False, True])
@@ -120,6 +88,54 @@ def test_other_values_from_the_start_are_named(change: str, names: list[str], tm
     assert diff.divergence is None
     assert "No divergence beyond that" in "\n".join(diff.lines())
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+
+
+_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "foreach": {"foreach": True},
+    "single": {"foreach": False},
+    "fused": {"fused": True},
+    "groups": {"foreach": True, "groups": True},
+}
+
+
+def _optimized(folder: Path, device: str, kind: str, change: str = "") -> Graph:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16), nn.LayerNorm(16), nn.Linear(16, 4)).to(device)
+    options = dict(_OPTIMIZERS[kind])
+    parts: Any = net.parameters()
+    if options.pop("groups", False):
+        parts = [{"params": [p for p in net.parameters() if (p.ndim > 1) == weights]} for weights in (True, False)]
+    rate = 1e-2 if change == "rate" else 1e-3
+    optimizer = torch.optim.AdamW(parts, rate, eps=1e-3 if change == "eps" else 1e-8, **options)
+    torch.manual_seed(1)
+    x = torch.randn(32, 16).to(device)
+    with op_tools.OpTrace(to=folder):
+        for _ in range(3):
+            net(x).square().mean().backward()
+            if change == "gradient":
+                net[2].weight.grad.mul_(2)  # type: ignore[union-attr,operator]
+            optimizer.step()
+            optimizer.zero_grad()
+    return Graph(load(folder))
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.combinations(_OPTIMIZERS, 2)))
+def test_optimizers_that_are_written_otherwise_are_told_from_others(
+    first: str, second: str, tmp_path: Path, device: str
+) -> None:
+    one = _optimized(tmp_path / "a", device, first)
+    same = Diff(one, _optimized(tmp_path / "b", device, second))
+    assert same.divergence is None, list(same.lines())
+    for change in ("rate", "eps"):
+        diff = Diff(one, _optimized(tmp_path / change, device, second, change))
+        assert diff.parted is not None, change
+        assert diff.alignment.first.titles[diff.parted[0]].startswith("model.0-linear-")
+        assert "they get other tensors: model.0.weight/out" in diff.divergence.reason  # type: ignore[union-attr]
+    diff = Diff(one, _optimized(tmp_path / "gradient", device, second, "gradient"))
+    assert diff.parted is not None
+    assert "model.2.weight.grad/out in A, model.2.weight.grad/out in B" in diff.divergence.reason  # type: ignore[union-attr]
+    phases = [int(g.operators["phase"][n]) for g, n in zip((diff.alignment.first, diff.alignment.second), diff.parted)]
+    assert phases == [OPTIMIZER, OPTIMIZER]
 
 
 def test_what_changes_no_value_is_no_divergence(tmp_path: Path, device: str, capsys: Any) -> None:

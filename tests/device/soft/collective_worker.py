@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.device.soft import compared_collectives, traced_collectives
+from tests.device.soft import compared_collectives, traced_collectives, traced_programs
 
 CHECKS: dict[str, Callable[[int, torch.device], None]] = {}
 
@@ -420,7 +420,7 @@ def fsdp2_mixed_precision_and_state(rank, device):
             equal(full[name], value)
 
 
-for watched in (*compared_collectives.CHECKS, *traced_collectives.CHECKS):
+for watched in (*compared_collectives.CHECKS, *traced_collectives.CHECKS, *traced_programs.CHECKS):
     check(watched)
 
 
