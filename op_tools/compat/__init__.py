@@ -262,6 +262,15 @@ def awaited(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.elem if kind.__name__ == "AsyncCollectiveTensor" and hasattr(tensor, "elem") else tensor
 
 
+def results_of_graph() -> slice:
+    """Which outputs of the forward graph that is being compiled go to user code; the others are kept for the backward."""
+    context = torch._guards.TracingContext.try_get()
+    found = getattr(context, "fw_metadata", None)
+    first = getattr(found, "num_mutated_inp_runtime_indices", 0)
+    count = getattr(found, "num_outputs", None)
+    return slice(first, None if count is None else first + count)
+
+
 def devices_in_use() -> set[int]:
     """The accelerator's devices of which memory is taken (`devices_in_use() == {0}`)."""
     found = set[int]()

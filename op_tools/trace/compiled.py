@@ -18,6 +18,7 @@ import torch
 
 from ..call.description import Tensor
 from ..call.graphs import line_of_stack
+from ..compat import results_of_graph
 from ..watch import patches
 from ..watch.compiled import WhenImported
 from . import format as columns
@@ -100,16 +101,27 @@ class _Plan:
         most, number = max(shared, default=(0, -1))
         return _plans[number] if most else None
 
+    def _returned(self, nodes: list[Any]) -> list[Any]:
+        """The nodes whose results go to user code; what a forward graph keeps for its backward does not."""
+        output = next((user for node in nodes for user in node.users if user.op == "output"), None)
+        if output is None:
+            return []
+        if self.backward:
+            return list(output.all_input_nodes)
+        results = output.args[0] if isinstance(output.args[0], (list, tuple)) else [output.args[0]]
+        return list(results[results_of_graph()])
+
     def _find_outputs(self, nodes: list[Any]) -> None:
         leaving: dict[str, list[Any]] = {}
         last: dict[str, Any] = {}
+        returned = set(self._returned(nodes))
         for node in nodes:
             call = self.of[node]
             if _shape(node) is None:
                 continue
             last[call.key] = node
             users = [user for user in node.users if self.of.get(user) is not call]
-            if any(user.op == "call_function" or (self.backward and user.op == "output") for user in users):
+            if node in returned or any(user.op == "call_function" for user in users):
                 leaving.setdefault(call.key, []).append(node)
         for key, call in self.calls.items():
             found = leaving.get(key) or ([last[key]] if key in last else [])

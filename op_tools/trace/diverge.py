@@ -139,7 +139,11 @@ class _Measured:
         which, back = np.unique(np.stack(asked, 1), axis=0, return_inverse=True)
         one, two = self.first.trace.texts, self.second.trace.texts
         found = np.array([apart_in_arguments(one[a], two[b]) for a, b in which.tolist()] or [0.0])[back.reshape(-1)]
-        return np.where(self.compiled, 0.0, found)  # of compiled code they name the function
+        named = [
+            np.array([text.startswith(COMPILED) for text in g.trace.texts], bool)[g.operators["name"][self.pairs[:, n]]]
+            for n, g in enumerate((self.first, self.second))
+        ]
+        return np.where(named[0] | named[1], 0.0, found)  # of compiled code they name functions and nodes
 
     def _switched(self) -> Any:
         """Calls that drew random numbers in one run alone, since they were told to: a dropout that is on."""

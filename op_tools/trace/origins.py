@@ -73,7 +73,8 @@ class Origins:
         furthest = np.where(furthest < 0, np.inf, furthest)  # none of its outputs is comparable
         found = np.where(place[producer] >= 0, furthest[np.maximum(place[producer], -1)], 0.0)
         alike = ~self._loose[outs.owner]
-        found[outs.tensors[side][alike]] = shares[alike]
+        tensors, shares = outs.tensors[side][alike], shares[alike]
+        found[tensors[::-1]] = shares[::-1]  # others may hand on a tensor: who made it counts
         made = [producer[t] for producer, t in zip(self._producers, self._ins.tensors)]
         alone = (made[0] < 0) & (made[1] < 0) & ~self._ins.others[self._ins.owner]
         least = np.full(len(found), np.inf)
