@@ -263,7 +263,7 @@ def awaited(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def results_of_graph() -> slice:
-    """Which outputs of the forward graph that is being compiled go to user code; the others are kept for the backward."""
+    """Which outputs of the forward graph that is being compiled go to user code; others are for its backward."""
     context = torch._guards.TracingContext.try_get()
     found = getattr(context, "fw_metadata", None)
     first = getattr(found, "num_mutated_inp_runtime_indices", 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,6 +81,7 @@ class OpTrace(Tool):
         self.path: Path | None = None
         self._recorder: Recorder | None = None
         self._book: Any = None  # which records most calls by itself; False where there is none
+        self._starting = threading.RLock()  # several threads may call their first operators at once
         self._compiled = CompiledRuns(self, self._started)
         self._collectives = EndsOfCollectives(self, self._started)
 
@@ -96,18 +98,23 @@ class OpTrace(Tool):
     def _started(self) -> Recorder:
         """The recorder; the file is opened at the first call, when the rank is known."""
         if self._recorder is None:
-            rank, world = writer_world()
-            folder = self._to
-            if folder is None:
-                run = os.getppid() if world > 1 else os.getpid()
-                folder = settings.results_dir() / "op_trace_results" / f"{time.strftime('%Y-%m-%d-%H-%M')}-{run}"
-            facts = {"rank": rank, "world": world, "torch": torch.__version__, "device": accelerator_type()}
-            facts |= {"command": " ".join(sys.argv)[:500], "started": time.strftime("%Y-%m-%d %H:%M:%S")}
-            self.path = folder / f"rank{rank}{SUFFIX}"
-            self._recorder = Recorder(TraceWriter(self.path, facts), self._prints, self._stacks, self._frames == "user")
-            if world > 1:
-                self._collectives.listen()
+            with self._starting:
+                if self._recorder is None:
+                    self._recorder = self._new_recorder()
         return self._recorder
+
+    def _new_recorder(self) -> Recorder:
+        rank, world = writer_world()
+        folder = self._to
+        if folder is None:
+            run = os.getppid() if world > 1 else os.getpid()
+            folder = settings.results_dir() / "op_trace_results" / f"{time.strftime('%Y-%m-%d-%H-%M')}-{run}"
+        facts = {"rank": rank, "world": world, "torch": torch.__version__, "device": accelerator_type()}
+        facts |= {"command": " ".join(sys.argv)[:500], "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+        self.path = folder / f"rank{rank}{SUFFIX}"
+        if world > 1:
+            self._collectives.listen()
+        return Recorder(TraceWriter(self.path, facts), self._prints, self._stacks, self._frames == "user")
 
     def light(self, traits: OpTraits) -> tuple[Any, ...] | None:
         may_write = traits.may_write and not traits.names_inplace  # `native.front` looks at what has that name
@@ -117,12 +124,14 @@ class OpTrace(Tool):
         if writes or _returns_empty(traits):
             return None
         recorder = self._started()
-        if self._book is None:
-            self._book = recorder.watch_by_itself() or False
-            INTERCEPTOR.sums.elsewhere = self._call_at if self._book else None
-            if self._book:
-                self._book.tell(self._failed_in_backward)
-                INTERCEPTOR.sums.direct = lambda *callbacks: self._book.hear_sums(INTERCEPTOR, self.calls, *callbacks)
+        with self._starting:
+            if self._book is None:
+                self._book = recorder.watch_by_itself() or False
+                INTERCEPTOR.sums.elsewhere = self._call_at if self._book else None
+                if self._book:
+                    self._book.tell(self._failed_in_backward)
+                    hear = self._book.hear_sums
+                    INTERCEPTOR.sums.direct = lambda *callbacks: hear(INTERCEPTOR, self.calls, *callbacks)
         if not self._book:
             return None
         return (
@@ -174,11 +183,11 @@ class OpTrace(Tool):
         phase = columns.FORWARD
         if traits.by_engine:
             phase = columns.BACKWARD
+        elif place.optimizer:  # a hook of a gradient may call one in the backward pass
+            phase = columns.OPTIMIZER
         elif running_pass() != -1:  # without gradients it is the backward of a function of the user's own
             recomputed = place.module is not None or torch.is_grad_enabled()
             phase = columns.RECOMPUTED if recomputed else columns.BACKWARD
-        elif place.optimizer:
-            phase = columns.OPTIMIZER
         with recorder.lock:
             in_backward = phase == columns.BACKWARD
             module = recorder.last_module if in_backward else recorder.module_of(place)

@@ -98,12 +98,13 @@ class Book(Protocol):
 class _Known(weakref.ref):  # type: ignore[type-arg]
     """A tensor object whose present version has a number."""
 
-    __slots__ = ("address", "key", "memory", "number", "version", "writer")
+    __slots__ = ("address", "key", "memory", "names", "number", "version", "writer")
     address: int
     key: int
     version: int
     writer: int
     number: int
+    names: int  # how many members of models were known
     memory: Any
 
 
@@ -119,6 +120,8 @@ class PythonBook:
         self._by_memory: dict[Any, _Known] = {}
         self._writers: dict[int, int] = {}  # of storages: the operator that wrote last
         self._blocks: dict[int, tuple[int, int, int, int]] = {}  # storages: number, bytes, kind, module
+        self._member_names = 0
+        self._of_model = set[int]()  # storages of parameters and buffers
         self._references: dict[int, Any] = {}
         self._block_count = 0
         self._anew = 0  # how often memory was taken that nobody had written to
@@ -176,7 +179,10 @@ class PythonBook:
                 del self._writers[storage], self._unwritten[storage]
                 writer = -1
         if known is not None and known.version == version and not wrote:
-            if known.address == address and known.writer == writer and known.number >= self._forgotten:
+            is_new_member = known.names != self._member_names and self._becomes_member(tensor, storage)
+            known.names = self._member_names
+            same_place = known.address == address and known.writer == writer
+            if same_place and known.number >= self._forgotten and not is_new_member:
                 return known.number
             if known.address != address:
                 known = None  # `parameter.data = other` changes no version, nor does `parameter.data.add_(1)`
@@ -184,7 +190,8 @@ class PythonBook:
         if not wrote and producer < 0 and memory is not None:
             same = self._by_memory.get(memory)
             alive = same is not None and same() is not None and same.number >= self._forgotten
-            if same is not None and alive and same.version == version and same.writer == writer:
+            unchanged = same is not None and alive and same.version == version and same.writer == writer
+            if same is not None and unchanged and not self._becomes_member(tensor, storage):
                 return same.number
         if producer < 0 and not wrote:
             producer = max(writer, -1)
@@ -198,13 +205,13 @@ class PythonBook:
             look = self._find_look(tensor)
         name, kind, owner = self._role(tensor) or (0, columns.GIVEN if producer < 0 else columns.ACTIVATION, module)
         if kind in (columns.PARAMETER, columns.BUFFER):
-            self._is_of_the_model(storage, kind)
+            self._is_of_the_model(held, storage, kind, owner)
         number = self._writer.add("tensors", (kind, name, look, producer, min(output, _MOST), base, owner))
         if self._ended:
             self._forget_ended()
         reference = _Known(tensor, self._ended.append)
         reference.key, reference.version, reference.number, reference.memory = key, version, number, memory
-        reference.address, reference.writer = address, writer
+        reference.address, reference.writer, reference.names = address, writer, self._member_names
         self._known[key] = reference
         if memory is not None:
             self._by_memory[memory] = reference
@@ -246,6 +253,7 @@ class PythonBook:
 
     def name(self, tensor: Tensor, text: int, kind: int, module: int, /) -> None:
         """See `Book`."""
+        self._member_names += kind != columns.GRADIENT
         role = self._roles[id(tensor)] = (weakref.ref(tensor), text, kind, module)
         if kind != columns.GRADIENT and (address := _address(tensor)):  # `.data` is the parameter, too
             self._roles[-address] = role
@@ -326,19 +334,33 @@ class PythonBook:
         if storage not in self._references:
             self._references[storage] = weakref.ref(memory, lambda _: self._freed(storage))
 
-    def _is_of_the_model(self, storage: int, kind: int) -> None:
-        """Memory that an operator allocated has become a parameter: those are counted by themselves."""
-        number, size, _, module = self._blocks.get(storage, (-1, 0, 0, 0))
-        if number >= 0:
-            if size:
-                self._writer.add("memory", (self.operators, number, -size, kind, module))
-            self._blocks[storage] = (-1, 0, kind, module)  # it is not noted again
+    def _becomes_member(self, tensor: Tensor, storage: int) -> bool:
+        """Whether a tensor is a parameter or a buffer over memory that was none before."""
+        role = self._role(tensor)
+        return role is not None and role[1] in (columns.PARAMETER, columns.BUFFER) and storage not in self._of_model
+
+    def _is_of_the_model(self, held: Tensor, storage: int, kind: int, module: int) -> None:
+        """A parameter lies there: memory from before the trace, or that of what an operator returned."""
+        if storage == _NO_STORAGE or held.is_meta or storage in self._of_model:
+            return
+        self._of_model.add(storage)
+        if storage not in self._blocks:
+            self.allocated(-1, module, held, kind)
+            return
+        number, size, before, owner = self._blocks[storage]
+        if size:
+            self._writer.add("memory", (self.operators, number, -size, before, owner))
+        self._blocks[storage] = (self._block_count, size, kind, module)
+        if size:
+            self._writer.add("memory", (self.operators, self._block_count, size, kind, module))
+        self._block_count += 1
 
     def _freed(self, storage: int) -> None:
         """Any thread may free memory, in the middle of anything: what is written, is written with the next operator."""
         number, size, kind, module = self._blocks.pop(storage, (-1, 0, 0, 0))
         for known in (self._references, self._writers, self._unwritten):
             known.pop(storage, None)
+        self._of_model.discard(storage)
         if number >= 0 and size:
             self._frees.append((self.operators, number, -size, kind, module))
 
@@ -384,6 +406,7 @@ class PythonBook:
     def close(self) -> None:
         """See `Book`."""
         self.write_frees()
+        self._note_level(self.operators)
         self._references.clear()
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from ..call.recent import Recent
 from ..settings import SettingsError
 
-VERSION: Final = 2  # 2: fingerprints by chunks
+VERSION: Final = 3  # 2: fingerprints by chunks; 3: parameters are in the table of memory
 SUFFIX: Final = ".optrace"
 NAMED: Final = b"op_tools trace "
 PROJECTIONS: Final = 8

@@ -16,7 +16,6 @@ from .graph import Graph
 
 KEPT: Final = "kept inside operators"
 BEFORE: Final = "from before the trace"
-_OF_THE_MODEL: Final = (columns.PARAMETER, columns.BUFFER)
 
 
 class Memory(NamedTuple):
@@ -41,19 +40,14 @@ def memory_of(graph: Graph) -> Memory:
     """The memory that a run needs: its peak, and what it consists of (`memory_of(graph).peak`)."""
     table, levels = graph.trace["memory"], graph.trace["levels"]
     order = np.argsort(table["operator"], kind="stable")
-    table = {name: column[order] for name, column in table.items()}
-    # What operators allocated may become parameters (`model.to(device)`): those are counted by themselves.
-    becomes = (table["bytes"] < 0) & np.isin(table["kind"], _OF_THE_MODEL)
-    moved = np.isin(table["block"], table["block"][becomes])
-    kinds, modules = _of_the_model(graph, bool(len(levels["held"])))
-    static = sum(kinds.values())
-    blocks = {name: column[~moved] for name, column in table.items()}
-    moment = _by_allocator(levels)
+    blocks = {name: column[order] for name, column in table.items()}
+    kinds, modules = Counter[str](), Counter[int]()
+    moment = _by_allocator(graph, levels)
     if moment is None:
         live = np.cumsum(blocks["bytes"])
         event = int(live.argmax()) if len(live) else -1
         after = int(blocks["operator"][event]) if len(live) else -1
-        peak = static + max(0, int(live[event])) if len(live) else static
+        peak = max(0, int(live[event])) if len(live) else 0
         upto = np.arange(len(live)) <= event
     else:
         after, peak = moment.after, moment.held + moment.inside
@@ -66,13 +60,13 @@ def memory_of(graph: Graph) -> Memory:
         kinds[columns.KINDS[kind]] += size
         modules[module] += size
     if moment is not None:
-        rest = moment.held - static - known
+        rest = moment.held - known
         started = int(levels["held"][0]) if levels["operator"][0] < 0 else 0
-        were_there = static + int(table["bytes"][becomes].sum())  # parameters that no operator of the trace made
-        kinds[BEFORE] = max(0, min(rest, started - were_there))
+        seen = int(blocks["bytes"][blocks["operator"] < 0].sum())  # parameters that no operator of the trace made
+        kinds[BEFORE] = max(0, min(rest, started - seen))
         kinds[KEPT] = max(0, rest - kinds[BEFORE])
-        counted = {name: column[~becomes] for name, column in table.items()}
-        for module, size in _growth(graph, counted, levels, after).items():
+        modules[-1] += kinds[BEFORE]
+        for module, size in _growth(graph, blocks, levels, after).items():
             modules[module] += size
     at = after if moment is None else moment.operator
     return Memory(peak, at, {k: n for k, n in kinds.items() if n}, {m: n for m, n in modules.items() if n > 0})
@@ -87,7 +81,7 @@ def live_bytes(graph: Graph) -> list[tuple[int, int]]:
     return list(zip(table["operator"][order].tolist(), np.cumsum(table["bytes"][order]).tolist()))
 
 
-def _by_allocator(levels: dict[str, Any]) -> _Moment | None:
+def _by_allocator(graph: Graph, levels: dict[str, Any]) -> _Moment | None:
     """When the allocator had handed out most, while the trace went on; None where that is not known."""
     operators, held, top = levels["operator"], levels["held"], levels["top"]
     if not len(held) or not held.max():
@@ -95,6 +89,7 @@ def _by_allocator(levels: dict[str, Any]) -> _Moment | None:
     best = int(held.argmax())
     found = _Moment(int(operators[best]), int(held[best]), 0, int(operators[best]))
     rose = np.diff(top, prepend=top[0] if operators[0] < 0 else 0) > 0
+    rose &= ~_after_gaps(graph)[np.clip(operators, 0, graph.count)]
     if rose.any():
         row = int(np.where(rose, top, 0).argmax())
         if top[row] > found.held:
@@ -105,21 +100,10 @@ def _by_allocator(levels: dict[str, Any]) -> _Moment | None:
     return found
 
 
-def _of_the_model(graph: Graph, on_accelerator: bool) -> tuple[Counter[str], Counter[int]]:
-    """Bytes of parameters and buffers, by kind and by module; each is counted once."""
-    tensors, looks = graph.tensors, graph.looks
-    kinds, modules = Counter[str](), Counter[int]()
-    members = np.flatnonzero(np.isin(tensors["kind"], _OF_THE_MODEL))
-    if on_accelerator:
-        texts = graph.trace.texts
-        there = [not texts[n].startswith(("cpu", "meta")) for n in looks["device"][tensors["look"][members]].tolist()]
-        members = members[np.array(there, bool)]
-    named = members[np.unique(tensors["name"][members], return_index=True)[1]]
-    size = looks["bytes"][tensors["look"][named]].tolist()
-    for kind, module, nbytes in zip(tensors["kind"][named].tolist(), tensors["module"][named].tolist(), size):
-        kinds[columns.KINDS[kind]] += nbytes
-        modules[module] += nbytes
-    return kinds, modules
+def _after_gaps(graph: Graph) -> Any:
+    """Operators, and what comes after the last, that follow steps which are not in the trace."""
+    steps = graph.operators["step"]
+    return np.concatenate([[False], np.diff(steps) > 1, [False]])[: graph.count + 1]
 
 
 def _alive(graph: Graph, blocks: dict[str, Any], upto: Any) -> list[tuple[int, int, int]]:

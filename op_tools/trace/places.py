@@ -9,6 +9,7 @@ from types import CodeType, FrameType
 from typing import Any, Final, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from ..call.description import Described, Group, TensorMeta, held_by
 from ..call.devices import module_of
@@ -125,12 +126,15 @@ class ModuleNames:
         self._register = register  # called with number, parent, path, module
         self._numbers: dict[int, tuple[weakref.ref[torch.nn.Module], int]] = {}
         self.parts: dict[int, weakref.ref[torch.nn.Module]] = {}  # those that are inside of another one
+        self._lazy: dict[int, tuple[int, int, str]] = {}  # modules with members to come: number, parent and path
         self._models = 0
         self._next = 0
 
     def number(self, module: torch.nn.Module, root: torch.nn.Module) -> int:
         """The number of a module inside a model."""
         known = self._numbers.get(id(module))
+        if id(module) in self._lazy and not _has_lazy_members(module):  # its members are there now
+            self._register(*self._lazy.pop(id(module)), module)
         above = self._numbers.get(id(root))
         inside = above is not None and above[0]() is root  # a part that recomputation, or a wrapper, calls by itself
         if known is not None and known[0]() is module and inside:
@@ -171,8 +175,14 @@ class ModuleNames:
             self._numbers[id(module)] = (weakref.ref(module), number)
         if parent >= 0:
             self.parts[id(module)] = self._numbers[id(module)][0]
+        if _has_lazy_members(module):
+            self._lazy[id(module)] = (number, parent, path)
         self._register(number, parent, path, module)
         return number
+
+
+def _has_lazy_members(module: torch.nn.Module) -> bool:
+    return any(map(is_lazy, (*module.parameters(recurse=False), *module.buffers(recurse=False))))
 
 
 def stream_of(kind: str) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from .. import settings
 from ..call.description import Described, Tensor, short
@@ -116,7 +117,7 @@ class Recorder:
         )
         for kind, members in groups:
             for name, tensor in members:
-                if isinstance(tensor, Tensor):
+                if isinstance(tensor, Tensor) and not is_lazy(tensor):
                     self.book.name(tensor, text(f"{path}.{name}"), kind, number)
                     if kind == columns.PARAMETER and type(tensor) in PLAIN:
                         self.book.parameter(tensor, text(f"{path}.{name}.grad"), number)
@@ -163,15 +164,15 @@ class Recorder:
         return self._look(tensor, None)
 
     def _look(self, tensor: Tensor, sharding: Sharding | None) -> int:
-        strided = tensor.layout == torch.strided and not tensor.is_nested
-        stride = tensor.stride() if strided else None
-        shape = tuple(tensor.shape) if not tensor.is_nested else ()
+        has_shape = not tensor.is_nested and not is_lazy(tensor)
+        stride = tensor.stride() if has_shape and tensor.layout == torch.strided else None
+        shape = tuple(tensor.shape) if has_shape else ()
         placed = ("", "") if sharding is None else (sharding.placements, sharding.mesh)
         key = (shape, stride, tensor.dtype, tensor.device, tensor.requires_grad, placed)
         found = self._looks.get(key)
         if found is None:
             text = self.writer.text
-            size = tensor.numel() * tensor.element_size()
+            size = 0 if is_lazy(tensor) else tensor.numel() * tensor.element_size()
             row = (
                 *(text(str(list(shape))), text(short(tensor.dtype)), text("" if stride is None else str(list(stride)))),
                 *(text(str(tensor.device)), int(tensor.requires_grad), text(placed[0]), text(placed[1]), size),
@@ -277,9 +278,10 @@ class Recorder:
         for tensor in tensors:
             if id(tensor) not in known:
                 numbers.append(self.tensor(tensor, operator, len(numbers), module))
-                if phase != BACKWARD and type(tensor) in PLAIN:
+                held = tensor if type(tensor) in PLAIN else _local(tensor)
+                if phase != BACKWARD and held is not None:
                     kind = columns.STATE if phase == OPTIMIZER else columns.ACTIVATION
-                    self.book.allocated(operator, module, tensor, kind)
+                    self.book.allocated(operator, module, held, kind)
         self.edges(operator, OUTPUT, numbers)
 
     def gradients(self, operator: int, module: int, tensors: Sequence[Tensor | None]) -> None:
@@ -357,6 +359,12 @@ class Recorder:
 def writer_world() -> tuple[int, int]:
     """This rank and how many there are (`writer_world() == (0, 1)`)."""
     return settings.rank(), settings.world_size()
+
+
+def _local(tensor: Tensor) -> Tensor | None:
+    """What lies on this rank of a tensor that is spread over ranks; None for other wrappers."""
+    sharding = sharding_of(tensor)
+    return None if sharding is None or type(sharding.local) not in PLAIN else sharding.local
 
 
 def _is_compiled(tensor: Tensor) -> bool:

@@ -69,6 +69,7 @@ struct Seen {
   const void *address;  // `parameter.data = other` changes it, and no version
   int64_t writer;       // of its memory: `parameter.data.add_(1)` changes no version either
   WeakStorage storage;  // as long as it is there, nobody else gets its memory
+  int64_t names;        // how many members of models were known
 };
 struct Role {
   WeakTensor tensor;
@@ -146,8 +147,9 @@ struct Book {
   std::vector<Parameter> parameters;
   std::vector<Block> blocks;
   Map<StorageImpl *, int64_t> present;  // storages that are blocks
+  Map<StorageImpl *, bool> of_model;    // those of parameters and buffers
   std::unordered_map<uint64_t, std::vector<Made>> calls;  // by thread: sums of gradients say whose they are
-  int64_t block_count = 0, anew = 0;
+  int64_t block_count = 0, anew = 0, member_names = 0;
   int64_t shown = 0, hidden = 0;  // bytes of blocks that are there; of what else the allocator has handed out
   size_t clean_at = kDeadTensors, since_sweep = 0;
   int64_t forgotten = 0;  // tensors before this one may have been written to since
@@ -228,7 +230,9 @@ struct Book {
     }
     if (seen && at->second.version == version && !wrote) {
       const bool same_place = at->second.address == address_of(held);
-      if (same_place && at->second.writer == writer && at->second.number >= forgotten) return at->second.number;
+      const bool is_new_member = at->second.names != member_names && becomes_member(tensor, storage);
+      at->second.names = member_names;
+      if (same_place && at->second.writer == writer && at->second.number >= forgotten && !is_new_member) return at->second.number;
       seen = same_place;
     }
     const int layout = layout_of(held);
@@ -237,7 +241,7 @@ struct Book {
       auto same = by_memory.find(memory);
       auto other = same == by_memory.end() ? known.end() : known.find(same->second);
       if (other != known.end() && is_there(other->second) && other->second.version == version &&
-          other->second.writer == writer && other->second.number >= forgotten)
+          other->second.writer == writer && other->second.number >= forgotten && !becomes_member(tensor, storage))
         return other->second.number;
     }
     if (producer < 0 && !wrote) producer = std::max<int64_t>(writer, -1);
@@ -248,9 +252,9 @@ struct Book {
     }
     if (look < 0) look = look_of(tensor, object, &tensor == &held ? layout : layout_of(tensor));  // may run Python
     const Role *role = role_of(tensor);
-    if (role != nullptr && (role->kind == kParameter || role->kind == kBuffer)) is_of_the_model(storage, role->kind);
+    if (role != nullptr && (role->kind == kParameter || role->kind == kBuffer)) is_of_the_model(held, storage, role->kind, role->module);
     const int64_t made = tensor_row(role, look, producer, output, base, role != nullptr ? role->module : module);
-    known.insert_or_assign(key, Seen{weak(tensor), version, made, address_of(held), writer, weak_storage(storage)});
+    known.insert_or_assign(key, Seen{weak(tensor), version, made, address_of(held), writer, weak_storage(storage), member_names});
     if (memory.address != nullptr) by_memory[memory] = key;
     if (known.size() > clean_at) clean();
     if (print) take_print(tensor, made, object);
@@ -313,6 +317,7 @@ struct Book {
   }
 
   void name(const at::Tensor &tensor, int text, int kind, int module) {
+    member_names += kind != kGradient;
     roles.insert_or_assign(tensor.unsafeGetTensorImpl(), Role{weak(tensor), text, kind, module});
     const Memory memory = memory_of(tensor);
     if (memory.address != nullptr && kind != kGradient) roles_at[memory.address] = tensor.unsafeGetTensorImpl();
@@ -356,6 +361,12 @@ struct Book {
     tables[kEdges].add(int32_t(op), uint8_t(side), int16_t(std::min<int64_t>(place, 32767)), int32_t(tensor));
   }
 
+  // What the allocator has handed out since the last operator, by which code nobody saw.
+  void last_level() {
+    Level now;
+    if (levels.changed(now)) level_row(tables[kOperators].all, now);
+  }
+
   void level_row(int64_t op, const Level &level) { tables[kLevels].add(int32_t(op), level.held, level.top); }
 
   void memory_row(int64_t op, int64_t block, int64_t bytes, int kind, int module) {
@@ -374,13 +385,21 @@ struct Book {
     ++block_count;
   }
 
-  // Memory that an operator allocated has become a parameter (`model.to(device)`): those are counted by themselves.
-  void is_of_the_model(StorageImpl *storage, int kind) {
-    if (present.find(storage) == present.end()) return;
+  // Whether a tensor is a parameter or a buffer over memory that was none before (`model.to(device)`).
+  bool becomes_member(const at::Tensor &tensor, StorageImpl *storage) {
+    const Role *role = role_of(tensor);
+    return role != nullptr && (role->kind == kParameter || role->kind == kBuffer) && of_model.find(storage) == of_model.end();
+  }
+
+  // A parameter or a buffer lies there: memory from before the trace, or that of what an operator returned (`model.to(device)`).
+  void is_of_the_model(const at::Tensor &held, StorageImpl *storage, int kind, int module) {
+    if (storage == nullptr || held.is_meta() || !of_model.emplace(storage, true).second) return;
+    if (present.find(storage) == present.end()) return allocated(-1, module, held, kind);
     auto block = std::find_if(blocks.begin(), blocks.end(), [&](const Block &one) { return one.key == storage; });
     if (block == blocks.end()) return;
-    if (block->bytes != 0) memory_row(tables[kOperators].all, block->number, -block->bytes, kind, block->module);
-    blocks.erase(block);
+    if (block->bytes != 0) memory_row(tables[kOperators].all, block->number, -block->bytes, block->kind, block->module);
+    block->number = block_count++, block->kind = kind, block->module = module;
+    if (block->bytes != 0) memory_row(tables[kOperators].all, block->number, block->bytes, kind, module);
   }
 
   void takes_anew(StorageImpl *storage, int64_t version) {
@@ -417,6 +436,7 @@ struct Book {
       present.erase(block.key);
       writers.erase(block.key);
       unwritten.erase(block.key);
+      of_model.erase(block.key);
     }
     blocks.erase(blocks.begin() + long(kept), blocks.end());
   }

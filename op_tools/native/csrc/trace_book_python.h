@@ -256,6 +256,7 @@ PyObject *book_close(PyObject *self, PyObject *) {
   Book &book = book_of(self);
   book.closed = true;
   book.write_frees(true);
+  book.last_level();
   book.known.clear();
   book.by_memory.clear();
   book.forget_calls();
@@ -290,8 +291,8 @@ PyObject *book_end(PyObject *self, PyObject *const *given, Py_ssize_t count) {
     PyObject *tensors = given[1], *results = given[5];
     PlaceOfCall place = place_of_call();
     int phase = kForward;
-    if (torch::autograd::get_current_graph_task_id() != -1) phase = place.module >= 0 || at::GradMode::is_enabled() ? kRecomputed : kBackward;
-    else if (place.optimizer) phase = kOptimizer;
+    if (place.optimizer) phase = kOptimizer;  // a hook of a gradient may call one in the backward pass
+    else if (torch::autograd::get_current_graph_task_id() != -1) phase = place.module >= 0 || at::GradMode::is_enabled() ? kRecomputed : kBackward;
     if (phase == kBackward) place.module = book.last_module;  // the backward of a function of the user's own
     const int name = int(PyLong_AsLong(given[2])), location = text_number(given[3]), step = int(PyLong_AsLong(given[6]));
     PyObject *text = PyDict_GetItemWithError(shared.argument_texts, PyTuple_GET_ITEM(given[4], 3));

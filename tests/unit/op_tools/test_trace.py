@@ -98,7 +98,7 @@ def test_another_version_a_foreign_file_and_runs_with_nothing_in_common(
     newer, foreign = tmp_path / f"a{SUFFIX}", tmp_path / f"b{SUFFIX}"
     newer.write_bytes(b"op_tools trace 99\n")
     foreign.write_bytes(b"\x80\x04pickle")
-    with pytest.raises(TraceError, match="version 99; this op_tools reads version 2"):
+    with pytest.raises(TraceError, match="version 99; this op_tools reads version 3"):
         read(newer)
     with pytest.raises(TraceError, match="is not an op_tools trace"):
         read(foreign)
