@@ -78,31 +78,37 @@ def _show(given: list[str]) -> int:
     form.add_argument("--perfetto", action="store_true", help="for ui.perfetto.dev")
     form.add_argument("--model-explorer", action="store_true", help="for model-explorer")
     options = parser.parse_args(given)
-    from . import show
+    from . import exports, show
     from .graph import Graph
 
     _tell_newest(options.run)
     files = _chosen(options.run, options.ranks)
+    level = None if options.json or options.perfetto or options.model_explorer else options.level
     nothing: list[str] = []
-    for file in files:
-        graph = Graph(read(file, partial=options.partial))
-        level = None if options.json or options.perfetto or options.model_explorer else options.level
-        if missing := show.missing(graph, level, options.only, options.step):
-            nothing.append(f"{file}: {missing}")
-            continue
-        lines: Iterator[str]
-        if options.json:
-            lines = show.as_json(graph, options.only, options.step)
-        elif options.perfetto:
-            lines = show.as_perfetto(graph, options.only, options.step)
-        elif options.model_explorer:
-            lines = show.as_model_explorer(graph, options.only, options.step)
-        else:
-            lines = show.lines(graph, options.level, options.only, options.step)
-        for line in lines:
-            print(line)
-    if len(nothing) == len(files):  # another rank may have other modules
-        raise SettingsError(nothing[0])
+
+    def graphs() -> Iterator[Graph]:
+        for file in files:
+            graph = Graph(read(file, partial=options.partial))
+            if missing := show.missing(graph, level, options.only, options.step):
+                nothing.append(f"{file}: {missing}")
+                if len(nothing) == len(files):  # another rank may have other modules
+                    raise SettingsError(nothing[0])
+            else:
+                yield graph
+
+    there = graphs()
+    there = itertools.chain([next(there)], there)  # before anything is printed
+    lines: Iterator[str]
+    if options.perfetto:
+        lines = exports.as_perfetto(there, options.only, options.step)
+    elif options.model_explorer:
+        lines = exports.as_model_explorer(there, options.only, options.step)
+    elif options.json:
+        lines = (line for graph in there for line in exports.as_json(graph, options.only, options.step))
+    else:
+        lines = (line for graph in there for line in show.lines(graph, options.level, options.only, options.step))
+    for line in lines:
+        print(line)
     return 0
 
 
@@ -145,12 +151,13 @@ def _merge(given: list[str]) -> int:
     parser = _parser("trace merge", "Put the traces of all ranks of a run together, by logical tensor.")
     parser.add_argument("run", type=Path, help="the folder of a run")
     parser.add_argument("--to", type=Path, required=True, metavar="FILE", help="the trace to write")
+    parser.add_argument("--partial", action="store_true", help="also of a run that was stopped")
     options = parser.parse_args(given)
     from .merge import merged, write_merged
 
     _tell_newest(options.run)
     files = files_of(options.run)
-    path = write_merged(merged([read(file) for file in files]), options.to)
+    path = write_merged(merged([read(file, partial=options.partial) for file in files]), options.to)
     print(f"{path}: {len(files)} ranks")
     return 0
 

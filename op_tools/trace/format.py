@@ -105,6 +105,9 @@ _POINTERS: Final = {  # columns that hold numbers of rows, in tables of which th
 }
 
 
+_ALWAYS: Final = {("tensors", "look"), ("edges", "operator"), ("edges", "tensor"), ("prints", "tensor")}
+
+
 class TraceError(SettingsError):
     """A trace that cannot be read, told in one line."""
 
@@ -336,7 +339,7 @@ def read(path: Path, tables: Iterable[str] | None = None, partial: bool = False)
     parts: dict[str, list[list[Any]]] = {name: [] for name in TABLES}
     texts: list[str] = []
     facts: dict[str, Any] = {}
-    complete = False
+    complete, written = False, dict[str, int]()
     try:
         if not path.is_file() and path.exists():  # opening a pipe would block
             raise TraceError(f"{path}: is not a regular file")
@@ -345,6 +348,8 @@ def read(path: Path, tables: Iterable[str] | None = None, partial: bool = False)
             file_size = os.fstat(file.fileno()).st_size
             budget = _MAX_RATIO * file_size + (1 << 20)
             while line := file.readline(_MAX_LINE):
+                if not line.endswith(b"\n") and file.tell() == file_size:
+                    break  # cut off in the middle of a line
                 try:
                     head = json.loads(line)
                     size = int(head["bytes"])
@@ -360,6 +365,7 @@ def read(path: Path, tables: Iterable[str] | None = None, partial: bool = False)
                     facts.update(head.get("facts", {}))
                     if "end" in head:
                         complete = True
+                        written = {str(name): int(count) for name, count in head["end"].items()}
                     elif "texts" in head:
                         body = _unpacked(packed, budget)
                         budget -= len(body)
@@ -370,6 +376,8 @@ def read(path: Path, tables: Iterable[str] | None = None, partial: bool = False)
                         body = _unpacked(packed, min(budget, rows * _row_bytes(name)))
                         budget -= len(body)
                         parts[name].append(_columns(name, rows, body))
+                    elif "table" in head and head["table"] not in TABLES:
+                        raise ValueError("a table of another name")
                 except EOFError:
                     break
                 except (
@@ -401,10 +409,41 @@ def read(path: Path, tables: Iterable[str] | None = None, partial: bool = False)
                 raise TraceError(f"{path}: damaged (a text that is not there)")
     if not complete:
         _drop_loose(found)
+    elif any(len(next(iter(found[name].values()))) != count for name, count in written.items() if name in found):
+        raise TraceError(f"{path}: damaged (rows are missing)")
+    if wrong := _points_nowhere(found):
+        raise TraceError(f"{path}: damaged ({wrong} that is not there)")
     for name, least in (("rank", 0), ("world", 1)):
         if type(facts.get(name, least)) is not int or not least <= facts.get(name, least) < _MAX_WORLD:
             raise TraceError(f"{path}: damaged ({name} {str(facts[name])[:40]!r} makes no sense)")
     return Trace(found, texts, facts, path)
+
+
+def _points_nowhere(tables: dict[str, dict[str, Any]]) -> str:
+    """The first column that points to a row, or says a kind, that does not exist; empty where there is none."""
+    counts = {name: len(next(iter(columns.values()))) for name, columns in tables.items()}
+    for name, points in _POINTERS.items():
+        for column, target in points.items():
+            if name not in tables or not counts.get(target) or not counts[name]:
+                continue
+            values = tables[name][column]
+            least, most = (-1, counts[target]) if name in ("memory", "levels") else (-1, counts[target] - 1)
+            least = 0 if (name, column) in _ALWAYS else least
+            if values.min() < least or values.max() > most:
+                return f"a {column} in {name}"
+    for name, column, most in (
+        ("tensors", "kind", len(KINDS)),
+        ("memory", "kind", len(KINDS)),
+        ("operators", "phase", len(PHASES)),
+    ):
+        if name in tables and counts[name] and tables[name][column].max() >= most:
+            return f"a {column} in {name}"
+    if "modules" in tables:
+        known = np.append(np.unique(tables["modules"]["id"]), -1)
+        for name, column in (("operators", "module"), ("tensors", "module"), ("memory", "module"), ("modules", "parent")):
+            if name in tables and not np.isin(np.unique(tables[name][column]), known).all():
+                return f"a {column} in {name}"
+    return ""
 
 
 def _drop_loose(tables: dict[str, dict[str, Any]]) -> None:

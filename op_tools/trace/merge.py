@@ -24,6 +24,9 @@ def merged(traces: Sequence[Trace]) -> Trace:
     worlds = {trace.world for trace in traces}
     if len(worlds) > 1:
         raise TraceError(f"{first.path.parent}: traces of runs with {sorted(worlds)} ranks lie in one folder")
+    if lacking := sorted(set(range(first.world)) - {trace.rank for trace in traces}):
+        told = ", ".join(map(str, lacking[:8])) + (", …" if len(lacking) > 8 else "")
+        raise TraceError(f"{first.path.parent}: of {first.world} ranks these have left no trace: {told}")
     maps = [_tensors(first, other) for other in traces]
     tables: dict[str, dict[str, Any]] = {name: first[name] for name in TABLES}
     rows, where = _rows(first, 0)

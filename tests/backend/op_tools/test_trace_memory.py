@@ -13,10 +13,11 @@ from torch import nn
 
 import op_tools
 from op_tools.native import book
+from op_tools.trace.exports import as_perfetto
 from op_tools.trace.format import PARAMETER, PHASES, TABLES, Trace, read
 from op_tools.trace.graph import Graph
 from op_tools.trace.memory import BEFORE, KEPT, live_bytes, memory_of
-from op_tools.trace.show import as_perfetto, memory_lines
+from op_tools.trace.show import memory_lines
 from op_tools.watch.intercept import INTERCEPTOR
 
 Step = Callable[[], None]
@@ -137,7 +138,7 @@ def test_the_curve_of_live_bytes_ends_where_the_allocator_does(tmp_path: Path, d
     curve = live_bytes(graph)
     assert curve[-1][1] == held, curve
     assert [operator for operator, _ in curve] == sorted(operator for operator, _ in curve)
-    assert f'"bytes": {held}' in "".join(as_perfetto(graph))
+    assert f'"bytes": {held}' in "".join(as_perfetto([graph]))
     assert y.numel() == 1 << 16
 
 

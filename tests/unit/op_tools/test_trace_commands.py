@@ -16,7 +16,8 @@ import op_tools
 from op_tools.cli import main
 from op_tools.settings import SettingsError
 from op_tools.trace import format as columns
-from op_tools.trace.format import SUFFIX, TraceWriter, files_of, read
+from op_tools.trace import show
+from op_tools.trace.format import SUFFIX, TraceError, TraceWriter, files_of, read
 from op_tools.trace.graph import Graph
 
 
@@ -219,3 +220,71 @@ def test_a_run_that_is_killed_leaves_its_fingerprints(tmp_path: Path) -> None:
     assert len(tensors) > 50
     printed = sum(where[t] >= 0 for t in tensors)
     assert printed > 0.9 * len(tensors), f"{printed} of {len(tensors)}"
+
+
+def _rank(folder: Path, rank: int, world: int = 2, complete: bool = True) -> Path:
+    path = folder / f"rank{rank}.optrace"
+    writer = TraceWriter(path, {"rank": rank, "world": world})
+    name, look = writer.text("torch.add"), [writer.text(word) for word in ("[2]", "float32", "[1]", "cpu", "")]
+    writer.add("looks", (*look[:4], 0, look[4], look[4], 8))
+    for number in range(3):
+        writer.add("operators", (0, 0, name, -1, 0, 0, 0, 0, 0, 0, -1, 0.1 * number, 0))
+        writer.add("tensors", (0, 0, 0, number, 0, -1, -1))
+        writer.add("edges", (number, 1, 0, number))
+        if number:
+            writer.add("edges", (number, 0, 0, number - 1))
+        writer.add("levels", (number, 100 * number, 100 * number))
+    writer.flush()
+    writer.settle()
+    if complete:
+        writer.close()
+    return path
+
+
+def test_several_ranks_are_one_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(2):
+        _rank(tmp_path, rank)
+    assert main(["trace", "show", str(tmp_path), "--ranks", "all", "--perfetto"]) == 0
+    events = json.loads(capsys.readouterr().out)["traceEvents"]
+    assert [e["pid"] for e in events if e["name"] == "torch.add"] == [0] * 3 + [1] * 3
+    assert {e["args"]["name"] for e in events if e["ph"] == "M"} == {"rank 0", "rank 1"}
+    assert [e["args"]["bytes"] for e in events if e["ph"] == "C"] == [0, 100, 200] * 2
+    assert main(["trace", "show", str(tmp_path), "--ranks", "0,1", "--model-explorer"]) == 0
+    graphs = json.loads(capsys.readouterr().out)["graphs"]
+    assert len({graph["id"] for graph in graphs}) == 2
+    for graph in graphs:
+        ids = {node["id"]: {out["id"] for out in node["outputsMetadata"]} for node in graph["nodes"]}
+        edges = [edge for node in graph["nodes"] for edge in node["incomingEdges"]]
+        assert len(edges) == 2
+        assert all(edge["sourceNodeOutputId"] in ids[edge["sourceNodeId"]] for edge in edges)
+
+
+def test_ranks_that_left_nothing_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _rank(tmp_path / "one", 1, world=3)
+    assert main(["trace", "merge", str(tmp_path / "one"), "--to", str(tmp_path / "x.optrace")]) == 2
+    assert "of 3 ranks these have left no trace: 0, 2" in capsys.readouterr().err
+    for rank in range(2):
+        _rank(tmp_path / "cut", rank, complete=rank == 0)
+    assert main(["trace", "merge", str(tmp_path / "cut"), "--to", str(tmp_path / "y.optrace")]) == 2
+    assert "--partial reads" in capsys.readouterr().err
+    assert main(["trace", "merge", str(tmp_path / "cut"), "--partial", "--to", str(tmp_path / "y.optrace")]) == 0
+
+
+def test_any_changed_byte_and_any_cut_is_one_line(tmp_path: Path) -> None:
+    whole = _rank(tmp_path, 0, world=1).read_bytes()
+    path = tmp_path / "changed.optrace"
+    broken = 0
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        try:
+            graph = Graph(read(path))
+            list(show.lines(graph, 3))
+        except TraceError as error:
+            broken += 1
+            assert "\n" not in str(error)
+    assert broken > len(whole) // 2
+    for length in range(len(b"op_tools trace 3\n"), len(whole)):
+        path.write_bytes(whole[:length])
+        assert Graph(read(path, partial=True)).count <= 3
+        with pytest.raises(TraceError, match="its end is missing"):
+            read(path)
