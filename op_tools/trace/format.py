@@ -440,7 +440,12 @@ def _points_nowhere(tables: dict[str, dict[str, Any]]) -> str:
             return f"a {column} in {name}"
     if "modules" in tables:
         known = np.append(np.unique(tables["modules"]["id"]), -1)
-        for name, column in (("operators", "module"), ("tensors", "module"), ("memory", "module"), ("modules", "parent")):
+        for name, column in (
+            ("operators", "module"),
+            ("tensors", "module"),
+            ("memory", "module"),
+            ("modules", "parent"),
+        ):
             if name in tables and not np.isin(np.unique(tables[name][column]), known).all():
                 return f"a {column} in {name}"
     return ""

@@ -23,6 +23,7 @@ from .fold import converted, member_name
 from .format import INPUT, OUTPUT, PROJECTIONS
 from .graph import Graph
 from .prints import distance
+from .updates import first_other_update
 
 _SEVERAL_TIMES: Final = 16.0  # what a part of a run makes of a difference
 _DIGITS: Final = 2.0  # square roots of the unit between results of other operators
@@ -157,15 +158,45 @@ class Origins:
                 found = pair, self._told(edge), apart, apart, float(allowed[edge]), True, None
                 break
         found = self._of_other_shapes(before if found is None else found[0] - 1) or found
-        return self._of_other_gradients(before if found is None else found[0] - 1) or found
+        found = self._of_other_gradients(self._until(before, found)) or found
+        return self._of_other_updates(self._until(before, found)) or found
 
-    def _of_other_gradients(self, before: int) -> Found | None:
-        """The first pair, up to one, where an optimizer gets gradients that are others, however it is written."""
+    def _until(self, before: int, found: Found | None) -> int:
+        """The operator of the first run where it is known already that the runs part."""
+        if found is not None:
+            return found[6][0] if found[6] is not None else int(self._alignment.pairs[found[0], 0])
+        starts = self._alignment.pairs[:, 0]
+        return int(starts[before]) + 1 if before < len(starts) else self._graphs[0].count
+
+    def _of_other_updates(self, until: int) -> Found | None:
+        """The first parameter that an optimizer changes otherwise, though gradients and parameters agree."""
+        starts = self._alignment.pairs[:, 0]
+        given = [_gradients(graph) for graph in self._graphs]
+
+        def gradients(step: int, name: str) -> float:
+            tensors = [one.get((step, f"{name}.grad"), (-1, -1))[1] for one in given]
+            rows = [int(side.where[t]) if t >= 0 else -1 for side, t in zip((self._one, self._two), tensors)]
+            if min(rows) < 0:
+                return math.nan
+            x, y = self._one.rows[rows[0]], self._two.rows[rows[1]]
+            size = max(float(x[NORM]), float(y[NORM]))
+            return float(distance(x, y)) / size if size else 0.0
+
+        other = first_other_update((self._one, self._two), gradients, until)
+        if other is None:
+            return None
+        pair = max(0, int(np.searchsorted(starts, other.operators[0], side="right")) - 1)
+        sizes = f"{other.sizes[0]:.3g} of its norm in A, {other.sizes[1]:.3g} in B"
+        told = f"the optimizer changes {other.name} otherwise: by {sizes}"
+        return pair, told, other.apart, other.apart, other.allowed, True, other.operators
+
+    def _of_other_gradients(self, until: int) -> Found | None:
+        """The first operators, before one, where an optimizer gets gradients that are others, however it is written."""
         given = [_gradients(graph) for graph in self._graphs]
         sides, starts = (self._one, self._two), self._alignment.pairs[:, 0]
         for key, (operator, mine) in given[0].items():
             pair = max(0, int(np.searchsorted(starts, operator, side="right")) - 1)
-            if key not in given[1] or pair > before:
+            if key not in given[1] or operator >= until:
                 continue
             other, theirs = given[1][key]
             tensors = (mine, theirs)

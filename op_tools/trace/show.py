@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any, Final
 
 from . import format as columns
 from .format import PHASES
 from .graph import Graph
-from .memory import live_bytes, memory_of
+from .memory import memory_of
 
 MODULES, TENSORS, OPERATORS, STACKS = range(4)
 _MAX_PORTS: Final = 16

@@ -129,13 +129,60 @@ def test_optimizers_that_are_written_otherwise_are_told_from_others(
     for change in ("rate", "eps"):
         diff = Diff(one, _optimized(tmp_path / change, device, second, change))
         assert diff.parted is not None, change
-        assert diff.alignment.first.titles[diff.parted[0]].startswith("model.0-linear-")
-        assert "they get other tensors: model.0.weight/out" in diff.divergence.reason  # type: ignore[union-attr]
+        assert int(one.operators["phase"][diff.parted[0]]) == OPTIMIZER
+        assert "the optimizer changes model.0.weight otherwise" in diff.divergence.reason  # type: ignore[union-attr]
     diff = Diff(one, _optimized(tmp_path / "gradient", device, second, "gradient"))
     assert diff.parted is not None
     assert "model.2.weight.grad/out in A, model.2.weight.grad/out in B" in diff.divergence.reason  # type: ignore[union-attr]
     phases = [int(g.operators["phase"][n]) for g, n in zip((diff.alignment.first, diff.alignment.second), diff.parted)]
     assert phases == [OPTIMIZER, OPTIMIZER]
+
+
+def _updated(folder: Path, device: str, kind: Any, low: bool = False, **options: Any) -> Graph:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)).to(device)
+    optimizer = kind(net.parameters(), **options)
+    x = torch.randn(6, 8).to(device)
+    with op_tools.OpTrace(to=folder):
+        for _ in range(3):
+            with torch.autocast(device, torch.bfloat16, enabled=low):
+                loss = net(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return Graph(load(folder))
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "options", "changes"),
+    [
+        (torch.optim.AdamW, {"lr": 1e-3}, [{"lr": 2e-3}, {"lr": 1.1e-3}, {"maximize": True}]),
+        (torch.optim.Adam, {"lr": 1e-3}, [{"weight_decay": 0.1}]),
+        (
+            torch.optim.SGD,
+            {"lr": 1e-2},
+            [{"momentum": 0.9}, {"weight_decay": 0.1}, {"momentum": 0.9, "nesterov": True}],
+        ),
+    ],
+)
+def test_what_optimizers_do_otherwise_is_named(
+    kind: Any, options: dict[str, Any], changes: list[dict[str, Any]], foreach: bool, tmp_path: Path, device: str
+) -> None:
+    options = {**options, "foreach": foreach}
+    one = _updated(tmp_path / "a", device, kind, **options)
+    healthy = [{"foreach": not foreach}, {"low": True}]
+    for number, more in enumerate(healthy):
+        same = Diff(one, _updated(tmp_path / f"h{number}", device, kind, **{**options, **more}))
+        assert same.divergence is None, list(same.lines())
+    for number, more in enumerate(changes):
+        diff = Diff(one, _updated(tmp_path / f"c{number}", device, kind, **{**options, **more}))
+        assert diff.parted is not None, more
+        assert int(one.operators["phase"][diff.parted[0]]) == OPTIMIZER, list(diff.lines())
+    if "lr" in changes[0]:  # in another precision too, though its gradients are apart
+        diff = Diff(one, _updated(tmp_path / "low", device, kind, low=True, **{**options, **changes[0]}))
+        assert diff.parted is not None
+        assert int(one.operators["phase"][diff.parted[0]]) == OPTIMIZER, list(diff.lines())
 
 
 def test_what_changes_no_value_is_no_divergence(tmp_path: Path, device: str, capsys: Any) -> None:
