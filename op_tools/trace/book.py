@@ -254,6 +254,10 @@ class PythonBook:
     def name(self, tensor: Tensor, text: int, kind: int, module: int, /) -> None:
         """See `Book`."""
         self._member_names += kind != columns.GRADIENT
+        known = self._roles.get(id(tensor))
+        shared = known is not None and known[0]() is tensor and known[2] == kind and known[3] != module
+        if shared and kind != columns.GRADIENT:
+            return  # of several modules that share it, the first one names it
         role = self._roles[id(tensor)] = (weakref.ref(tensor), text, kind, module)
         if kind != columns.GRADIENT and (address := _address(tensor)):  # `.data` is the parameter, too
             self._roles[-address] = role

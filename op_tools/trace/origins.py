@@ -25,6 +25,7 @@ from .graph import Graph
 from .prints import distance
 from .updates import first_other_update
 
+_MAX_BEHIND: Final = 64
 _SEVERAL_TIMES: Final = 16.0  # what a part of a run makes of a difference
 _DIGITS: Final = 2.0  # square roots of the unit between results of other operators
 _LOSS_SCALE: Final = 8.0  # binary digits; scalers of gradients begin with 16
@@ -71,6 +72,7 @@ class Origins:
         producer, texts = self._producers[side], graph.trace.texts
         shares, furthest = _shares(outs), np.full(len(self._alignment.pairs) + 1, -np.inf)
         np.maximum.at(furthest, outs.owner, shares)
+        of_other_shape = self._of_other_shape(side, furthest[:-1] < 0)
         furthest = np.where(furthest < 0, np.inf, furthest)  # none of its outputs is comparable
         found = np.where(place[producer] >= 0, furthest[np.maximum(place[producer], -1)], 0.0)
         alike = ~self._loose[outs.owner]
@@ -89,7 +91,7 @@ class Origins:
             copies.setdefault(tensor, []).append(copy)
             found[copy] = found[tensor]
         backward, begins = graph.operators["phase"] == columns.BACKWARD, _begins(graph)
-        for operator in np.flatnonzero(place[:-1] < 0).tolist():
+        for operator in np.flatnonzero((place[:-1] < 0) | of_other_shape).tolist():
             came, went = graph.inputs(operator), graph.outputs(operator)
             far = float(found[came].max()) if len(came) else 0.0
             lost = backward[operator] and not begins[operator] and (not len(came) or bool((producer[came] < 0).any()))
@@ -100,6 +102,18 @@ class Origins:
             for tensor in went.tolist():
                 for other in copies.get(tensor, ()):
                     found[other] = found[tensor]
+        return found
+
+    def _of_other_shape(self, side: int, asked: Any) -> Any:
+        """Operators of pairs whose results all have other shapes: these are as far off as what they are made of."""
+        graph, sides = self._graphs[side], (self._one, self._two)
+        found = np.zeros(graph.count, bool)
+        for pair in np.flatnonzero(asked).tolist():
+            operators = self._alignment.pairs[pair].tolist()
+            made = [g.outputs(n).tolist() for g, n in zip(self._graphs, operators)]
+            shapes = [[one.shape_of(t) for t in some] for one, some in zip(sides, made)]
+            printed = all(one.where[t] >= 0 for one, some in zip(sides, made) for t in some)
+            found[operators[side]] = printed and all(map(len, made)) and shapes[0] != shapes[1]
         return found
 
     def _leave_gradients(self, side: int, outs: Edges, found: Any) -> None:
@@ -153,7 +167,7 @@ class Origins:
         odd &= (shares > allowed) | (ins.strange & (explained < 1.0))
         found: Found | None = None
         for edge in np.flatnonzero(odd).tolist():
-            if not scaled(*self._ins.of(self._one, self._two, edge)):
+            if not scaled(*self._ins.of(self._one, self._two, edge)) and self._stands_there(edge):
                 pair, apart = int(ins.owner[edge]), float(shares[edge])
                 found = pair, self._told(edge), apart, apart, float(allowed[edge]), True, None
                 break
@@ -251,12 +265,42 @@ class Origins:
         return behaviour(graph.names[operator]).free or draws(graph.names[operator], said)
 
     def _without_order(self) -> Any:
-        """Operators that order what they get themselves: sums of gradients, and calls that Dynamo has traced."""
+        """Operators that order what they get themselves: sums of gradients."""
         found = np.zeros(self._graphs[0].count, bool)
         for side, one in enumerate(self._graphs):
-            chosen = np.array([text.startswith((SUM, f"{COMPILED}.")) for text in one.trace.texts], bool)
+            chosen = np.array([text.startswith(SUM) for text in one.trace.texts], bool)
             pairs = self._alignment.pairs
             found[pairs[:, 0][chosen[one.operators["name"]][pairs[:, side]]]] = True
+        return found
+
+    def _stands_there(self, edge: int) -> bool:
+        """Whether an operator takes the place of another one, where a compiler may have taken calls together.
+
+        It hands on tensors of other calls: then who made what goes in says little.
+        """
+        pair = int(self._ins.owner[edge])
+        named = [g.names[n] for g, n in zip(self._graphs, self._alignment.pairs[pair].tolist())]
+        if not any(name.startswith(f"{COMPILED}.") for name in named):
+            return True
+        if int(self._graphs[0].operators["phase"][self._alignment.pairs[pair, 0]]) == columns.BACKWARD:
+            return False
+        made = [int(producer[t[edge]]) for producer, t in zip(self._producers, self._ins.tensors)]
+        at = [int(place[n]) for place, n in zip(self._place, made)]
+        if max(at) == -2:
+            return True
+        for side in (0, 1):  # one of them has an operator more, right behind what both have
+            if at[side] == -2 and at[1 - side] >= 0:
+                return int(self._alignment.pairs[at[1 - side], side]) in self._behind(side, made[side])
+        return False
+
+    def _behind(self, side: int, operator: int) -> set[int]:
+        """The operators of which one that only this run has is made, through others of that sort."""
+        found, waiting = set[int](), [operator]
+        while waiting and len(found) < _MAX_BEHIND:
+            for made in self._producers[side][self._graphs[side].inputs(waiting.pop())].tolist():
+                if made >= 0 and made not in found:
+                    found.add(made)
+                    waiting += [made] if self._place[side][made] == -2 else []
         return found
 
     def _told(self, edge: int) -> str:

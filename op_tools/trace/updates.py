@@ -67,7 +67,7 @@ def first_other_update(sides: tuple[Side, Side], gradients: Any, until: int) -> 
         sizes: list[Other] = []  # of which only the size can be judged
         for key in keys:
             mine, theirs, name = updates[0][key], updates[1].get(key), key[1]
-            far = apart[name] = max(apart.get(name, 0.0), gradients(*key))
+            far = apart[name] = float(np.maximum(apart.get(name, 0.0), gradients(*key)))  # NaN stays
             if theirs is None or mine.last >= until or not math.isfinite(far):
                 continue
             other, exact = _compared(sides, (mine, theirs), key, far)
@@ -118,7 +118,7 @@ def _unit(side: Side, tensor: int) -> float:
 
 
 def _of_other_size(updates: list[Other]) -> Other | None:
-    """The first update of a step if nearly all are larger in one run; where optimizers divide, noise decides on some."""
+    """The first update of a step if most are larger in one run; where optimizers divide, noise decides on the rest."""
     both = [one for one in updates if min(one.sizes) > 0]
     if len(both) < _LEAST:
         return None

@@ -318,6 +318,11 @@ struct Book {
 
   void name(const at::Tensor &tensor, int text, int kind, int module) {
     member_names += kind != kGradient;
+    if (kind != kGradient) {  // of several modules that share it, the first one names it
+      auto known_role = roles.find(tensor.unsafeGetTensorImpl());
+      if (known_role != roles.end() && !known_role->second.tensor.expired() && known_role->second.kind == kind && known_role->second.module != module)
+        return;
+    }
     roles.insert_or_assign(tensor.unsafeGetTensorImpl(), Role{weak(tensor), text, kind, module});
     const Memory memory = memory_of(tensor);
     if (memory.address != nullptr && kind != kGradient) roles_at[memory.address] = tensor.unsafeGetTensorImpl();
