@@ -9,8 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from . import format as columns
 from .align import Alignment
+from .behaviour import behaviour, draws
 from .diverge import Divergence, Numbers, first_divergence, growth, numbers_of
 from .fold import align_folded, told_folds, whole_of
 from .format import TraceError, files_of, read
@@ -20,6 +23,8 @@ from .structure import differences
 
 _MIN_COMMON: Final = 0.05  # of the operators of the shorter trace: with less, the runs have nothing in common
 _MAX_LINES: Final = 12
+_AGREE: Final = 1e-4  # relative to the norm: inputs that agree
+_APART: Final = 0.05  # results that do not
 
 
 class Diff:
@@ -78,6 +83,9 @@ class Diff:
         found, parted = self.divergence, self.parted
         if found is None or parted is None:
             yield self.nothing_found()
+            unjudged = [f"{self.alignment.first.titles[a]} ({apart:.2g} apart)" for a, apart in self.unjudged()]
+            if unjudged:
+                yield f"Not judged, with inputs that agree and other results: {_some(unjudged)}"
             return
         one, two = self.alignment.first, self.alignment.second
         a, b = parted
@@ -107,6 +115,21 @@ class Diff:
         but = f"; {compared - judged:,} more could not be judged" if compared > judged else ""
         beyond = " beyond that" if self.given() else ""
         return f"No divergence{beyond}: rounding explains every difference of {judged:,} operators{but}"
+
+    def unjudged(self) -> list[tuple[int, float]]:
+        """Operators of the first run that were not judged, and how far their results are apart: inputs agree.
+
+        `topk` may take other ones of equal elements, say; what follows works on others then.
+        """
+        found, numbers = [], self.numbers
+        chosen = ~numbers.parted & (numbers.inputs <= _AGREE) & (numbers.unjudged > _APART)
+        for pair in np.flatnonzero(chosen).tolist():
+            a = int(self.alignment.pairs[pair][0])
+            arguments = self.alignment.first.trace.texts[int(self.alignment.first.operators["arguments"][a])]
+            name = self.alignment.first.names[a]
+            if not behaviour(name).free and not draws(name, arguments):
+                found.append((a, float(numbers.unjudged[pair])))
+        return found
 
     def given(self) -> list[str]:
         """Names of parameters, buffers and inputs that differ from the beginning."""
@@ -175,6 +198,7 @@ class Diff:
             "pairs": [[one.numbers[a], two.numbers[b]] for a, b in self.alignment.pairs.tolist()],
             "divergence": found,
             "given": self.given(),
+            "unjudged": [[one.numbers[a], apart if math.isfinite(apart) else None] for a, apart in self.unjudged()],
             "growth": growth(self.alignment, self.numbers),
             "only": [[g.numbers[n] for n in side] for g, side in zip((one, two), self.alignment.only)],
             "replaced": [

@@ -31,6 +31,7 @@ from .graph import Graph, short_name
 from .origins import Origins
 from .prints import smallest_step
 from .reasons import shortened, strange
+from .recomputed import other_repetitions
 from .regions import COMPOSITE, FEW, SINGLE, Steps, unseen_rounding
 
 _BRAIN_DIGITS: Final = 8  # binary, of a number in bfloat16
@@ -60,6 +61,7 @@ class Numbers:
     parted: Any  # whether the outputs are further apart than that
     reason: dict[int, str]  # of pairs whose difference is no distance
     origins: Origins  # where they get other tensors
+    unjudged: Any  # the largest distance of an output of which nothing can be said, relative to its norm
 
 
 @dataclasses.dataclass
@@ -393,7 +395,9 @@ class _Measured:
                 (self.first, self.second), self.pairs[pair].tolist())]  # fmt: skip
             reason[pair] = "called with other arguments: {} in A, {} in B".format(*shortened(texts[0], texts[1]))
         origins = Origins(self.alignment, self.one, self.two, self.ins, self.outs)
-        return Numbers(compared, sure, self.measured, relative, allowed, found, reason, origins)
+        unjudged = np.zeros(count)
+        np.maximum.at(unjudged, owner[~judged], shares[~judged])
+        return Numbers(compared, sure, self.measured, relative, allowed, found, reason, origins, unjudged)
 
     def _few_elements(self, edge: int) -> str:
         """What to say where few elements differ, by more than the rounding of one, and the norm hides it."""
@@ -452,7 +456,35 @@ def _kind(name: str) -> str:
 
 
 def first_divergence(alignment: Alignment, numbers: Numbers) -> Divergence | None:
-    """The first pair, in the order of the first run, that parts or gets other tensors; None where neither is found."""
+    """The first pair, in the order of the first run, that parts or gets other tensors; None where neither is found.
+
+    A call that is repeated with other results comes before what the backward makes of these.
+    """
+    found = _first_pair(alignment, numbers)
+    return _of_repetition(alignment, numbers, found) or found
+
+
+def _of_repetition(alignment: Alignment, numbers: Numbers, found: Divergence | None) -> Divergence | None:
+    """A call that checkpointing repeats in one run, with other results than in the forward, before where runs part."""
+    sides, pairs = numbers.origins.sides, alignment.pairs
+    repeated = [other_repetitions(side) for side in sides]
+    parted = None
+    if found is not None:
+        parted = found.operators or (int(pairs[found.pair, 0]), int(pairs[found.pair, 1]))
+    for side in (1, 0):
+        there = dict(zip(pairs[:, side].tolist(), pairs[:, 1 - side].tolist()))
+        for key, one in repeated[side].items():
+            other = there.get(one.original, -1)
+            if key in repeated[1 - side] or other < 0 or (parted is not None and one.again >= parted[side]):
+                continue
+            operators = (other, one.again) if side else (one.again, other)
+            told = f"recomputed in {'AB'[side]}, with the same inputs it makes something else than in the forward"
+            pair = int(np.searchsorted(pairs[:, 0], operators[0], side="right")) - 1
+            return Divergence(max(0, pair), told, 0.0, one.apart, one.allowed, operators=operators)
+    return None
+
+
+def _first_pair(alignment: Alignment, numbers: Numbers) -> Divergence | None:
     found = np.flatnonzero(numbers.parted)
     pair = int(found[0]) if len(found) else len(alignment.pairs)
     other = numbers.origins.first(pair) if len(alignment.pairs) else None

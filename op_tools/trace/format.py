@@ -438,7 +438,7 @@ def _points_nowhere(tables: dict[str, dict[str, Any]]) -> str:
     ):
         if name in tables and counts[name] and tables[name][column].max() >= most:
             return f"a {column} in {name}"
-    if "modules" in tables:
+    if counts.get("modules"):
         known = np.append(np.unique(tables["modules"]["id"]), -1)
         for name, column in (
             ("operators", "module"),

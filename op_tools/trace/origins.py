@@ -307,6 +307,11 @@ class Origins:
         titles = [g.tensor_title(int(t[edge])) for g, t in zip(self._graphs, self._ins.tensors)]
         return f"they get other tensors: {titles[0]} in A, {titles[1]} in B"
 
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        """Both runs."""
+        return self._one, self._two
+
     def given(self) -> list[str]:
         """Names of parameters, buffers and inputs whose first values differ by more than rounding to their dtypes."""
         found: dict[str, bool] = {}

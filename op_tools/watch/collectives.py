@@ -28,6 +28,7 @@ NO_BUCKET: Final = -1
 _OPERATORS: Final = "operators of c10d"
 _MAX_PENDING: Final = 4096  # works that nobody waits for must not pile up
 _DDP: Final = "torch/nn/parallel/distributed.py"
+_HOOKS: Final = "torch/distributed/algorithms/ddp_comm_hooks/"
 _READING: Final = 5.0  # seconds: a callback of a collective that has ended needs no more than the GIL
 REDUCER: Final = "Reducer"  # of DDP, whose buckets and map of unused parameters go through it
 BROADCAST: Final = "_broadcast_coalesced"  # of DDP: parameters and buffers
@@ -431,7 +432,8 @@ def _is_ddp(caller: Any) -> bool:
     """Whether DDP's Reducer calls: from a thread of the engine, or for parameters that a forward left unused."""
     if caller is None or caller.f_code.co_name in ("run_backward", "_engine_run_backward"):
         return True
-    return bool(caller.f_code.co_filename.replace("\\", "/").endswith(_DDP))
+    file: str = caller.f_code.co_filename.replace("\\", "/")
+    return file.endswith(_DDP) or _HOOKS in file  # a hook in Python may have the Reducer do it
 
 
 def _reduction(operation: Any) -> int | None:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import op_tools
 from op_tools.cli import main
 from op_tools.trace.diff import Diff, load
-from op_tools.trace.format import OPTIMIZER
+from op_tools.trace.format import OPTIMIZER, RECOMPUTED
 from op_tools.trace.graph import Graph
 from tests.backend.op_tools.trace_net import Net
 
@@ -292,3 +292,168 @@ def test_tied_weights_that_are_clipped_start_from_the_same_values(tmp_path: Path
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         graphs.append(Graph(load(tmp_path / str(scale))))
     assert not Diff(graphs[0], graphs[1]).given()
+
+
+def _recorded(folder: Path, step: Any) -> Graph:
+    with op_tools.OpTrace(to=folder) as tool:
+        step()
+    assert not tool.findings()
+    return Graph(load(folder))
+
+
+def test_a_branch_without_gradient_is_named_where_it_joins(tmp_path: Path, device: str) -> None:
+    class Residual(nn.Module):
+        def __init__(self, detached: bool) -> None:
+            super().__init__()
+            self.i, self.a, self.b, self.o = (nn.Linear(8, 8) for _ in range(4))
+            self.detached = detached
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.i(x)
+            h = h + self.a(h)
+            more = self.b(h)
+            return self.o(h + (more.detach() if self.detached else more))
+
+    graphs = []
+    for detached in (False, True):
+        torch.manual_seed(0)
+        model, x = Residual(detached).to(device), torch.randn(6, 8).to(device)
+        graphs.append(_recorded(tmp_path / str(detached), lambda: model(x).square().mean().backward()))  # noqa: B023
+    diff = Diff(graphs[0], graphs[1])
+    assert diff.parted is not None
+    assert graphs[0].titles[diff.parted[0]].startswith("model-add_grad-")
+
+
+def test_parts_of_other_sizes_are_named_where_they_are_used(tmp_path: Path, device: str) -> None:
+    graphs = []
+    for size in (2, 4):
+        torch.manual_seed(0)
+        first, x = nn.Linear(8, 8).to(device), torch.randn(6, 8).to(device)
+
+        def step() -> None:
+            h = first(x)  # noqa: B023
+            torch.cat([h[..., :size].cos() * 2, h[..., size:]], -1).square().sum()  # noqa: B023
+
+        graphs.append(_recorded(tmp_path / str(size), step))
+    diff = Diff(graphs[0], graphs[1])
+    assert _named(diff) == "cat"
+
+
+@pytest.mark.parametrize("last", ["layer_norm", "cross_entropy", "max", "attention", "linear"])
+@pytest.mark.parametrize("low", [False, True])
+def test_code_of_aot_eager_returns_what_eager_does(last: str, low: bool, tmp_path: Path, device: str) -> None:
+    class Ends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.n = nn.Linear(16, 16), nn.LayerNorm(16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.a(x)
+            if last == "layer_norm":
+                return self.n(y)
+            if last == "cross_entropy":
+                return F.cross_entropy(y.flatten(0, 1).float(), torch.arange(12, device=y.device))
+            if last == "max":
+                return y.max(-1).values
+            if last == "attention":
+                return F.scaled_dot_product_attention(y[None], y[None], y[None])
+            return y
+
+    graphs = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model, x = Ends().to(device), torch.randn(2, 6, 16).to(device)
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+
+        def step() -> None:
+            with torch.autocast(device, torch.bfloat16, enabled=low):
+                y = run(x)  # noqa: B023
+            y.float().square().mean().backward()
+
+        graphs.append(_recorded(tmp_path / str(compiled), step))
+        torch._dynamo.reset()
+    diff = Diff(graphs[0], graphs[1])
+    assert diff.divergence is None, list(diff.lines())
+    shapes = []
+    for graph in graphs:
+        forward = [
+            n for n in range(graph.count) if graph.operators["phase"][n] == 0 and int(graph.operators["module"][n]) >= 0
+        ]
+        shapes.append(graph.look(int(graph.outputs(forward[-1])[0]))["shape"])
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("change", ["", "replaced", "forgotten"])
+def test_operators_are_told_apart_in_code_of_aot_eager(change: str, tmp_path: Path, device: str) -> None:
+    class Gated(nn.Module):
+        def __init__(self, change: str) -> None:
+            super().__init__()
+            self.a, self.g, self.b = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
+            self.change = change
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.a(x)
+            u = F.relu(h) if self.change == "replaced" else h if self.change == "forgotten" else F.silu(h)
+            y: torch.Tensor = self.b(u * self.g(x)) + x
+            return y
+
+    graphs = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model, x = Gated(change if compiled else "").to(device), torch.randn(8, 16).to(device)
+        run = torch.compile(model, backend="aot_eager") if compiled else model
+        graphs.append(_recorded(tmp_path / str(compiled), lambda: run(x).square().mean().backward()))  # noqa: B023
+        torch._dynamo.reset()
+    diff = Diff(graphs[0], graphs[1])
+    if not change:
+        assert diff.divergence is None, list(diff.lines())
+        return
+    assert _named(diff) == "mul"
+    assert "they get other tensors: model-silu" in diff.divergence.reason  # type: ignore[union-attr]
+
+
+def test_a_repetition_that_makes_something_else_is_named(tmp_path: Path, device: str) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Dropped(nn.Module):
+        def __init__(self, kept: bool | None) -> None:
+            super().__init__()
+            self.a, self.kept = nn.Linear(16, 16), kept
+            self.d = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3), nn.Linear(16, 16))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            x = self.a(x)
+            if self.kept is None:
+                return x + self.d(x)
+            return x + checkpoint(self.d, x, use_reentrant=False, preserve_rng_state=self.kept)
+
+    graphs = []
+    for kept in (None, True, False):
+        torch.manual_seed(0)
+        model, x = Dropped(kept).to(device), torch.randn(8, 16).to(device)
+        graphs.append(_recorded(tmp_path / str(kept), lambda: model(x).square().mean().backward()))  # noqa: B023
+    assert Diff(graphs[0], graphs[1]).divergence is None
+    diff = Diff(graphs[0], graphs[2])
+    assert _named(diff) == "dropout"
+    assert "recomputed in B" in diff.divergence.reason  # type: ignore[union-attr]
+    assert diff.parted is not None
+    assert int(graphs[2].operators["phase"][diff.parted[1]]) == RECOMPUTED
+    assert "recomputed in A" in Diff(graphs[2], graphs[0]).divergence.reason  # type: ignore[union-attr]
+
+
+def test_where_judging_ends_is_said(tmp_path: Path, device: str, faults: Any) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 16).to(device)
+
+    def step() -> None:
+        values, places = x.topk(2, -1)
+        (values + places).sum()
+
+    one = _recorded(tmp_path / "a", step)
+    with faults.plant("topk: indices, nth=1") as planted:
+        two = _recorded(tmp_path / "b", step)
+    assert planted.hits == 1
+    diff = Diff(one, two)
+    assert [one.titles[n] for n, _ in diff.unjudged()] == ["topk-0"]
+    assert any(line.startswith("Not judged, with inputs that agree and other results: topk-0") for line in diff.lines())
+    assert not Diff(one, _recorded(tmp_path / "c", step)).unjudged()

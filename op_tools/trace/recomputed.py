@@ -1,0 +1,66 @@
+"""Calls that activation checkpointing repeats: with the same inputs they should make what the forward made."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from .edges import NORM, Side
+from .format import FORWARD, RECOMPUTED
+from .graph import Graph
+from .prints import distance
+
+_DIGITS: Final = 2.0  # square roots of the unit: half of the digits should agree
+
+
+class Repeated(NamedTuple):
+    """A call whose repetition makes something else."""
+
+    original: int
+    again: int
+    apart: float  # relative to the norm
+    allowed: float
+
+
+def other_repetitions(side: Side) -> dict[tuple[int, str, str], Repeated]:
+    """The first for each step, module and name, in order: calls with the same inputs and other results."""
+    graph = side.graph
+    phase = graph.operators["phase"]
+    if not (phase == RECOMPUTED).any() or not len(side.rows):
+        return {}
+    originals: dict[Any, int] = {}
+    for operator in np.flatnonzero(phase == FORWARD).tolist():
+        given = _given(side, operator)
+        if given is not None:
+            originals.setdefault((*_place(graph, operator), given), operator)
+    found: dict[tuple[int, str, str], Repeated] = {}
+    for operator in np.flatnonzero(phase == RECOMPUTED).tolist():
+        given, place = _given(side, operator), _place(graph, operator)
+        original = -1 if given is None else originals.get((*place, given), -1)
+        key = (graph.step_order[place[0]], graph.paths.get(place[1], ""), graph.names[operator])
+        if original < 0 or key in found:
+            continue
+        for mine, again in zip(*(graph.outputs(n).tolist() for n in (original, operator))):
+            x, y = (int(side.where[t]) for t in (mine, again))
+            if min(x, y) < 0 or side.shape_of(mine) != side.shape_of(again):
+                continue
+            size = max(float(side.rows[x][NORM]), float(side.rows[y][NORM]))
+            apart = float(distance(side.rows[x], side.rows[y])) / size if size else 0.0
+            allowed = _DIGITS * math.sqrt(float(side.unit[int(graph.tensors["look"][again])]))
+            if apart > allowed > 0:
+                found[key] = Repeated(original, operator, apart, allowed)
+                break
+    return found
+
+
+def _place(graph: Graph, operator: int) -> tuple[int, int, int, int]:
+    step, module, name, arguments = (int(graph.operators[c][operator]) for c in ("step", "module", "name", "arguments"))
+    return step, module, name, arguments
+
+
+def _given(side: Side, operator: int) -> bytes | None:
+    """The prints of all that goes in; None where one has none."""
+    rows = [int(side.where[t]) for t in side.graph.inputs(operator).tolist()]
+    return None if not rows or min(rows) < 0 else side.rows[rows].tobytes()
