@@ -30,29 +30,40 @@ def other_repetitions(side: Side) -> dict[tuple[int, str, str], Repeated]:
     phase = graph.operators["phase"]
     if not (phase == RECOMPUTED).any() or not len(side.rows):
         return {}
-    originals: dict[Any, int] = {}
+    originals: dict[Any, list[int]] = {}
     for operator in np.flatnonzero(phase == FORWARD).tolist():
         given = _given(side, operator)
         if given is not None:
-            originals.setdefault((*_place(graph, operator), given), operator)
+            originals.setdefault((*_place(graph, operator), given), []).append(operator)
     found: dict[tuple[int, str, str], Repeated] = {}
+    forward = graph.operators["forward"]
     for operator in np.flatnonzero(phase == RECOMPUTED).tolist():
         given, place = _given(side, operator), _place(graph, operator)
-        original = -1 if given is None else originals.get((*place, given), -1)
+        known = [] if given is None else originals.get((*place, given), [])
         key = (graph.step_order[place[0]], graph.paths.get(place[1], ""), graph.names[operator])
-        if original < 0 or key in found:
+        # The last call of a region is stopped in its middle, and its backward comes next.
+        stopped = operator + 1 < graph.count and int(forward[operator + 1]) in (operator, *known)
+        if not known or key in found or stopped:
             continue
-        for mine, again in zip(*(graph.outputs(n).tolist() for n in (original, operator))):
-            x, y = (int(side.where[t]) for t in (mine, again))
-            if min(x, y) < 0 or side.shape_of(mine) != side.shape_of(again):
-                continue
-            size = max(float(side.rows[x][NORM]), float(side.rows[y][NORM]))
-            apart = float(distance(side.rows[x], side.rows[y])) / size if size else 0.0
-            allowed = _DIGITS * math.sqrt(float(side.unit[int(graph.tensors["look"][again])]))
-            if apart > allowed > 0:
-                found[key] = Repeated(original, operator, apart, allowed)
-                break
+        others = [_compared(side, original, operator) for original in known]
+        if all(one is not None for one in others) and others[0] is not None:  # none of those with the same inputs
+            found[key] = others[0]
     return found
+
+
+def _compared(side: Side, original: int, operator: int) -> Repeated | None:
+    """A repetition whose first result that can be compared is another one; None where all agree."""
+    graph = side.graph
+    for mine, again in zip(*(graph.outputs(n).tolist() for n in (original, operator))):
+        x, y = (int(side.where[t]) for t in (mine, again))
+        if min(x, y) < 0 or side.shape_of(mine) != side.shape_of(again):
+            continue
+        size = max(float(side.rows[x][NORM]), float(side.rows[y][NORM]))
+        apart = float(distance(side.rows[x], side.rows[y])) / size if size else 0.0
+        allowed = _DIGITS * math.sqrt(float(side.unit[int(graph.tensors["look"][again])]))
+        if apart > allowed > 0:
+            return Repeated(original, operator, apart, allowed)
+    return None
 
 
 def _place(graph: Graph, operator: int) -> tuple[int, int, int, int]:
