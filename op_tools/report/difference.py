@@ -11,8 +11,8 @@ from ditorch_common.page import Block, Page, Text, View, blocks
 
 from ..trace import format as columns
 from ..trace.diff import Diff
-from ..trace.diverge import growth
 from ..trace.graph import Graph
+from ..trace.parted import growth
 from .empty import EMPTY
 from .words import both, line_of, short_op, source_of, times_bound
 

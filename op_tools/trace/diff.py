@@ -14,11 +14,12 @@ import numpy as np
 from . import format as columns
 from .align import Alignment
 from .behaviour import behaviour, draws
-from .diverge import Divergence, Numbers, first_divergence, growth, numbers_of
+from .diverge import Numbers, numbers_of
 from .fold import align_folded, told_folds, whole_of
 from .format import TraceError, files_of, read
 from .graph import Graph, short_name
 from .merge import merged
+from .parted import Divergence, first_divergence, growth
 from .structure import differences
 
 _MIN_COMMON: Final = 0.05  # of the operators of the shorter trace: with less, the runs have nothing in common

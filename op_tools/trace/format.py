@@ -21,6 +21,7 @@ import numpy as np
 
 from ..call.recent import Recent
 from ..settings import SettingsError
+from .rows import drop_loose, points_nowhere
 
 VERSION: Final = 3  # 2: fingerprints by chunks; 3: parameters are in the table of memory
 SUFFIX: Final = ".optrace"
@@ -105,7 +106,7 @@ _POINTERS: Final = {  # columns that hold numbers of rows, in tables of which th
 }
 
 
-_ALWAYS: Final = {("tensors", "look"), ("edges", "operator"), ("edges", "tensor"), ("prints", "tensor")}
+_LIMITS: Final = {("tensors", "kind"): len(KINDS), ("memory", "kind"): len(KINDS), ("operators", "phase"): len(PHASES)}
 
 
 class TraceError(SettingsError):
@@ -408,63 +409,15 @@ def read(path: Path, tables: Iterable[str] | None = None, partial: bool = False)
             ):
                 raise TraceError(f"{path}: damaged (a text that is not there)")
     if not complete:
-        _drop_loose(found)
+        drop_loose(found, _POINTERS)
     elif any(len(next(iter(found[name].values()))) != count for name, count in written.items() if name in found):
         raise TraceError(f"{path}: damaged (rows are missing)")
-    if wrong := _points_nowhere(found):
-        raise TraceError(f"{path}: damaged ({wrong} that is not there)")
+    if wrong := points_nowhere(found, _POINTERS, _LIMITS):
+        raise TraceError(f"{path}: damaged ({wrong} is not there)")
     for name, least in (("rank", 0), ("world", 1)):
         if type(facts.get(name, least)) is not int or not least <= facts.get(name, least) < _MAX_WORLD:
             raise TraceError(f"{path}: damaged ({name} {str(facts[name])[:40]!r} makes no sense)")
     return Trace(found, texts, facts, path)
-
-
-def _points_nowhere(tables: dict[str, dict[str, Any]]) -> str:
-    """The first column that points to a row, or says a kind, that does not exist; empty where there is none."""
-    counts = {name: len(next(iter(columns.values()))) for name, columns in tables.items()}
-    for name, points in _POINTERS.items():
-        for column, target in points.items():
-            if name not in tables or not counts.get(target) or not counts[name]:
-                continue
-            values = tables[name][column]
-            least, most = (-1, counts[target]) if name in ("memory", "levels") else (-1, counts[target] - 1)
-            least = 0 if (name, column) in _ALWAYS else least
-            if values.min() < least or values.max() > most:
-                return f"a {column} in {name}"
-    for name, column, most in (
-        ("tensors", "kind", len(KINDS)),
-        ("memory", "kind", len(KINDS)),
-        ("operators", "phase", len(PHASES)),
-    ):
-        if name in tables and counts[name] and tables[name][column].max() >= most:
-            return f"a {column} in {name}"
-    if counts.get("modules"):
-        known = np.append(np.unique(tables["modules"]["id"]), -1)
-        for name, column in (
-            ("operators", "module"),
-            ("tensors", "module"),
-            ("memory", "module"),
-            ("modules", "parent"),
-        ):
-            if name in tables and not np.isin(np.unique(tables[name][column]), known).all():
-                return f"a {column} in {name}"
-    return ""
-
-
-def _drop_loose(tables: dict[str, dict[str, Any]]) -> None:
-    """Leave out rows that point to rows which a run that was killed did not come to write."""
-    counts = {name: len(next(iter(columns.values()))) for name, columns in tables.items()}
-    for name, points in _POINTERS.items():
-        for column, target in points.items():
-            if name not in tables or target not in tables:
-                continue
-            whole = tables[name][column] < counts[target]
-            if whole.all():
-                continue
-            if name in ("tensors", "operators"):  # others point to them by their numbers: what follows is left out
-                whole[int(whole.argmin()) :] = False
-            tables[name] = {each: values[whole] for each, values in tables[name].items()}
-            counts[name] = int(whole.sum())
 
 
 def _check_head(path: Path, line: bytes) -> None:
