@@ -25,6 +25,7 @@ class Graph:
         self.count = trace.count("operators")
         self.operators, self.tensors, self.looks = trace["operators"], trace["tensors"], trace["looks"]
         self._sides = tuple(self._sorted(side) for side in (INPUT, OUTPUT))
+        self._prints: dict[int, tuple[Any, Any]] = {}
         self.numbers: Sequence[int] = range(self.count)  # of the operators, in the trace that was recorded
 
     def _sorted(self, side: int) -> tuple[Any, Any]:
@@ -143,7 +144,12 @@ class Graph:
     # -- fingerprints ---------------------------------------------------------------------------------
 
     def prints(self, part: int = 0) -> tuple[Any, Any]:
-        """Rows of fingerprints, and for each tensor its row, -1 where it has none."""
+        """Rows of fingerprints, and for each tensor its row, -1 where it has none; not to be changed."""
+        if part not in self._prints:
+            self._prints[part] = self._read_prints(part)
+        return self._prints[part]
+
+    def _read_prints(self, part: int) -> tuple[Any, Any]:
         table = self.trace["prints"]
         mine = table["part"] == part
         rows = np.stack([table[name][mine].astype(np.float64, copy=False) for name in PRINT_COLUMNS], axis=1)

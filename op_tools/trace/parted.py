@@ -39,6 +39,8 @@ def _of_repetition(alignment: Alignment, numbers: Numbers, found: Divergence | N
     """A call that checkpointing repeats in one run, with other results than in the forward, before where runs part."""
     sides, pairs = numbers.origins.sides, alignment.pairs
     repeated = [other_repetitions(side) for side in sides]
+    if not repeated[0] and not repeated[1]:
+        return None
     parted = None
     if found is not None:
         parted = found.operators or (int(pairs[found.pair, 0]), int(pairs[found.pair, 1]))
