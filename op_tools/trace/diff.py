@@ -122,13 +122,19 @@ class Diff:
 
         `topk` may take other ones of equal elements, say; what follows works on others then.
         """
-        found, numbers = [], self.numbers
+        found: list[tuple[int, float]] = []
+        numbers, draw_alike = self.numbers, False
         chosen = ~numbers.parted & (numbers.inputs <= _AGREE) & (numbers.unjudged > _APART)
-        for pair in np.flatnonzero(chosen).tolist():
+        if not chosen.any():
+            return found
+        exact = numbers.compared & (numbers.inputs == 0) & (numbers.outputs == 0)
+        for pair in np.flatnonzero(chosen | exact).tolist():
             a = int(self.alignment.pairs[pair][0])
             arguments = self.alignment.first.trace.texts[int(self.alignment.first.operators["arguments"][a])]
             name = self.alignment.first.names[a]
-            if not behaviour(name).free and not draws(name, arguments):
+            drew = draws(name, arguments)
+            draw_alike |= drew and not chosen[pair]  # up to here both runs draw the same numbers
+            if chosen[pair] and not behaviour(name).free and (draw_alike or not drew):
                 found.append((a, float(numbers.unjudged[pair])))
         return found
 

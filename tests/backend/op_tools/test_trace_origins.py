@@ -457,3 +457,23 @@ def test_where_judging_ends_is_said(tmp_path: Path, device: str, faults: Any) ->
     assert [one.titles[n] for n, _ in diff.unjudged()] == ["topk-0"]
     assert any(line.startswith("Not judged, with inputs that agree and other results: topk-0") for line in diff.lines())
     assert not Diff(one, _recorded(tmp_path / "c", step)).unjudged()
+
+
+def test_random_results_that_differ_among_others_that_agree_are_said(tmp_path: Path, device: str) -> None:
+    graphs = {}
+    for name, seed in (("good", 0), ("again", 0), ("other", 5), ("late", 0)):
+        torch.manual_seed(0)
+        x = torch.randn(16, 16).to(device)
+
+        def step() -> None:
+            torch.manual_seed(seed)  # noqa: B023
+            F.dropout(x, 0.3)  # noqa: B023
+            if name == "late":  # noqa: B023
+                torch.manual_seed(7)
+            F.dropout(x.mul(2), 0.3)  # noqa: B023
+
+        graphs[name] = _recorded(tmp_path / name, step)
+    found = {name: Diff(graphs["good"], graph).unjudged() for name, graph in graphs.items()}
+    assert not found["again"]
+    assert not found["other"], "other seeds from the start say nothing"
+    assert [graphs["good"].titles[n] for n, _ in found["late"]] == ["dropout-2"]
