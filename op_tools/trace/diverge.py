@@ -149,6 +149,8 @@ class _Measured:
         starts = [g.side(INPUT)[0] for g in (self.first, self.second)]
         given = [(s[1:] > s[:-1])[self.pairs[:, n]] for n, s in enumerate(starts)]
         found = self.backward & ~(given[0] & given[1])  # nobody saw the gradient that came
+        of_optimizer = self.first.operators["phase"][self.pairs[:, 0]] == columns.OPTIMIZER
+        found |= of_optimizer & ~given[0]  # numbers that it makes: what it does with them is compared
         found |= (
             ins.others
             | self.known("free")

@@ -30,7 +30,7 @@ _LARGER: Final = math.log(1.25)
 _LEAST: Final = 4  # parameters
 _FEW: Final = 0.2  # of the parameters
 _NEAR: Final = 0.1  # gradients that are further apart say nothing of updates
-_DIVIDES: Final = re.compile(r"div|sqrt|pow|norm|fused|reciprocal")
+_DIVIDES: Final = re.compile(r"div|sqrt|pow|norm|fused|reciprocal|sign")
 
 
 class Update(NamedTuple):
@@ -41,7 +41,7 @@ class Update(NamedTuple):
     before: int  # tensors
     after: int
     unit: float  # of the lowest precision that the optimizer works in
-    divides: bool  # whether it divides, or takes roots: of small numbers these make large ones
+    divides: bool  # whether it divides, takes roots or signs: of small numbers these make large ones
 
 
 class Other(NamedTuple):

@@ -159,6 +159,7 @@ def _updated(folder: Path, device: str, kind: Any, low: bool = False, **options:
     [
         (torch.optim.AdamW, {"lr": 1e-3}, [{"lr": 2e-3}, {"lr": 1.1e-3}, {"maximize": True}]),
         (torch.optim.Adam, {"lr": 1e-3}, [{"weight_decay": 0.1}]),
+        (torch.optim.ASGD, {"lr": 1e-2}, [{"lr": 5e-2}]),
         (
             torch.optim.SGD,
             {"lr": 1e-2},
@@ -179,7 +180,7 @@ def test_what_optimizers_do_otherwise_is_named(
         diff = Diff(one, _updated(tmp_path / f"c{number}", device, kind, **{**options, **more}))
         assert diff.parted is not None, more
         assert int(one.operators["phase"][diff.parted[0]]) == OPTIMIZER, list(diff.lines())
-    if "lr" in changes[0]:  # in another precision too, though its gradients are apart
+    if "lr" in changes[0] and kind is torch.optim.AdamW:  # in another precision too, though its gradients are apart
         diff = Diff(one, _updated(tmp_path / "low", device, kind, low=True, **{**options, **changes[0]}))
         assert diff.parted is not None
         assert int(one.operators["phase"][diff.parted[0]]) == OPTIMIZER, list(diff.lines())
