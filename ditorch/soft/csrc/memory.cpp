@@ -11,6 +11,7 @@
 
 #include <sys/sysinfo.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <map>
@@ -117,10 +118,14 @@ struct DeviceMemory final : public AllocatorBase {
     if (bytes == 0) {
       return {nullptr, c10::Device(kSoft, device)};
     }
+    auto& counted = g_ledger[device].bytes;
+    const auto peak = counted.peak.load();
     auto block = std::make_unique<Block>(static_cast<int64_t>(bytes), device);
     try {
       block->memory = c10::GetCPUAllocator()->allocate(bytes);
     } catch (const c10::Error& error) {
+      block.reset();
+      counted.peak = std::max(peak, counted.current.load()); // what was not there is no peak
       rethrow_if_out_of_memory(error);
       throw;
     }

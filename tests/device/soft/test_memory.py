@@ -67,6 +67,15 @@ def test_peak_and_reset():
     torch.soft.reset_max_memory_allocated()
 
 
+def test_what_the_host_could_not_give_is_no_peak():
+    kept = torch.empty(KIB, device="soft")
+    base = torch.soft.memory_allocated()
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1 << 44, device="soft")
+    assert torch.soft.memory_allocated() == torch.soft.max_memory_allocated() == base
+    del kept
+
+
 def test_statistics_under_the_names_of_cuda():
     torch.soft.reset_accumulated_memory_stats()
     x = torch.empty(KIB, device="soft")
