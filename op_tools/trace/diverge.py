@@ -45,6 +45,7 @@ _ONE_ELEMENT: Final = 1.25  # steps of the dtype between two right roundings of 
 _SURE_BITS: Final = 20  # of a difference that is read off fingerprints
 _TERMS: Final = frozenset({"add", "mul", "mask", "view", "cast", "dropout", "cat"})
 _MAX_TERMS: Final = 6
+_LOW_INSIDE: Final = frozenset({"cross_entropy"})
 _SYMMETRIC: Final = frozenset({"sin", "cos", "tan"})
 
 
@@ -195,7 +196,9 @@ class _Measured:
         """The unit that a pair computes in, and how far apart its inputs are once they are rounded to it.
 
         The gradient of a weight has left the kernel in the dtype of the gradient that came in, and is converted then.
+        `cross_entropy` has its inner `log_softmax` keep the dtype of its input, whatever autocast does with the rest.
         """
+        inside = np.array([short_name(name) in _LOW_INSIDE for name in self.names] or [False])[self.kind]
         units, fine = [], np.full(self.count, np.inf)
         for graph, mine, there, came in (
             (self.first, self.pairs[:, 0], self.outs.first, ins.first),
@@ -203,7 +206,7 @@ class _Measured:
         ):
             unit = np.zeros(self.count)
             np.maximum.at(unit, self.outs.owner, there)
-            counts = (self.backward & _under_autocast(graph)[mine])[ins.owner]
+            counts = ((self.backward | inside) & _under_autocast(graph)[mine])[ins.owner]
             np.maximum.at(unit, ins.owner[counts], came[counts])
             low = self.known("contracts") & (unit == SINGLE) & _in_tf32(graph)[mine]
             units.append(np.where(low, _TF32, unit))

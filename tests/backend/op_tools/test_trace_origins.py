@@ -478,3 +478,18 @@ def test_random_results_that_differ_among_others_that_agree_are_said(tmp_path: P
     assert not found["again"]
     assert not found["other"], "other seeds from the start say nothing"
     assert [graphs["good"].titles[n] for n, _ in found["late"]] == ["dropout-2"]
+
+
+def test_a_loss_that_rounds_inside_is_no_divergence(tmp_path: Path, device: str) -> None:
+    graphs = []
+    for low in (False, True):
+        x = torch.zeros(4, 10, device=device, dtype=torch.bfloat16 if low else torch.float32)
+        y = torch.arange(4, device=device)
+
+        def step() -> None:
+            with torch.autocast(device, torch.bfloat16, enabled=low):  # noqa: B023
+                F.cross_entropy(x, y)  # noqa: B023
+
+        graphs.append(_recorded(tmp_path / str(low), step))
+    diff = Diff(graphs[0], graphs[1])
+    assert diff.divergence is None, list(diff.lines())
