@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,7 @@ def _convolutions(device: str) -> tuple[nn.Module, Step]:
 
 
 def _needs_statistics() -> None:
+    gc.collect()  # what other tests have left is not freed in the middle
     try:
         torch.accelerator.reset_peak_memory_stats()
     except (AttributeError, RuntimeError) as error:
@@ -80,7 +82,7 @@ def test_the_peak_is_that_of_the_allocator(
     states = 2 * size if make is _attention else size
     assert states <= needs.kinds["optimizer"] <= 1.05 * states + 4096
     if make is _attention:  # what attention and dropout keep for their backward
-        assert needs.kinds[KEPT] > 0.05 * needs.peak
+        assert needs.kinds[KEPT] > 0.05 * (needs.peak - needs.kinds.get(BEFORE, 0))  # other tests may hold more
     text = "\n".join(memory_lines(graph))
     assert f"needs [ {needs.peak / 2**20:.2f} MiB ]" in text, text
     assert "of it" in text
