@@ -51,6 +51,15 @@ class Side:
         shape: str = self.shape[int(self.graph.tensors["look"][tensor])]
         return shape
 
+    def unit_of(self, tensor: int) -> float:
+        """The unit of rounding of a tensor's dtype, 0 for whole numbers."""
+        return float(self.unit[int(self.graph.tensors["look"][tensor])])
+
+    def row_of(self, tensor: int) -> Any:
+        """The print of a tensor; None where it has none, or where the number is negative."""
+        row = int(self.where[tensor]) if tensor >= 0 else -1
+        return None if row < 0 else self.rows[row]
+
     def is_member(self, tensor: int) -> bool:
         """Whether it is a parameter or a buffer."""
         return int(self.graph.tensors["kind"][tensor]) in (columns.PARAMETER, columns.BUFFER)
@@ -230,6 +239,12 @@ def _closest(one: Side, two: Side, left: list[int], right: list[int]) -> dict[in
             found[left[i]] = right[j]
             seen.add(j)
     return found
+
+
+def relative(x: Any, y: Any) -> float:
+    """The distance of two tensors, by their prints, over the larger norm; 0 where both are 0."""
+    size = max(float(x[NORM]), float(y[NORM]))
+    return float(distance(x, y)) / size if size else 0.0
 
 
 def numel(shape: str) -> float:

@@ -8,6 +8,7 @@ result, half of the digits should agree.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Final
 
@@ -18,11 +19,10 @@ from ..call.graphs import OP as COMPILED
 from . import format as columns
 from .align import Alignment
 from .behaviour import behaviour, draws
-from .edges import NORM, Edges, Side, share
+from .edges import NORM, Edges, Side, relative, share
 from .fold import converted, member_name
 from .format import INPUT, OUTPUT, PROJECTIONS
 from .graph import Graph
-from .prints import distance
 from .updates import first_other_update
 
 _MAX_BEHIND: Final = 64
@@ -185,18 +185,13 @@ class Origins:
     def _of_other_updates(self, until: int) -> Found | None:
         """The first parameter that an optimizer changes otherwise, though gradients and parameters agree."""
         starts = self._alignment.pairs[:, 0]
-        given = [_gradients(graph) for graph in self._graphs]
 
         def gradients(step: int, name: str) -> float:
-            tensors = [one.get((step, f"{name}.grad"), (-1, -1))[1] for one in given]
-            rows = [int(side.where[t]) if t >= 0 else -1 for side, t in zip((self._one, self._two), tensors)]
-            if min(rows) < 0:
-                return math.nan
-            x, y = self._one.rows[rows[0]], self._two.rows[rows[1]]
-            size = max(float(x[NORM]), float(y[NORM]))
-            return float(distance(x, y)) / size if size else 0.0
+            tensors = [one.get((step, f"{name}.grad"), (-1, -1))[1] for one in self._gradients]
+            x, y = (side.row_of(t) for side, t in zip(self.sides, tensors))
+            return math.nan if x is None or y is None else relative(x, y)
 
-        other = first_other_update((self._one, self._two), gradients, until)
+        other = first_other_update(self.sides, gradients, until)
         if other is None:
             return None
         pair = max(0, int(np.searchsorted(starts, other.operators[0], side="right")) - 1)
@@ -206,24 +201,20 @@ class Origins:
 
     def _of_other_gradients(self, until: int) -> Found | None:
         """The first operators, before one, where an optimizer gets gradients that are others, however it is written."""
-        given = [_gradients(graph) for graph in self._graphs]
-        sides, starts = (self._one, self._two), self._alignment.pairs[:, 0]
+        given, sides, starts = self._gradients, self.sides, self._alignment.pairs[:, 0]
         for key, (operator, mine) in given[0].items():
             pair = max(0, int(np.searchsorted(starts, operator, side="right")) - 1)
             if key not in given[1] or operator >= until:
                 continue
             other, theirs = given[1][key]
             tensors = (mine, theirs)
-            rows = [int(side.where[t]) for side, t in zip(sides, tensors)]
-            if min(rows) < 0 or len({side.shape_of(t) for side, t in zip(sides, tensors)}) > 1:
+            x, y = (side.row_of(t) for side, t in zip(sides, tensors))
+            if x is None or y is None or len({side.shape_of(t) for side, t in zip(sides, tensors)}) > 1:
                 continue
-            x, y = (side.rows[row] for side, row in zip(sides, rows))
-            size = max(float(x[NORM]), float(y[NORM]))
             explained = max(float(spread[t]) for spread, t in zip(self._spread, tensors))
-            unit = max(float(s.unit[int(s.graph.tensors["look"][t])]) for s, t in zip(sides, tensors))
-            if not math.isfinite(explained) or not size or scaled(x, y):
+            if not math.isfinite(explained) or scaled(x, y):
                 continue
-            apart = float(distance(x[None], y[None])[0]) / size
+            apart, unit = relative(x, y), max(side.unit_of(t) for side, t in zip(sides, tensors))
             allowed = _SEVERAL_TIMES * explained + _DIGITS * math.sqrt(max(unit, self._least_unit))
             if apart > allowed:
                 titles = [g.tensor_title(t) for g, t in zip(self._graphs, tensors)]
@@ -307,6 +298,10 @@ class Origins:
         titles = [g.tensor_title(int(t[edge])) for g, t in zip(self._graphs, self._ins.tensors)]
         return f"they get other tensors: {titles[0]} in A, {titles[1]} in B"
 
+    @functools.cached_property
+    def _gradients(self) -> list[dict[tuple[int, str], tuple[int, int]]]:
+        return [_gradients(graph) for graph in self._graphs]
+
     @property
     def sides(self) -> tuple[Side, Side]:
         """Both runs."""
@@ -348,17 +343,14 @@ class Origins:
 
     def _members_given(self, known: dict[str, bool]) -> dict[str, bool]:
         """Whether members of the model differ that no corresponding operators get, as where FSDP gathers them."""
-        sides, found = (self._one, self._two), dict[str, bool]()
+        sides, found = self.sides, dict[str, bool]()
         first = [_first_members(graph) for graph in self._graphs]
         for name, mine in first[0].items():
             tensors = (mine, first[1].get(name, -1))
-            rows = [int(side.where[t]) if t >= 0 else -1 for side, t in zip(sides, tensors)]
-            if name in known or min(rows) < 0 or len({side.shape_of(t) for side, t in zip(sides, tensors)}) > 1:
+            x, y = (side.row_of(t) for side, t in zip(sides, tensors))
+            if name in known or x is None or y is None or len({s.shape_of(t) for s, t in zip(sides, tensors)}) > 1:
                 continue
-            x, y = (side.rows[row][None] for side, row in zip(sides, rows))
-            unit = max(float(s.unit[int(s.graph.tensors["look"][t])]) for s, t in zip(sides, tensors))
-            size = max(float(x[0, NORM]), float(y[0, NORM]))
-            found[name] = bool(float(distance(x, y)[0]) > _UNITS_GIVEN * unit * size)
+            found[name] = relative(x, y) > _UNITS_GIVEN * max(s.unit_of(t) for s, t in zip(sides, tensors))
         return found
 
 

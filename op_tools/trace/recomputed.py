@@ -7,10 +7,9 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from .edges import NORM, Side
+from .edges import Side, relative
 from .format import FORWARD, RECOMPUTED
 from .graph import Graph
-from .prints import distance
 
 _DIGITS: Final = 2.0  # square roots of the unit: half of the digits should agree
 
@@ -55,12 +54,10 @@ def _compared(side: Side, original: int, operator: int) -> Repeated | None:
     """A repetition whose first result that can be compared is another one; None where all agree."""
     graph = side.graph
     for mine, again in zip(*(graph.outputs(n).tolist() for n in (original, operator))):
-        x, y = (int(side.where[t]) for t in (mine, again))
-        if min(x, y) < 0 or side.shape_of(mine) != side.shape_of(again):
+        x, y = side.row_of(mine), side.row_of(again)
+        if x is None or y is None or side.shape_of(mine) != side.shape_of(again):
             continue
-        size = max(float(side.rows[x][NORM]), float(side.rows[y][NORM]))
-        apart = float(distance(side.rows[x], side.rows[y])) / size if size else 0.0
-        allowed = _DIGITS * math.sqrt(float(side.unit[int(graph.tensors["look"][again])]))
+        apart, allowed = relative(x, y), _DIGITS * math.sqrt(side.unit_of(again))
         if apart > allowed > 0:
             return Repeated(original, operator, apart, allowed)
     return None

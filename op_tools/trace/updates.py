@@ -74,7 +74,7 @@ def first_other_update(sides: tuple[Side, Side], gradients: Any, until: int) -> 
             if other is None:
                 continue
             if not exact and (mine.divides or theirs.divides):
-                if far <= _NEAR and _unit(sides[0], mine.after) == _unit(sides[1], theirs.after):
+                if far <= _NEAR and sides[0].unit_of(mine.after) == sides[1].unit_of(theirs.after):
                     sizes.append(other)
             elif other.apart > other.allowed:
                 others.append(other)
@@ -89,18 +89,16 @@ def _compared(
     sides: tuple[Side, Side], both: tuple[Update, Update], key: tuple[int, str], far: float
 ) -> tuple[Other | None, bool]:
     """Two updates of a parameter, and whether all that led to them agrees bit for bit."""
-    rows = [int(side.where[t]) for side, one in zip(sides, both) for t in (one.before, one.after)]
-    if min(rows) < 0:
-        return None, False
-    x, x_after, y, y_after = (side.rows[row] for side, row in zip((sides[0], sides[0], sides[1], sides[1]), rows))
-    if not all(np.isfinite(row[: NORM + 1]).all() for row in (x, x_after, y, y_after)):
+    rows = [side.row_of(t) for side, one in zip(sides, both) for t in (one.before, one.after)]
+    x, x_after, y, y_after = rows
+    if not all(row is not None and np.isfinite(row[: NORM + 1]).all() for row in rows):
         return None, False
     if len({side.shape_of(one.before) for side, one in zip(sides, both)}) > 1:
         return None, False
     norm = max(float(row[NORM]) for row in (x, x_after, y, y_after))
     sizes = float(distance(x, x_after)), float(distance(y, y_after))
     size = max(sizes)
-    stored = max(_unit(side, one.after) for side, one in zip(sides, both))
+    stored = max(side.unit_of(one.after) for side, one in zip(sides, both))
     noise = _STORED * max(stored, _GRID) * norm
     if size <= noise:
         return None, False
@@ -111,10 +109,6 @@ def _compared(
     operators = both[0].last, both[1].last
     other = Other(*key, operators, told, float(distance(*update)) / size, allowed + noise / size)
     return other, far == 0.0 and start == 0.0
-
-
-def _unit(side: Side, tensor: int) -> float:
-    return float(side.unit[int(side.graph.tensors["look"][tensor])])
 
 
 def _of_other_size(updates: list[Other]) -> Other | None:
