@@ -54,7 +54,7 @@ def merged(traces: Sequence[Trace]) -> Trace:
     own_part = ~spread & whole & (np.abs(total[:, :9] - len(traces) * base[:, :9]).max(1) > 0)
     found[own_part, :9] = total[own_part, :9] / len(traces)
     have = where >= 0
-    both = (seen_parts == len(traces)) & ~spread
+    both = (seen_parts == len(traces)) & ~spread & _equal_parts(traces, maps)
     numbers = np.concatenate([np.flatnonzero(have), np.flatnonzero(both)])
     values = np.concatenate([found[have], parts[both]])
     prints = {name: values[:, i] for i, name in enumerate(PRINT_COLUMNS)}
@@ -115,6 +115,19 @@ def _operators(first: Trace, other: Trace) -> dict[int, int]:
         return {operator: operator for operator in range(len(names[0]))}
     mine, theirs = align(Graph(first), Graph(other)).pairs.T.tolist()
     return dict(zip(mine, theirs))
+
+
+def _equal_parts(traces: Sequence[Trace], maps: Sequence[Any]) -> Any:
+    """For each tensor of the first rank whether it has one shape on all: a part lies where so many equal ones end."""
+    numbers: dict[str, int] = {}
+    equal, first = None, None
+    for trace, mapping in zip(traces, maps):
+        words = trace.words("looks", "shape") or [""]
+        codes = np.array([numbers.setdefault(text, len(numbers)) for text in words])
+        mine = codes[trace["tensors"]["look"][mapping]] if trace.count("tensors") else np.zeros(len(mapping), np.int64)
+        first = mine if first is None else first
+        equal = (mine == first) if equal is None else equal & (mine == first)
+    return equal
 
 
 def _replication(trace: Trace) -> Any:
