@@ -19,6 +19,7 @@ from op_tools.trace import format as columns
 from op_tools.trace import show
 from op_tools.trace.format import SUFFIX, TraceError, TraceWriter, files_of, read
 from op_tools.trace.graph import Graph
+from op_tools.trace.merge import merged
 
 
 def _run(folder: Path, rank: int = 0, ops: tuple[str, ...] = ("torch.add", "torch.mul", "torch.gelu")) -> Path:
@@ -289,3 +290,21 @@ def test_any_changed_byte_and_any_cut_is_one_line(tmp_path: Path) -> None:
         assert Graph(read(path, partial=True)).count <= 3
         with pytest.raises(TraceError, match="its end is missing"):
             read(path)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (3, 3, 2)])
+def test_parts_add_up_only_where_ranks_have_as_much(sizes: tuple[int, ...], tmp_path: Path) -> None:
+    traces = []
+    for rank, size in enumerate(sizes):
+        path = tmp_path / f"rank{rank}.optrace"
+        with TraceWriter(path, {"rank": rank, "world": len(sizes)}) as writer:
+            name, words = writer.text("torch.add"), [writer.text(w) for w in (f"[{size}, 4]", "float32", "", "cpu", "")]
+            writer.add("looks", (*words[:4], 0, words[4], words[4], 16 * size))
+            writer.add("operators", (0, 0, name, -1, 0, 0, 0, 0, 0, 0, -1, 0.1, 0))
+            writer.add("tensors", (0, 0, 0, 0, 0, -1, -1))
+            writer.add("edges", (0, 1, 0, 0))
+            for part in (0, 1):
+                writer.add("prints", (0, *[1.0 + rank] * columns.PROJECTIONS, 1.0, 1.0, 0.0, 1.0, 0, 0, part))
+        traces.append(read(path))
+    parts = merged(traces)["prints"]["part"].tolist()
+    assert parts.count(1) == (1 if len(set(sizes)) == 1 else 0)
